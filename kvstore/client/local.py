@@ -132,11 +132,11 @@ class LocalBranches:
 
     def supersede(self, namespace: Namespace, tokens: TokenArray, first: int, unused_s: float) -> None:
         with self._store as member:
-            member.node.reads.superseded(member.node.chains.of(namespace, tokens), first, unused_s)
+            member.node.reader.superseded(member.node.chains.of(namespace, tokens), first, unused_s)
 
     def supersede_blocks(self, namespace: Namespace, keys: Sequence[bytes], unused_s: float) -> None:
         with self._store as member:
-            member.node.reads.superseded(BlockKeys.of(namespace, keys, ()), 0, unused_s)
+            member.node.reader.superseded(BlockKeys.of(namespace, keys, ()), 0, unused_s)
 
 
 class LocalPort:

@@ -16,12 +16,12 @@ from kvstore.errors import KVStoreError
 from kvstore.format.header import Damaged, decode_any, encoded_header_bytes
 from kvstore.keyset import BlockKeys, ChunkKeys, leading
 from kvstore.namespace import Namespace, NamespaceId
-from kvstore.node.chunks import Chunks
+from kvstore.node.chunk_store import ChunkStore
 from kvstore.node.counters import Counters
 from kvstore.node.gc_state import GcState
 from kvstore.node.holds import Hold, Holds
 from kvstore.node.lanes import Deadline, Lanes, moved_on
-from kvstore.node.reader import TieredReads, read_chunks
+from kvstore.node.reader import Reader, read_chunks
 
 LOOKED_MAX = 32
 """Blocks that native code looks for in one call. A root may take long for each: nothing that is found counts before the
@@ -34,11 +34,11 @@ class Blocks:
 
     def __init__(
         self,
-        chunks: Chunks,
+        chunks: ChunkStore,
         view: GcState,
         lanes: Lanes,
         counters: Counters,
-        reads: TieredReads,
+        reads: Reader,
         holds: Holds,
     ) -> None:
         self._chunks = chunks

@@ -1,6 +1,6 @@
 """Encoded chunk files, read as the files of version 1 that they stand for, and the encoding of a node's writes.
 
-Separate from ``chunks.py``, which decides what becomes of a chunk. A ``DecodedReader`` is a Reader like any other: its
+A ``DecodedReader`` is a Reader like any other: its
 bytes are those of a plain file, header and all. So every reader of chunks verifies them as always, and nothing leaves
 here undecoded.
 """

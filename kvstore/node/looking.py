@@ -17,7 +17,7 @@ from kvstore.format import header as lineage
 from kvstore.format.header import FIXED_BYTES, Encoding, Incarnation, Writers
 from kvstore.hints import Hints
 from kvstore.keyset import ChunkKeys
-from kvstore.node.chunks import Chunks
+from kvstore.node.chunk_store import ChunkStore
 from kvstore.node.gc_state import GcState
 from kvstore.node.lanes import Deadline, Lanes
 from kvstore.node.tier_stack import TierStack
@@ -100,7 +100,9 @@ class ChunkPlace:
 class Looking:
     """Looks for the chunks of one node. Thread-safe."""
 
-    def __init__(self, chunks: Chunks, lanes: Lanes, gc_view: GcState, tiers: TierStack | None, clock: Clock) -> None:
+    def __init__(
+        self, chunks: ChunkStore, lanes: Lanes, gc_view: GcState, tiers: TierStack | None, clock: Clock
+    ) -> None:
         self._chunks = chunks
         self._lanes = lanes
         self._gc_view = gc_view

@@ -276,7 +276,7 @@ class Member:
                 return _no_pin(owner, namespace, node.clock.now_s())
             # What only memory has is not there for collectors and other nodes. On a full root it stays in memory: then
             # there is half of the time that a pin has, or pins would take all calls of a worker.
-            node.puts.write_out(wanted, node.limits.meta_deadline_s / 2)
+            node.writer.write_out(wanted, node.limits.meta_deadline_s / 2)
             seconds, tokens = max(1, round(ttl_s)), len(wanted) * namespace.layout.chunk_tokens
             ref = self._pins.pin(
                 owner, wanted.addresses, seconds, tokens, namespace.digest, node.limits.meta_deadline_s
@@ -285,7 +285,7 @@ class Member:
                 # Still held: so the session that put the ref is the one that collectors have waited for all the time.
                 node.holds.check(hold)
                 self._check_barriers(namespace)
-                present = node.puts.present_leading(wanted)
+                present = node.writer.present_leading(wanted)
             except KVStoreError:
                 self.unpin(_pin_id(ref))
                 raise

@@ -28,26 +28,23 @@ from kvstore.memory.arena import Arena
 from kvstore.meta.keys import Keys
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.node.blocks import Blocks
-from kvstore.node.chunks import Chunks
+from kvstore.node.chunk_store import ChunkStore, Incarnations
 from kvstore.node.counters import Counters
 from kvstore.node.encoded import Encodings
 from kvstore.node.gc_state import GcState
-from kvstore.node.handing import Handing
 from kvstore.node.holds import Hold, Holds
-from kvstore.node.incarnations import Incarnations
 from kvstore.node.known import Known
 from kvstore.node.lanes import Batch, Deadline, Lanes, moved_on
 from kvstore.node.layers import SINGLY, Bands, LayerReader, MemoryOf
 from kvstore.node.looking import Looking
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.prefetch import Prefetcher, TierName
-from kvstore.node.puts import Puts, Written
-from kvstore.node.reader import TieredReads
+from kvstore.node.reader import Reader
 from kvstore.node.refresh import Refresher
 from kvstore.node.settings import NO_TIERS, CurrentLimits, Limits, TierSettings
 from kvstore.node.tier_stack import TierStack
 from kvstore.node.view import View
-from kvstore.node.views import Views
+from kvstore.node.writer import Writer, Written
 from kvstore.operations import OperationRun, Operations, OperationState
 from kvstore.results import LayerMemory, PutResult
 from kvstore.root.identity import RootIdentity
@@ -166,7 +163,7 @@ class Node:
         self._session = session = session or (lambda: self.id)
         self.encodings = Encodings(keys, self.counters, ids, compress=compress)
         self.incarnations = Incarnations(root, session, self.id, clock, ids, label)
-        self._chunks = Chunks(
+        self._chunks = ChunkStore(
             root, identity.shard_bits, session, self.known, self.counters, self.incarnations, numbers,
             self.encodings, self.gc_view.usage,
         )  # fmt: skip
@@ -190,21 +187,19 @@ class Node:
                 record=self._record_writer,
                 encodings=self.encodings,
             )
-        self.reads = TieredReads(self._chunks, self._lanes, self._refresher, self.counters, self.tiers)
-        self.blocks = Blocks(self._chunks, self.gc_view, self._lanes, self.counters, self.reads, self.holds)
-        self.handing = Handing(self._chunks, self._lanes, self.counters, self.reads, self.tiers)
-        self.puts = Puts(
-            self._chunks, self._lanes, self.gc_view, self._refresher, self.reads, self.tiers,
+        self.reader = Reader(self._chunks, self._lanes, self._refresher, self.counters, self.tiers)
+        self.blocks = Blocks(self._chunks, self.gc_view, self._lanes, self.counters, self.reader, self.holds)
+        self.writer = Writer(
+            self._chunks, self._lanes, self.gc_view, self._refresher, self.reader, self.tiers,
             self.counters, self._limits, clock, durable=durable,
         )  # fmt: skip
         self._prefetcher: Prefetcher | None = None
         self.operations = Operations(clock, ids, lambda: self.limits.operations_max, self._count_ended)
         if self.tiers is not None:
-            # Puts need the memory, and its queue needs the puts, which write what it has: so the queue starts last.
-            self.tiers.start(self.puts.publish)
-            self._prefetcher = Prefetcher(self.tiers, self.reads, self._lanes, self.gc_view, self._limits, clock)
+            # The writer needs the memory, and its queue needs the writer: so the queue starts last.
+            self.tiers.start(self.writer.publish)
+            self._prefetcher = Prefetcher(self.tiers, self.reader, self._lanes, self.gc_view, self._limits, clock)
         self.looking = Looking(self._chunks, self._lanes, self.gc_view, self.tiers, clock)
-        self._views = Views(self._chunks, self._lanes, self.counters, self.tiers, limits.open_files_max)
         self._closed = False
 
     @property
@@ -235,7 +230,7 @@ class Node:
     def match(self, chain: ChunkKeys, deadline_s: float | None = None, *, counts: bool = True) -> int:
         """How many leading chunks are in the store. A miss, never an error, when the root does not answer."""
         deadline = self._deadline(deadline_s, self.limits.match_deadline_s)
-        count = self.reads.matched_count(chain.leading(self.gc_view.leading(chain)), deadline)
+        count = self.reader.matched_count(chain.leading(self.gc_view.leading(chain)), deadline)
         if counts:
             self.counters.add_lookup(len(chain), count, chain.namespace.layout.chunk_tokens, is_match=True)
         return count
@@ -251,7 +246,7 @@ class Node:
         """Holds the leading chunks that are in the store. Raises Overloaded where too many holds are alive."""
         hold = self.holds.take(chain, ttl_s)  # it has left out what is condemned
         try:
-            hold.count = self.reads.matched_count(hold.chain, self._deadline(deadline_s, self.limits.match_deadline_s))
+            hold.count = self.reader.matched_count(hold.chain, self._deadline(deadline_s, self.limits.match_deadline_s))
             if counts:
                 self.counters.add_lookup(len(chain), hold.count, chain.namespace.layout.chunk_tokens, is_match=False)
             hold.chain = chain.leading(hold.count)
@@ -271,9 +266,9 @@ class Node:
         self.holds.check(hold)
         deadline = self._deadline(deadline_s, self.limits.read_deadline_s)
         self.counters.add(NodeCount.REQUESTS_GET)
-        done = self.reads.begin(hold.chain, 0, hold.count, into, deadline).wait(deadline)
+        done = self.reader.begin(hold.chain, 0, hold.count, into, deadline).wait(deadline)
         count = leading(done)
-        self.reads.used(hold.chain.leading(count))
+        self.reader.used(hold.chain.leading(count))
         return count
 
     @property
@@ -288,7 +283,7 @@ class Node:
 
     def used(self, hold: Hold, count: int) -> None:
         """Notes a read of the ``count`` leading chunks of a hold, whose recency is renewed."""
-        self.reads.used(hold.chain.leading(count))
+        self.reader.used(hold.chain.leading(count))
 
     def read_layers(
         self, hold: Hold, memory: MemoryOf, deadline_s: float | None = None, bands: Bands = SINGLY
@@ -307,7 +302,7 @@ class Node:
         for layer, filled in reader.read(memory, partial(self._deadline, deadline_s, self.limits.read_deadline_s)):
             self.holds.check(hold)
             yield layer, filled
-        self.reads.used(hold.chain)
+        self.reader.used(hold.chain)
 
     def view(self, hold: Hold, deadline_s: float | None = None) -> list[npt.NDArray[Any]]:
         """The held chunks as read-only arrays of shape ``(layers, 2, chunk_tokens, kv_heads, head_dim)``.
@@ -321,8 +316,8 @@ class Node:
         self.counters.add(NodeCount.REQUESTS_GET)
         deadline = self._deadline(deadline_s, self.limits.read_deadline_s)
         self._bring_foreign(hold, deadline)
-        arrays = self._views.of(hold.chain, deadline)
-        self.reads.used(hold.chain.leading(len(arrays)))
+        arrays = self.reader.view(hold.chain, deadline, self.limits.open_files_max)
+        self.reader.used(hold.chain.leading(len(arrays)))
         return arrays
 
     # Publishing
@@ -343,7 +338,7 @@ class Node:
         Raises Overloaded (no space), PermissionDenied or Unavailable; what was published until then stays.
         """
         deadline = self._deadline(deadline_s, self.limits.write_deadline_s)
-        published = self.puts.put(chain, first, source, deadline, hints, write)
+        published = self.writer.put(chain, first, source, deadline, hints, write)
         return published.of_prompt(chain.namespace.layout.chunk_tokens)
 
     def put_blocks(
@@ -364,7 +359,7 @@ class Node:
         """
         wanted = BlockKeys.of(namespace, keys, list(map(len, buffers)), ancestry)
         deadline = self._deadline(deadline_s, self.limits.write_deadline_s)
-        return self.puts.put(wanted, 0, Buffers(buffers), deadline, hints, write)
+        return self.writer.put(wanted, 0, Buffers(buffers), deadline, hints, write)
 
     # Ahead of reads
 
@@ -482,7 +477,7 @@ class Node:
     def _bring_foreign(self, hold: Hold, deadline: Deadline) -> None:
         """Brings held chunks into memory that the root may not have, for those who read it or memory alone."""
         if self.tiers is not None and self.tiers.below and self.tiers.memory.leading(hold.chain, 0) < hold.count:
-            chain, count, reads = hold.chain, hold.count, self.reads
+            chain, count, reads = hold.chain, hold.count, self.reader
             with suppress(KVStoreError):  # what does not come is missed by the reader
                 self._lanes.run(
                     lambda: reads.bring(chain, 0, count, deadline, even_once=True, even_root=False), deadline
@@ -532,7 +527,7 @@ def match_each(
             break
         chains = [node.chains.of(namespace, tokens) for tokens in group]
         addresses = [address for chain in chains for address in chain.addresses]
-        present = bytes(node.reads.remembered(addresses))
+        present = bytes(node.reader.remembered(addresses))
         for chain, remembered in zip(chains, _leading(present, chains), strict=True):
             if deadline.passed:
                 break

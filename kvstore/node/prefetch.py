@@ -11,7 +11,7 @@ from kvstore.keyset import ChunkKeys
 from kvstore.node.disk_tier import DiskTier
 from kvstore.node.gc_state import GcState
 from kvstore.node.lanes import Deadline, Lanes
-from kvstore.node.reader import TieredReads
+from kvstore.node.reader import Reader
 from kvstore.node.settings import CurrentLimits
 from kvstore.node.tier_stack import TierStack
 from kvstore.operations import OperationRun
@@ -44,7 +44,7 @@ class Prefetcher:
     def __init__(
         self,
         tiers: TierStack,
-        reads: TieredReads,
+        reads: Reader,
         lanes: Lanes,
         view: GcState,
         limits: CurrentLimits,

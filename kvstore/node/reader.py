@@ -8,25 +8,29 @@ a node without memory.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from weakref import ReferenceType, ref
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import ADDRESS_BYTES, Address
-from kvstore.buffers import Borrowed, Sections, Withdrawn
+from kvstore.buffers import Borrowed, Sections, Withdrawn, cut_evenly
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.format.header import Damaged, header_bytes
-from kvstore.keyset import BlockKeys, KeySet
-from kvstore.node.chunk_runs import SharedRead, Sizes
-from kvstore.node.chunks import Chunks
+from kvstore.keyset import BlockKeys, ChunkKeys, KeySet
+from kvstore.node.chunk_store import ChunkStore, SharedRead, Sizes
 from kvstore.node.counters import Counters
+from kvstore.node.gc_state import GcState
+from kvstore.node.holds import Hold, Holds
 from kvstore.node.images import verify_images
 from kvstore.node.lanes import (
     GROUP_BYTES_MAX,
@@ -38,9 +42,12 @@ from kvstore.node.lanes import (
     group_size,
     moved_on,
 )
-from kvstore.node.memory_tier import MemoryTier, Slot
+from kvstore.node.memory_tier import MemoryTier, Slot, Slots
 from kvstore.node.refresh import Refresher
 from kvstore.node.tier_stack import Tier, TierStack
+from kvstore.root.posix import PosixReader
+
+Mask = npt.NDArray[np.bool_]
 
 TURN_CHUNKS_MAX = 512
 """Chunks that a lane reads in one call: opening takes a millisecond each on some roots, and a lane that is in one call
@@ -55,13 +62,13 @@ class Groups:
     size: int
     """Chunks in a group; the last may have fewer."""
     chunks: int
-    read: Callable[[int, int, Borrowed], npt.NDArray[np.bool_]]
+    read: Callable[[int, int, Borrowed], Mask]
     """Reads the chunks from one index up to another; True for those that are right. Raises Withdrawn."""
     turns: SharedRead | None = None
     """Reads the same chunks once, without fixed bounds between the lanes."""
 
 
-def gaps(done: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+def gaps(done: Mask) -> list[tuple[int, int]]:
     """Returns the runs of chunks that are not done, each from its first index to the one after its last."""
     edges = np.flatnonzero(np.diff(np.concatenate(([True], done, [True])).astype(np.int8)))
     starts: list[int] = edges[::2].tolist()
@@ -238,13 +245,15 @@ def verified(
     return right.tobytes()
 
 
-def root_groups(chunks: Chunks, lanes: Lanes, wanted: KeySet, first: int, count: int, into: Sections) -> Groups | None:
+def root_groups(
+    chunks: ChunkStore, lanes: Lanes, wanted: KeySet, first: int, count: int, into: Sections
+) -> Groups | None:
     """Returns chunks from ``first`` on on the root in groups, counted from 0; None if they are read one by one."""
     run = chunks.runs.of(wanted, first, count, into, fills=True)
     if run is None:
         return None
 
-    def read(start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
+    def read(start: int, stop: int, borrowed: Borrowed) -> Mask:
         return chunks.runs.read(run, first + start, first + stop, borrowed)
 
     chunk_bytes = max(1, wanted.mean_bytes(first, count))
@@ -254,17 +263,38 @@ def root_groups(chunks: Chunks, lanes: Lanes, wanted: KeySet, first: int, count:
     return Groups(size, count, read, chunks.runs.shared_read(run, Sizes(step, most, size)))
 
 
-Mask = npt.NDArray[np.bool_]
-
 RECENT_MAX = 64
 """Reads that are looked at to know whether lanes are busy with some."""
 
 
-class TieredReads:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The wanted chunks or engine-hashed blocks, and the hold to read them under, if any."""
+
+    wanted: KeySet
+    hold: Hold | None = None
+    memory_only: bool = False
+    """The client is a peer: give only what memory has (rule P2)."""
+
+    def allowed(self, holds: Holds, view: GcState, indexes: Sequence[int]) -> Sequence[int]:
+        """Return the indexes that may be given: all under a hold or of a prompt, else those not condemned.
+
+        Raises HoldBroken.
+        """
+        if self.hold is not None:
+            holds.check(self.hold)
+        elif not self.wanted.prefix_ordered:
+            allowed = view.allowed([self.wanted.addresses[index] for index in indexes])
+            if len(allowed) < len(indexes):
+                return [indexes[at] for at in allowed]
+        return indexes
+
+
+class Reader:
     """The chunks of one node, from the nearest place that has them. Thread-safe."""
 
     def __init__(
-        self, chunks: Chunks, lanes: Lanes, refresher: Refresher, counters: Counters, tiers: TierStack | None
+        self, chunks: ChunkStore, lanes: Lanes, refresher: Refresher, counters: Counters, tiers: TierStack | None
     ) -> None:
         self._chunks = chunks
         self._lanes = lanes
@@ -299,7 +329,7 @@ class TieredReads:
                 for key, entry in zip(wanted.keys, slots.entries, strict=True)
             ]
 
-    def remembered(self, addresses: Sequence[Address]) -> npt.NDArray[np.bool_]:
+    def remembered(self, addresses: Sequence[Address]) -> Mask:
         """Returns which chunks are known to be on the root, without a look at it."""
         return self._chunks.known.present(addresses, self._chunks.known.quantum())
 
@@ -555,3 +585,212 @@ class TieredReads:
                 return timed.size_bytes == len(image)
         except (KVStoreError, Damaged):
             return False  # a reader of the chunk itself finds out, and counts it
+
+    # Views
+
+    def view(self, chain: ChunkKeys, deadline: Deadline, open_files_max: int) -> list[npt.NDArray[Any]]:
+        """Returns read-only arrays of shape ``(layers, 2, chunk_tokens, kv_heads, head_dim)``; fewer after a loss.
+
+        Without a copy where possible: verified images in memory, or files mapped from the root, of which Python maps
+        ``open_files_max``. An array keeps its chunk in memory, or its file mapped, as long as it or any slice of it
+        lives.
+        """
+        found = self._leased_payloads(self._tiers, chain, deadline) if self._tiers is not None else {}
+        mapped = self._mapped(chain, deadline, found, open_files_max) if len(found) < len(chain) else found
+        layout = chain.namespace.layout
+        arrays: list[npt.NDArray[Any]] = []
+        while (array := mapped.get(len(arrays))) is not None:
+            arrays.append(array.view(layout.numpy_dtype).reshape(layout.shape(layout.chunk_tokens)))
+        return arrays
+
+    def _leased_payloads(
+        self, tiers: TierStack, chain: ChunkKeys, deadline: Deadline
+    ) -> dict[int, npt.NDArray[np.uint8]]:
+        """Returns payloads in memory, each of which keeps its chunk there; as many as may be leased (rule L1)."""
+        memory = tiers.memory
+        leased: list[tuple[int, Slots]] = []
+        for index in range(len(chain)):
+            slots = memory.refer(chain, index, 1)
+            if slots.entries[0] is not None and memory.lease(slots):
+                leased.append((index, slots))
+            else:
+                slots.release()
+        indexes = [index for index, _ in leased]
+        images = [slots.image(index) for index, slots in leased]
+        right = verified(chain, indexes, images, tiers.copiers, deadline)
+        self._counters.add(NodeCount.MEMORY_HITS, sum(right))
+        self._counters.add(NodeCount.MEMORY_BYTES, sum(right) * chain.namespace.layout.chunk_bytes)
+        found: dict[int, npt.NDArray[np.uint8]] = {}
+        for (index, slots), image, is_right in zip(leased, images, right, strict=True):
+            # The tier verifies a wrong image once more and drops it (rule I1). Not past the deadline: this one thread
+            # would then verify everything that was not verified by then.
+            if is_right or (not deadline.passed and memory.view(slots, index) is not None):
+                found[index] = _leased(chain.payload_of(index, image), slots.release)
+            else:
+                slots.release()
+        return found
+
+    def _mapped(
+        self, chain: ChunkKeys, deadline: Deadline, found: dict[int, npt.NDArray[np.uint8]], open_files_max: int
+    ) -> dict[int, npt.NDArray[np.uint8]]:
+        """Returns the other payloads, mapped from the root if possible, copied otherwise."""
+        layout, count = chain.namespace.layout, len(chain)
+        payloads: list[memoryview | None] = [None] * count
+        can_map = self._chunks.root.traits.mapped
+        run = self._chunks.runs.of(chain, 0, count) if can_map else None
+        # A mapping made by Python keeps a file descriptor. Beyond the limit, copy, or the engine would run out of
+        # descriptors.
+        mapped_max = open_files_max if can_map and run is None else 0
+
+        def read(index: int, borrowed: Borrowed) -> bool:
+            if index in found:
+                return True
+            payloads[index] = self._copied(chain, index)
+            if payloads[index] is not None:
+                return True
+            expected = chain.expected(index)
+            if index < mapped_max:
+                payloads[index] = self._chunks.map(expected)
+                return payloads[index] is not None
+            memory = memoryview(bytearray(layout.chunk_bytes))
+            payloads[index] = memory.toreadonly()
+            return self._chunks.read(expected, cut_evenly(memory, layout.section_bytes), borrowed)
+
+        groups = None
+        if run is not None:
+
+            def map_group(start: int, stop: int, _: Borrowed) -> Mask:
+                done = np.array([index in found for index in range(start, stop)], np.bool_)
+                for at, end in gaps(done):
+                    part = slice(start + at, start + end)
+                    done[at:end], payloads[part] = self._chunks.runs.map(run, part.start, part.stop)
+                return done
+
+            groups = Groups(group_size(count, layout.chunk_bytes, self._lanes.width), count, map_group)
+        done = read_chunks(self._lanes, self._counters, count, read, deadline, groups=groups)
+        arrays = {
+            index: np.frombuffer(payload, np.uint8)
+            for index, payload in enumerate(payloads)
+            if payload is not None and done[index]
+        }
+        return arrays | found
+
+    def _copied(self, chain: ChunkKeys, index: int) -> memoryview | None:
+        """Returns a copy of a chunk that memory has and may not lease (rule L1): the root may not have it yet."""
+        if self._tiers is None:
+            return None
+        memory = self._tiers.memory
+        with memory.refer(chain, index, 1) as slots:
+            payload = memory.view(slots, index)
+            return None if payload is None else memoryview(bytes(payload))
+
+    # Chunks for clients that verify them
+
+    def in_memory(
+        self, wanted: KeySet, indexes: Sequence[int], deadline: Deadline, *, brings: bool = True
+    ) -> Slots | None:
+        """Refer to those chunks that are in memory, one entry for each index. None if this node has no memory.
+
+        With ``brings``, chunks that are worth it are brought to memory first.
+        """
+        if self._tiers is None:
+            return None
+        memory = self._tiers.memory
+        part, first = wanted.run(indexes)
+        slots = memory.refer(part, first, len(indexes))
+        if not brings or None not in slots.entries:
+            return slots
+        slots.release()
+        with suppress(KVStoreError):
+            self._lanes.run(
+                lambda: self.bring(part, first, first + len(indexes), deadline, even_once=False, even_root=True),
+                deadline,
+            )
+        return memory.refer(part, first, len(indexes))
+
+    def open_files(self, wanted: KeySet, indexes: Sequence[int], deadline: Deadline) -> dict[int, PosixReader]:
+        """Open the files of chunks, and verify their headers. The caller closes them.
+
+        ChunkStore that the root does not have, or has encoded, are left out. A prompt ends at the first of them.
+        """
+        stop_at_miss = wanted.prefix_ordered
+        opened = self._opened(wanted, indexes, deadline, stop_at_miss=stop_at_miss)
+        places = range(len(indexes))
+        if stop_at_miss:
+            end = next((at for at in places if at not in opened), len(indexes))
+            for at in places[end:]:
+                if at in opened:
+                    opened.pop(at).close()
+        return {indexes[at]: opened[at] for at in sorted(opened)}
+
+    def begin_copy(self, wanted: KeySet, indexes: Sequence[int], into: Callable[[int], memoryview]) -> Reading:
+        """Begin to read whole files into ``into(index)``, which has the size of the file.
+
+        A prompt ends at its first miss.
+        """
+
+        def read(at: int, borrowed: Borrowed) -> bool:
+            expected = wanted.expected(indexes[at])
+            opened = self._chunks.open(expected)
+            if opened is None:
+                return False
+            reader, _ = opened
+            with self._chunks.noted(expected), reader, self._counters.timed("root", "read") as timed:
+                memory = into(indexes[at])
+                timed.size_bytes = len(memory)
+                try:
+                    if reader.read([memory], 0, borrowed) != len(memory):
+                        self._counters.add(NodeCount.MISS_UNREADABLE)
+                        return False
+                except Damaged as damaged:  # of an encoded file, which is verified as it is decoded
+                    borrowed.check()
+                    self._chunks.set_aside(expected, damaged.damage)
+                    return False
+            self._counters.add_read(expected.payload_bytes)
+            return True
+
+        return Reading(self._lanes, self._counters, len(indexes), read, wanted.prefix_ordered)
+
+    def _opened(
+        self, wanted: KeySet, indexes: Sequence[int], deadline: Deadline, *, stop_at_miss: bool
+    ) -> dict[int, PosixReader]:
+        """Open files by their place among ``indexes``."""
+        lock = threading.Lock()
+        opened: dict[int, PosixReader] = {}
+        given_up = False
+
+        def work(at: int) -> bool:
+            try:
+                found = self._chunks.open_file(wanted.expected(indexes[at]))
+            except KVStoreError:
+                self._counters.add(NodeCount.MISS_UNREADABLE)
+                return not stop_at_miss
+            if found is None:
+                return not stop_at_miss
+            with lock:
+                # Opened after the caller gave up: nobody else would close it.
+                keep = not given_up
+                if keep:
+                    opened[at] = found
+            if not keep:
+                found.close()
+            return keep
+
+        try:
+            self._lanes.each(len(indexes), work, deadline)
+        except DeadlinePassed:
+            self._counters.add(NodeCount.MISS_DEADLINE)
+        except KVStoreError:
+            self._counters.add(NodeCount.MISS_SHED)
+        finally:
+            with lock:
+                given_up = True
+        return opened
+
+
+def _leased(payload: memoryview, release: Callable[[], None]) -> npt.NDArray[np.uint8]:
+    """Returns an array over ``payload``; ``release`` is called when neither it nor any slice of it lives any more."""
+    array = np.frombuffer(payload, np.uint8)
+    # Every slice of it has this very array as its base: numpy follows bases up to the last one that is an array.
+    weakref.finalize(array, release).atexit = False
+    return array

@@ -22,7 +22,7 @@ from kvstore.format.places import Name
 from kvstore.hints import LEAST, Hints
 from kvstore.keyset import KeySet
 from kvstore.namespace import NamespaceId
-from kvstore.node.chunks import Chunks
+from kvstore.node.chunk_store import ChunkStore
 from kvstore.node.counters import Counters
 from kvstore.recency import decode, is_coarse, quantum_of, renewed_ns, superseded_ns
 
@@ -71,7 +71,7 @@ class _Plan:
 class Refresher:
     """A bounded queue of used chunks."""
 
-    def __init__(self, chunks: Chunks, counters: Counters, queue_max: int) -> None:
+    def __init__(self, chunks: ChunkStore, counters: Counters, queue_max: int) -> None:
         self._chunks = chunks
         self._counters = counters
         self._queue_max = queue_max

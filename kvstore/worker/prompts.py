@@ -11,9 +11,9 @@ from kvstore.errors import HoldBroken, InvalidRequest, Overloaded
 from kvstore.format.header import Ancestry
 from kvstore.keyset import BlockKeys, ChunkKeys, KeySet
 from kvstore.namespace import DIGEST_BYTES, Namespace, NamespaceDigest
-from kvstore.node.handing import Asked
 from kvstore.node.holds import Hold
 from kvstore.node.member import Member
+from kvstore.node.reader import Asked
 from kvstore.sources import Clock
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.messages import unpack_descents, unpack_keys, unpack_sizes, unpack_tokens

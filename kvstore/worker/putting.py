@@ -12,7 +12,7 @@ from kvstore.format.header import Expected
 from kvstore.keyset import KeySet
 from kvstore.node.lanes import Deadline
 from kvstore.node.node import Node
-from kvstore.node.puts import Written
+from kvstore.node.writer import Written
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.images import receive_images
 from kvstore.wire.limits import MESSAGE_BYTES_MAX
@@ -47,16 +47,16 @@ class PutStreams:
         sizes = wanted.payload_sizes()[first:]
         in_memory_bytes = min(sum(sizes), RUNS_IN_MEMORY * (RUN_BYTES + max(sizes, default=0)))
         with self._in_flight.reserved(in_memory_bytes + MESSAGE_BYTES_MAX):
-            write = self._node.puts.begin(wanted, first, deadline(), hints_of(start.hints), write_of(start.write))
+            write = self._node.writer.begin(wanted, first, deadline(), hints_of(start.hints), write_of(start.write))
             try:
                 if not write.refused:
                     for index, run in self._runs(wanted, first, itertools.chain([opening], messages)):
                         write.add(buffers_of(wanted, index, run), index, len(run), deadline())
             except BaseException:
                 # The client is gone, or sent wrong or damaged bytes: only what was verified before may be published.
-                write.abandon()
+                write.abort()
                 raise
-            return put_answer(wanted, write.finish(deadline()))
+            return put_answer(wanted, write.commit(deadline()))
 
     def _runs(
         self, wanted: KeySet, first: int, messages: Iterator[pb.PutRequest]

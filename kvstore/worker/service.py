@@ -17,11 +17,10 @@ from kvstore.format.header import Expected
 from kvstore.hints import checked_unused_s
 from kvstore.keyset import BlockKeys, KeySet
 from kvstore.node.counters import Latencies, Step
-from kvstore.node.handing import Asked
 from kvstore.node.lanes import Deadline
 from kvstore.node.member import Member
 from kvstore.node.node import Node, match_each
-from kvstore.node.reader import Reading
+from kvstore.node.reader import Asked, Reading
 from kvstore.results import PinRecord
 from kvstore.root.interface import Space
 from kvstore.security.access import EVERY, OverQuota, Role
@@ -288,7 +287,7 @@ class GetStreams:
                 # Before the memory is freed: a lane may be reading into it for a client that is gone.
                 for window in begun:
                     window.reading.withdraw()
-                self._node.reads.used(wanted.take([*range(first), *sent] if is_chain else sent))
+                self._node.reader.used(wanted.take([*range(first), *sent] if is_chain else sent))
 
     def _begin(self, asked: Asked, indexes: range, memory: memoryview, context: Call) -> _Window:
         """Begins to read those of ``indexes`` that may be given, into ``memory``."""
@@ -298,7 +297,7 @@ class GetStreams:
         buffers = cut(memory, [each.payload_bytes for each in expected])
         part, first = wanted.run(allowed)
         sections = buffers_of(part, first, buffers)
-        reading = node.reads.begin(part, first, len(allowed), sections, self._deadline(context))
+        reading = node.reader.begin(part, first, len(allowed), sections, self._deadline(context))
         places = range(first, first + len(allowed))
         return _Window(list(zip(allowed, expected, map(sections, places), strict=True)), reading)
 
@@ -473,7 +472,7 @@ class Service:
             wanted = BlockKeys.of(self.prompts.namespace(request.namespace, call), unpack_keys(request.keys), ())
         else:
             wanted = self.prompts.chain(request.namespace, request.tokens, call)
-        self._node.reads.superseded(wanted, request.first, unused_s)
+        self._node.reader.superseded(wanted, request.first, unused_s)
         return pb.SupersedeResponse()
 
     def _hold(self, request: pb.HoldRequest, call: Call) -> Message:

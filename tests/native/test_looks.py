@@ -18,7 +18,7 @@ from kvstore.errors import Unavailable
 from kvstore.format.places import Name
 from kvstore.hints import PRESETS
 from kvstore.native import is_available, library
-from kvstore.node.chunk_runs import Mask, Run
+from kvstore.node.chunk_store import Mask, Run
 from kvstore.node.settings import Limits
 from kvstore.recency import decode as decode_mtime
 from kvstore.root import posix

@@ -26,7 +26,7 @@ from kvstore.errors import HoldBroken, KVStoreError
 from kvstore.keyset import ChunkKeys
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.node.chunk_runs import Run
+from kvstore.node.chunk_store import Run
 from kvstore.node.images import verify_images
 from tests.kit.images import chain_of, made
 from tests.kit.native_modes import chunks_of, opened

@@ -18,7 +18,7 @@ from kvstore.buffers import Borrowed, Withdrawn, planes_of
 from kvstore.keyset import ChunkKeys
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.node.chunk_runs import SharedRead, Sizes
+from kvstore.node.chunk_store import SharedRead, Sizes
 from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore import keyset
-from kvstore.address import ADDRESS_BYTES
+from kvstore.address import ADDRESS_BYTES, chained_addresses
 from kvstore.errors import InvalidRequest
 from kvstore.keyset import CHAIN_CHUNKS_MAX, CHAINS_MAX, CHUNKS_MIN, ChunkKeys, RecentChains
 from kvstore.layout import Layout
@@ -80,7 +80,7 @@ def test_every_chain_is_that_of_the_definition_and_the_memory_stays_in_its_bound
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many chunks were hashed, each time that any were."""
-    counts, real = list[int](), keyset.chained_addresses
+    counts, real = list[int](), chained_addresses
 
     def counting(namespace: Namespace, packed: bytes, *begun: Any) -> bytes:
         found = real(namespace, packed, *begun)

@@ -17,7 +17,7 @@ from kvstore.client import Cache, Store
 from kvstore.errors import PermissionDenied, Unavailable
 from kvstore.format.header import decode_any
 from kvstore.format.places import QUARANTINE, Name
-from kvstore.node.unreadable import FAILURES_MAX, SUSPECTS_MAX, Unreadable
+from kvstore.node.chunk_store import FAILURES_MAX, SUSPECTS_MAX, Unreadable
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.posix import PosixRoot
 from tests.kit.faulty_root import EACCES, EIO, EROFS, Fails, FaultyRoot, Rule

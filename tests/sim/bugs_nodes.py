@@ -15,7 +15,7 @@ from kvstore.keyset import ChunkKeys
 from kvstore.meta.keys import Keys
 from kvstore.meta.session import Session
 from kvstore.meta.store import Event, Meta, Snapshot
-from kvstore.node import follower, holds, known, node, quarantine, view
+from kvstore.node import chunk_store, follower, holds, known, node, view
 from kvstore.root import memory
 from kvstore.root.inspect import Broken, Inspector
 from tests.sim.planting import bug
@@ -45,11 +45,11 @@ def publish_replaces() -> Iterator[None]:
 def set_aside_deletes() -> Iterator[None]:
     """W3: a damaged file is deleted at its name, where a good one may have been put meanwhile."""
 
-    def set_aside(self: quarantine.Quarantine, expected: Any, name: Any, damage: Any) -> None:
+    def set_aside(self: chunk_store.Quarantine, expected: Any, name: Any, damage: Any) -> None:
         self._known.forget(expected.address)
         self._root.remove(name)
 
-    with patch.object(quarantine.Quarantine, "set_aside", set_aside):
+    with patch.object(chunk_store.Quarantine, "set_aside", set_aside):
         yield
 
 
@@ -176,7 +176,7 @@ def pin_drops_held() -> Iterator[None]:
 def aside_overwrites() -> Iterator[None]:
     """W3: a whole file goes back over the newer one that has its name."""
 
-    def set_aside(self: quarantine.Quarantine, expected: Any, name: Any, damage: Any) -> None:
+    def set_aside(self: chunk_store.Quarantine, expected: Any, name: Any, damage: Any) -> None:
         self._known.forget(expected.address)
         aside = places.quarantined(expected.address, self._writer.session(), next(self._writer.numbers))
         try:
@@ -185,7 +185,7 @@ def aside_overwrites() -> Iterator[None]:
         except KVStoreError:
             pass
 
-    with patch.object(quarantine.Quarantine, "set_aside", set_aside):
+    with patch.object(chunk_store.Quarantine, "set_aside", set_aside):
         yield
 
 

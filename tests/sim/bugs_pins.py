@@ -28,7 +28,7 @@ def pin_without_hold() -> Iterator[None]:
 
     def pin(self: member.Member, chain: ChunkKeys, ttl_s: float, owner: str) -> PinRecord:
         at = self.node
-        found = chain.leading(at.puts.present_leading(chain))
+        found = chain.leading(at.writer.present_leading(chain))
         if not found.addresses:
             return member._no_pin(owner, chain.namespace, at.clock.now_s())
         tokens = len(found) * chain.namespace.layout.chunk_tokens

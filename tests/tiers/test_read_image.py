@@ -24,7 +24,7 @@ def read(node: Acting, number: int, index: int) -> tuple[bool, bool]:
     """The verdict on an image, and the truth."""
     chain = node.chain(number, index + 1)
     image = memoryview(bytearray(chain.image_bytes(index)))
-    said = node.node.reads.read_image(chain, index, image, Deadline(SystemClock(), 60.0))
+    said = node.node.reader.read_image(chain, index, image, Deadline(SystemClock(), 60.0))
     return said, bool(verify_images(chain, [index], [image]).all())
 
 

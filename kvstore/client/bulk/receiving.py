@@ -23,7 +23,7 @@ from kvstore.format.header import Damage, Damaged
 from kvstore.keyset import Items, KeySet
 from kvstore.layout import Layout
 from kvstore.native import library as native
-from kvstore.node.chunk_runs import Run
+from kvstore.node.chunk_store import Run
 from kvstore.node.counters import Counters
 from kvstore.node.images import ImagesIn, read_verified, take_images
 from kvstore.node.lanes import GROUP_BYTES_MIN, Deadline, group_size

@@ -17,11 +17,10 @@ from itertools import pairwise
 from kvstore.buffers import byte_length, grouped
 from kvstore.counts import NodeCount, WorkerCount
 from kvstore.errors import InvalidRequest
-from kvstore.node.handing import Asked
 from kvstore.node.lanes import Deadline
 from kvstore.node.memory_tier import MemoryTier, Slots
 from kvstore.node.node import Node
-from kvstore.node.reader import Reading
+from kvstore.node.reader import Asked, Reading
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import (
@@ -232,7 +231,7 @@ class BulkGets:
         try:
             sender.send(0, len(wanted), *self._taken(mode))
         finally:
-            self._node.reads.used(wanted.take(sorted(sender.sent)))
+            self._node.reader.used(wanted.take(sorted(sender.sent)))
 
     def _check_mode(self, channel: Channel, mode: int, context: Call) -> None:
         if mode not in (Mode.STREAM, Mode.FILES, Mode.SLOTS):
@@ -366,7 +365,7 @@ class ImageSender:
         if not indexes:
             return None, {}
         span = range(indexes[0], indexes[-1] + 1) if self._is_chain else indexes
-        slots = self._node.handing.in_memory(self._wanted, span, deadline, brings=not self._asked.memory_only)
+        slots = self._node.reader.in_memory(self._wanted, span, deadline, brings=not self._asked.memory_only)
         if slots is None:
             return None, {}
         entries = dict(zip(span, slots.entries, strict=True))
@@ -379,7 +378,7 @@ class ImageSender:
         untaken = 0
         for at in range(0, len(indexes), FILES_MAX):
             part = indexes[at : at + FILES_MAX]
-            readers = self._node.handing.open_files(self._wanted, self._allowed(part), self._deadline())
+            readers = self._node.reader.open_files(self._wanted, self._allowed(part), self._deadline())
             try:
                 for run in _runs(list(readers), FILES_MAX):
                     if untaken == FILES_AHEAD:  # the system limits the files that are on their way
@@ -440,7 +439,7 @@ class ImageSender:
         for index in left:
             window.images[index] = window.buffer[at : at + size_of[index]]
             at += size_of[index]
-        window.reading = self._node.handing.begin_copy(self._wanted, left, window.images.__getitem__)
+        window.reading = self._node.reader.begin_copy(self._wanted, left, window.images.__getitem__)
 
     def _wait(self, window: Window, deadline: Deadline) -> tuple[dict[int, memoryview], bool]:
         """Waits for a window; returns the images to send, and whether more may follow them."""

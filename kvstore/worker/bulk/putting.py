@@ -16,7 +16,7 @@ from kvstore.counts import WorkerCount
 from kvstore.keyset import KeySet
 from kvstore.node.lanes import Deadline
 from kvstore.node.node import Node
-from kvstore.node.puts import Written
+from kvstore.node.writer import Written
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.frames import READY, RUN_BYTES, SPAN_BYTES, Kind, decode_placed, decode_span
 from kvstore.wire.bulk.runs import SUM_BYTES, receive_planes
@@ -171,7 +171,7 @@ class BulkPuts:
         def deadline() -> Deadline:
             return Deadline(self._node.clock, seconds_left(call, self._node.limits.write_deadline_s))
 
-        write = self._node.puts.begin(
+        write = self._node.writer.begin(
             wanted, first, deadline(), hints_of(start.hints), write_of(start.write), skips=True
         )
         run_bytes = MEMORY_RUN_BYTES if write.mode is WriteMode.BEHIND else RUN_BYTES
@@ -182,10 +182,10 @@ class BulkPuts:
                 connection.channel.send(Kind.READY, number, [READY.pack(upload.first, upload.count, upload.run_bytes)])
                 for run in upload.runs(self._in_flight, self._buffers, self._calls, reserved):
                     write.add(run.sections, run.first, run.count, deadline(), run.release)
-                written = write.finish(deadline())
+                written = write.commit(deadline())
         except BaseException:
             # The client is gone, or sent wrong or damaged bytes: only what arrived whole before may be published.
-            write.abandon()
+            write.abort()
             raise
         upload.released(upload.count)
         return written

@@ -290,7 +290,7 @@ PINNING = [
     rule(
         "P4",
         "pin-counts-what-is-missing",
-        at("kvstore.node.puts:Puts", "present_leading", lambda real, self, wanted: len(wanted)),
+        at("kvstore.node.writer:Writer", "present_leading", lambda real, self, wanted: len(wanted)),
         NODE_PINS,
     ),
     rule(

@@ -1,9 +1,9 @@
-"""Puts: what a put stores where, from the call to the file under its final name.
+"""What a put stores where, from the call to the file under its final name.
 
-``Puts.begin`` matches what is stored already, ``Write`` sends each run to memory, to the root, or to both, and
-``RootWrite`` reserves space, stages chunks and publishes them in order. ``Puts.publish`` writes to the root later what
-memory took. Calls in this process, the bulk protocol and gRPC all feed a ``Write``. The rules are W1 to W5 of
-kvstore/memory/MEMORY.md and those of gc/PROTOCOL.md.
+``Writer.begin`` matches what is stored already. ``WriteBatch`` sends each run to memory, to the root, or to both, and
+``RootWrite`` reserves space, stages chunks and publishes them in order. ``Writer.publish`` writes to the root later
+what memory took. Calls in this process, the bulk protocol and gRPC all feed a ``WriteBatch``. The rules are W1 to W5
+of kvstore/memory/MEMORY.md and those of gc/PROTOCOL.md.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from kvstore.errors import KVStoreError, Overloaded, Unavailable
 from kvstore.hints import DEFAULT, Hints
 from kvstore.keyset import KeySet, leading
 from kvstore.native import library as native
-from kvstore.node.chunk_runs import Run, SharedPut, Sizes
-from kvstore.node.chunks import Chunks, Staged
+from kvstore.node.chunk_store import ChunkStore, Run, SharedPut, Sizes, Staged
 from kvstore.node.counters import Counters
 from kvstore.node.gc_state import GcState, Reserved
 from kvstore.node.images import Images
 from kvstore.node.lanes import Batch, Deadline, DeadlinePassed, Lanes, moved_on
 from kvstore.node.memory_tier import Slots
-from kvstore.node.reader import TieredReads
+from kvstore.node.reader import Reader
 from kvstore.node.refresh import Refresher
 from kvstore.node.settings import CurrentLimits
 from kvstore.node.tier_stack import TierStack
@@ -106,16 +105,16 @@ def nothing() -> None:
     """Does nothing: the memory of a run is the caller's again when the put returns."""
 
 
-class Puts:
+class Writer:
     """The puts of one node. Thread-safe."""
 
     def __init__(
         self,
-        chunks: Chunks,
+        chunks: ChunkStore,
         lanes: Lanes,
         view: GcState,
         refresher: Refresher,
-        reads: TieredReads,
+        reads: Reader,
         tiers: TierStack | None,
         counters: Counters,
         limits: CurrentLimits,
@@ -142,9 +141,9 @@ class Puts:
         try:
             writing.add(source, writing.first, len(wanted) - writing.first, deadline)
         except BaseException:
-            writing.abandon()
+            writing.abort()
             raise
-        return writing.finish(deadline)
+        return writing.commit(deadline)
 
     def begin(
         self,
@@ -155,8 +154,8 @@ class Puts:
         write: WriteMode | None = None,
         *,
         skips: bool = False,
-    ) -> Write:
-        """Begins a put whose chunks arrive run by run. End it with ``finish`` or ``abandon``.
+    ) -> WriteBatch:
+        """Begins a put whose chunks arrive run by run. End it with ``commit`` or ``abort``.
 
         With ``skips`` its ``first`` says from which chunk on the caller has to bring them, for callers that send them
         far. Raises Overloaded while the root is full, and the root's errors.
@@ -178,7 +177,7 @@ class Puts:
             found = self._reads.matched_count(chain, look)
         if mode is WriteMode.BEHIND:
             there = np.arange(len(chain)) < found
-            return Write(self, chain, first, there, mode, hints, refused=found < min(first, len(chain)))
+            return WriteBatch(self, chain, first, there, mode, hints, refused=found < min(first, len(chain)))
         begin = max(first, found)
         root, present = self._begin_chain(chain, begin, hints, deadline)
         if root is None and found > first:
@@ -188,7 +187,7 @@ class Puts:
             root, present = self._begin_chain(chain, begin, hints, deadline)
         # Those before it are there, or on their way from memory (rule W5).
         there = np.arange(len(chain)) < (present if root is None else begin)
-        return Write(self, chain, first, there, mode, hints, root, refused=root is None)
+        return WriteBatch(self, chain, first, there, mode, hints, root, refused=root is None)
 
     def mode(self, asked: WriteMode | None) -> WriteMode:
         """Returns how a put is acknowledged here."""
@@ -255,18 +254,18 @@ class Puts:
         self.lanes.each(len(wanted), look, deadline)
         return min(missing)
 
-    def _begin_blocks(self, keyed: KeySet, mode: WriteMode, hints: Hints, deadline: Deadline) -> Write:
+    def _begin_blocks(self, keyed: KeySet, mode: WriteMode, hints: Hints, deadline: Deadline) -> WriteBatch:
         found = np.zeros(len(keyed), np.bool_)
         if mode is not WriteMode.BEHIND or self.tiers is None:
-            return Write(self, keyed, 0, found, mode, hints, self._begin_keyed(keyed, hints, deadline))
-        # Chunks that memory has, or that the root is remembered to have, only count a use.
+            return WriteBatch(self, keyed, 0, found, mode, hints, self._begin_keyed(keyed, hints, deadline))
+        # ChunkStore that memory has, or that the root is remembered to have, only count a use.
         known, quantum = self.chunks.known, self.chunks.known.quantum()
         with self.tiers.memory.refer(keyed, 0, len(keyed)) as slots:
             found[:] = [
                 entry is not None or known.is_present(address, quantum)
                 for address, entry in zip(keyed.addresses, slots.entries, strict=True)
             ]
-        return Write(self, keyed, 0, found & self.view.unswept(keyed), mode, hints)
+        return WriteBatch(self, keyed, 0, found & self.view.unswept(keyed), mode, hints)
 
     def _publish_blocks(self, wanted: KeySet, stop: int, slots: Slots, hints: Hints, deadline: Deadline) -> int:
         """Writes the blocks that are right; returns how many leading blocks are on the root, or no longer in memory."""
@@ -359,15 +358,15 @@ def _store(root: RootWrite, source: Sections, first: int, count: int, deadline: 
     return there
 
 
-class Write:
-    """A put under way: ``add`` runs of chunks, then ``finish`` or ``abandon``. Used by one thread.
+class WriteBatch:
+    """A put under way: ``add`` runs of chunks, then ``commit`` or ``abort``. Used by one thread.
 
     A run's memory belongs to the caller again when its ``release`` is called, which happens in the order of the runs.
     """
 
     def __init__(
         self,
-        puts: Puts,
+        writer: Writer,
         wanted: KeySet,
         first: int,
         found: Mask,
@@ -384,14 +383,14 @@ class Write:
         self.mode = mode
         self.refused = refused
         """True if a chunk before the first is missing, so that nothing is stored."""
-        self._puts = puts
+        self._writer = writer
         self._wanted = wanted
         self._is_chain = wanted.prefix_ordered
         self._sizes = wanted.payload_sizes()
         self._first = first
         self._found = found
         self._there = found.copy()
-        self._left_out = ~puts.view.unswept(wanted) | wanted.contradicting()
+        self._left_out = ~writer.view.unswept(wanted) | wanted.contradicting()
         self._hints = hints
         self._root = root
         self._is_shed = False
@@ -409,7 +408,7 @@ class Write:
     def add(
         self, source: Sections, first: int, count: int, deadline: Deadline, release: Callable[[], None] = nothing
     ) -> None:
-        """Stores ``count`` chunks from index ``first`` on, or begins to. Raises as ``finish`` does."""
+        """Stores ``count`` chunks from index ``first`` on, or begins to. Raises as ``commit`` does."""
         run = slice(first, min(first + count, len(self._wanted)))
         new = first + np.flatnonzero(~(self._there[run] | self._left_out[run]))
         if self.refused:
@@ -429,7 +428,7 @@ class Write:
             if self._root.abandon():
                 release()
 
-    def finish(self, deadline: Deadline) -> Written:
+    def commit(self, deadline: Deadline) -> Written:
         """Waits for what is on its way to the root. Raises the root's errors, or Unavailable."""
         if self.refused:
             return Written(self._found, 0, 0, 0, self._fresh)
@@ -447,25 +446,25 @@ class Write:
             fresh = fresh | root.fresh
             chunks, size_bytes = chunks + root.written, size_bytes + root.bytes_written
         # A chunk condemned during its put counts as absent.
-        there = there & ~self._left_out & self._puts.view.stays(self._wanted)
+        there = there & ~self._left_out & self._writer.view.stays(self._wanted)
         if self._is_chain:
             there[leading(there) :] = False
         found = max(0, int(there[self._first :].sum()) - chunks)
-        self._puts.counters.add(NodeCount.CHUNKS_FOUND, found)
+        self._writer.counters.add(NodeCount.CHUNKS_FOUND, found)
         if self.mode is WriteMode.BEHIND:
-            self._puts.used(self._wanted, self._found, self._hints)
+            self._writer.used(self._wanted, self._found, self._hints)
         if root is not None:
             root.used(there)
         return Written(there, chunks, size_bytes, found, fresh & there, self._reason)
 
-    def abandon(self) -> None:
-        """Puts nothing more on the root. Chunks that memory took stay there. Idempotent."""
+    def abort(self) -> None:
+        """Writer nothing more on the root. ChunkStore that memory took stay there. Idempotent."""
         if self._root is not None:
             self._root.abandon()
 
     @property
     def _tiers(self) -> TierStack:
-        tiers = self._puts.tiers
+        tiers = self._writer.tiers
         assert tiers is not None, "without memory nothing is put behind, and nothing kept"
         return tiers
 
@@ -487,7 +486,7 @@ class Write:
         if shed := len(left) - len(goes_on):
             self._is_shed = self._is_chain
             self._reason = Overloaded.reason
-            self._puts.counters.add(NodeCount.BEHIND_SHED, shed)
+            self._writer.counters.add(NodeCount.BEHIND_SHED, shed)
         return goes_on
 
     def _for_root(self, left: Indexes, deadline: Deadline) -> Indexes:
@@ -502,7 +501,7 @@ class Write:
             left = left[[memory.is_taken(self._wanted, index) for index in left.tolist()]]
         if left.size and self._root is None:
             with suppress(KVStoreError):
-                self._root = self._puts.begin_root(self._wanted, int(left[0]), self._hints, deadline)
+                self._root = self._writer.begin_root(self._wanted, int(left[0]), self._hints, deadline)
         return left if self._root is not None else left[:0]
 
     def _add_to_root(
@@ -553,7 +552,7 @@ class RootWrite:
 
     def __init__(
         self,
-        puts: Puts,
+        writer: Writer,
         wanted: KeySet,
         first: int,
         hints: Hints,
@@ -576,14 +575,14 @@ class RootWrite:
         """True for each chunk that got its name by this put."""
         self.abandoned = ctypes.c_int32(0)
         """Not 0 once nothing more is published. Native code reads it too."""
-        self._puts = puts
-        self._chunks = puts.chunks
+        self._writer = writer
+        self._chunks = writer.chunks
         self._hints = hints
         self._sources = sources
         self._guard = guard
         self._parents = parents
         self._is_chain = wanted.prefix_ordered
-        self._stamped_s = puts.chunks.known.tick()
+        self._stamped_s = writer.chunks.known.tick()
         """All chunks of a put have one time, and their ancestors none before it."""
         self._lacking: set[int] = set()
         """Chunks whose hints or time this put has to raise."""
@@ -610,7 +609,7 @@ class RootWrite:
 
         Native code looks for many at once.
         """
-        chain, lanes, runs = self.wanted, self._puts.lanes, self._chunks.runs
+        chain, lanes, runs = self.wanted, self._writer.lanes, self._chunks.runs
         count = min(self.first, len(chain))
         run = runs.of(chain, 0, count)
         size = min(max(-(-count // lanes.width), LOOKED_MIN), LOOKED_MAX) if run is not None else 1
@@ -679,7 +678,7 @@ class RootWrite:
         Releases the memory of runs on their way. False if a lane may still read some of it, which is not released.
         """
         if not self.abandoned.value:
-            self._puts.counters.add(NodeCount.PUT_FAILED)
+            self._writer.counters.add(NodeCount.PUT_FAILED)
         with self._changed:
             self.abandoned.value = 1
             staged = self._staged(self._ready)
@@ -693,7 +692,7 @@ class RootWrite:
                 is_read = True
                 break
             release()
-        lanes, clock = self._puts.lanes, self._puts.clock
+        lanes, clock = self._writer.lanes, self._writer.clock
 
         def discard(at: int) -> bool:
             self._chunks.discard(staged[at])
@@ -720,7 +719,7 @@ class RootWrite:
 
     def used(self, there: Mask) -> None:
         """Notes a use of the chunks that are there, and raises the hints of those that were found."""
-        self._puts.refresher.used(self.wanted.needed(int(there.sum())), self._hints, frozenset(self._lacking))
+        self._writer.refresher.used(self.wanted.needed(int(there.sum())), self._hints, frozenset(self._lacking))
 
     def _renew_parents(self, deadline: Deadline) -> None:
         """Renews the parents of what was published."""
@@ -728,7 +727,7 @@ class RootWrite:
         parents = guard.unlisted(self.fresh) if guard is not None else []
         if guard is not None and parents:
             with suppress(KVStoreError):  # a collector may take a parent then, and its children count as misses
-                self._puts.lanes.run(lambda: guard.renew(parents), deadline)
+                self._writer.lanes.run(lambda: guard.renew(parents), deadline)
 
     def _end(self, *, releases: bool = True) -> None:
         if releases and self._room is not None:
@@ -751,7 +750,7 @@ class RootWrite:
             return True
 
         with suppress(KVStoreError):
-            self._puts.lanes.each(len(missing), look, Deadline(self._puts.clock, LOOK_S))
+            self._writer.lanes.each(len(missing), look, Deadline(self._writer.clock, LOOK_S))
         return sum(self.wanted.image_sizes((first + np.flatnonzero(missing)).tolist()))
 
     def _wait(self, deadline: Deadline) -> None:
@@ -767,7 +766,7 @@ class RootWrite:
     # Staging, on lanes
 
     def _begin(self, source: Sections, first: int, count: int) -> Batch:
-        runs, lanes = self._chunks.runs, self._puts.lanes
+        runs, lanes = self._chunks.runs, self._writer.lanes
         run = runs.of(self.wanted, first, count, source) if runs.stages else None
         if run is None:
             return lanes.start(count, lambda at: self._store(source, first + at))
@@ -789,7 +788,7 @@ class RootWrite:
 
     def _shared(self, run: Run) -> SharedPut:
         """Returns chunks that lanes find, stage and publish together."""
-        durable, chunk_bytes = self._puts.durable, max(1, self.wanted.mean_bytes(run.first, run.count))
+        durable, chunk_bytes = self._writer.durable, max(1, self.wanted.mean_bytes(run.first, run.count))
         # Blocks that the caller vouches for need no look between staging and publishing.
         at_once = not self._is_chain and not durable and not self._sources
         files_max, bytes_max = (TURN_SYNCED_MAX if durable else TURN_FILES_MAX), TURN_BYTES_MAX
@@ -870,7 +869,7 @@ class RootWrite:
             expected,
             source(index),
             self._stamped_s,
-            self._puts.durable,
+            self._writer.durable,
             self._hints,
             self.wanted.depths()[index],
             source.origin(index) if isinstance(source, Images) else None,
@@ -1032,7 +1031,7 @@ class RootWrite:
                 return
             raise Unavailable("a chunk in memory went wrong while it was written to the root: put it again")
         try:
-            won = self._chunks.publish(staged, self._puts.durable)
+            won = self._chunks.publish(staged, self._writer.durable)
             if not won:
                 self._look(index)  # its stamp may be older than those of its children here: then it is renewed first
             # Another writer's block under this key may have another size: then ours is not in the store.
@@ -1050,7 +1049,7 @@ class RootWrite:
         if self._is_renewed and not lacking:
             return
         self._is_renewed = True
-        self._puts.refresher.renew(self.wanted.leading(depth), self._hints, lacking, self._stamped_s)
+        self._writer.refresher.renew(self.wanted.leading(depth), self._hints, lacking, self._stamped_s)
         self._lacking -= lacking
 
     def _still_right(self, indexes: Sequence[int]) -> Mask:
@@ -1060,7 +1059,7 @@ class RootWrite:
         as right ever after.
         """
         right = np.ones(len(indexes), np.bool_)
-        tiers = self._puts.tiers
+        tiers = self._writer.tiers
         for slots in self._sources:
             ours = [at for at, index in enumerate(indexes) if 0 <= index - slots.first < len(slots.entries)]
             if ours and tiers is not None:
@@ -1076,7 +1075,7 @@ class RootWrite:
 class Guard:
     """Keeps a prompt from being evicted while a put adds to it (gc/PROTOCOL.md, section 7)."""
 
-    def __init__(self, view: GcState, chunks: Chunks, chain: KeySet) -> None:
+    def __init__(self, view: GcState, chunks: ChunkStore, chain: KeySet) -> None:
         self._view = view
         self._chunks = chunks
         self._chain = chain
