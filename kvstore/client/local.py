@@ -19,7 +19,6 @@ from kvstore.format.header import Ancestry
 from kvstore.hints import Hints
 from kvstore.keyset import BlockKeys
 from kvstore.namespace import Namespace
-from kvstore.node.clear_operation import begin_clear
 from kvstore.node.holds import Hold
 from kvstore.node.lanes import Deadline
 from kvstore.node.layers import Bands
@@ -275,7 +274,7 @@ class LocalPort:
     def clear_selected(self, selection: Selection, *, dry_run: bool, pinned: bool, worker: str | None) -> Operation:
         with self._store as member:
             _check_no_worker(worker)
-            return Operation(begin_clear(member, selection, dry_run=dry_run, pinned=pinned))
+            return Operation(member.begin_clear(selection, dry_run=dry_run, pinned=pinned))
 
     def stats(self) -> dict[str, int | float]:
         with self._store as member:

@@ -680,7 +680,9 @@ class ChunkRuns:
         The run is written from ``sections``, or read into them if it ``fills``. Without sections it is looked at or
         mapped.
         """
-        if self._files is None or count < 1 or self._encodings.encodes(wanted.namespace.tenant):
+        if self._files is None or count < 1:
+            return None
+        if not self._encodings.is_plain and self._encodings.encodes(wanted.namespace.tenant):
             return None
         if sections is None:
             return Run(self._files, self._shard_bits, wanted, first, count)

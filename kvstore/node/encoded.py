@@ -63,6 +63,8 @@ class Encodings:
             codec.check_compression()
         self._compress = compress
         self._keys = keys
+        self.is_plain = keys is None and not compress
+        """True if every chunk is written as it is."""
         self._counters = counters
         self._ids = ids
         self._namespaces: dict[NamespaceDigest, Namespace] = {}

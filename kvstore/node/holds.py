@@ -14,10 +14,9 @@ from kvstore.counts import NodeCount
 from kvstore.errors import HoldBroken, Overloaded
 from kvstore.keyset import ChunkKeys, KeySet
 from kvstore.node.counters import Counters
-from kvstore.node.gc_state import GcState
+from kvstore.node.gc_state import GcState, View
 from kvstore.node.memory_tier import Slots
 from kvstore.node.settings import Limits
-from kvstore.node.view import View
 from kvstore.sources import Clock, Ids
 
 BEFORE_ALL = -1

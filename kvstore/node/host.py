@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -22,6 +22,7 @@ from kvstore.host.room import Room, limit_on
 from kvstore.host.tables import BATCH_MAX, RING, HoldTable, InUse, Number, Own, Run, Shared, live_tables, smallest
 from kvstore.keyset import KeySet
 from kvstore.node.counters import Counters
+from kvstore.node.gc_state import GcState
 from kvstore.node.known import Known
 from kvstore.root.posix import PosixRoot, error_of, translated
 
@@ -37,7 +38,7 @@ _TAIL, _SETTLED = int(Number.TAIL), int(Number.SETTLED)
 NOTHING: frozenset[bytes] = frozenset()
 
 
-class HostView:
+class HostView(GcState):
     """The evictions of one root as this process sees them. Thread-safe."""
 
     revision = 0
@@ -45,7 +46,7 @@ class HostView:
     def __init__(self, shared: Shared, table: HoldTable, known: Known, usage: Room) -> None:
         self.lock = nullcontext()
         """Nothing: a hold needs no lock here."""
-        self.usage = usage
+        self.usage: Room = usage
         self._shared = shared
         self._numbers = shared.numbers
         self._table = table
@@ -83,7 +84,6 @@ class HostView:
 
     @property
     def listings(self) -> int:
-        """How often the root was listed."""
         return self._shared[Number.LISTINGS]
 
     def settle(self, wanted: KeySet) -> bool:
@@ -96,38 +96,17 @@ class HostView:
         return True
 
     @property
-    def sweeps(self) -> int:
-        """Never changes: a put keeps what it builds on (``protect``)."""
-        return 0
-
-    @property
     def is_calm(self) -> bool:
-        """True if nothing is being evicted."""
         return not self._evicting()
 
     def leading(self, wanted: KeySet) -> int:
-        """Returns how many leading chunks are not being evicted."""
         evicting = self._evicting()
         if not evicting or evicting.isdisjoint(wanted.addresses):
             return len(wanted)
         return next(at for at, address in enumerate(wanted.addresses) if address in evicting)
 
     def condemns(self, address: Address) -> bool:
-        """True if an address counts as absent."""
         return address in self._evicting()
-
-    def allowed(self, addresses: Sequence[Address]) -> Sequence[int]:
-        """Returns the offsets of those that are not being evicted."""
-        evicting = self._evicting()
-        if not evicting or evicting.isdisjoint(addresses):
-            return range(len(addresses))
-        return [at for at, address in enumerate(addresses) if address not in evicting]
-
-    def unswept(self, wanted: KeySet) -> npt.NDArray[np.bool_]:
-        """Returns which chunks are not being evicted."""
-        unswept = np.zeros(len(wanted), np.bool_)
-        unswept[list(self.allowed(wanted.addresses))] = True
-        return unswept
 
     def stays(self, wanted: KeySet) -> npt.NDArray[np.bool_]:
         """Returns that all chunks of a put are there: it kept them."""
@@ -135,13 +114,7 @@ class HostView:
 
     # Room
 
-    @property
-    def is_full(self) -> bool:
-        """True if nothing can be evicted."""
-        return self.usage.is_full
-
     def check_room(self, size_bytes: int = 0) -> None:
-        """Raises Overloaded for a put that will never fit, and while nothing can be evicted."""
         self.usage.check(size_bytes)
 
     def _evicting(self) -> frozenset[bytes]:

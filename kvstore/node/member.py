@@ -15,11 +15,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from typing import Any
 
 from kvstore.address import Address
 from kvstore.census.selection import ClearOrder, Selection
 from kvstore.counts import NodeCount
-from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, RootMismatch, Unavailable
 from kvstore.host.pins import HostPins
 from kvstore.keyset import BlockKeys, ChunkKeys, KeySet
 from kvstore.meta.barriers import Barriers
@@ -38,9 +39,10 @@ from kvstore.node.lanes import Deadline
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.node import Node
 from kvstore.node.settings import Limits
-from kvstore.node.twins import NodeTwins
+from kvstore.operations import OperationRun
 from kvstore.progress import Progress, unwatched
 from kvstore.results import Cleared, PinRecord
+from kvstore.root.fences import list_twins, read_twin, remove_twin, write_twin
 from kvstore.root.identity import newest_number
 from kvstore.root.posix import DiskFull
 from kvstore.sources import Clock
@@ -147,7 +149,38 @@ class Syncing:
 
 
 CLEAR_DEADLINE_S = 600.0
+SESSIONS_SHOWN = 3
 CLOSE_S = 0.5
+
+
+class NodeTwins:
+    """Copies of pins on the root: written on lanes, because a mount may hang. See ``meta.pins.Twins``."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def write(self, owner: str, pin: PinId, content: bytes) -> None:
+        """See ``meta.pins.Twins``."""
+        node = self._node
+        node.on_root(lambda: write_twin(node.root, owner, pin, content, ids=node.ids, clock=node.clock))
+
+    def remove(self, owner: str, pin: PinId) -> bool:
+        """See ``meta.pins.Twins``."""
+        return self._node.on_root(lambda: remove_twin(self._node.root, owner, pin))
+
+    def unexpired(self) -> list[Ref]:
+        """Returns the twins of pins that have not ended. Raises RootMismatch if one cannot be understood."""
+        now_s = self._node.clock.now_s()
+        return [record for record in self._node.on_root(lambda: list(self._records())) if record.expires_s > now_s]
+
+    def _records(self) -> Iterator[Ref]:
+        for name in list_twins(self._node.root):
+            content = read_twin(self._node.root, name)
+            if content is not None:
+                try:
+                    yield Ref.from_bytes(content, name)
+                except RootMismatch as mismatch:
+                    raise RootMismatch(f"{mismatch} Nobody knows what it protects (gc/RUNBOOK.md)") from mismatch
 
 
 class Sharing(Enum):
@@ -340,6 +373,38 @@ class Member:
             return (host.count if dry_run else host.clear)(order, progress, pinned=pinned)
         clearing = Clearing(self.node, self.clears, self._barriers, tuple if pinned else self._all_pinned)
         return clearing.count(order, progress) if dry_run else clearing.clear(order, progress)
+
+    def begin_clear(self, selection: Selection, *, dry_run: bool, pinned: bool, **who: Any) -> OperationRun:
+        """Begins to clear the selected chunks, as an operation. ``who`` are further arguments of ``Operations.begin``.
+
+        Raises InvalidRequest for a selection of nothing, and what ``Operations.begin`` raises.
+        """
+        resolved(self.node, selection)
+
+        def clear(operation: OperationRun) -> str:
+            cleared = self.clear_selected(selection, operation.progress, dry_run=dry_run, pinned=pinned)
+            operation.count(
+                chunks=cleared.chunks,
+                bytes=cleared.bytes,
+                pinned=cleared.pinned,
+                failed=cleared.failed,
+                unconfirmed=len(cleared.unconfirmed),
+            )
+            message = ["dry run: nothing was deleted"] if dry_run else []
+            if cleared.failed:
+                message.append(f"{cleared.failed} chunks could not be deleted: clear again")
+            if cleared.unconfirmed:
+                sessions = [
+                    *cleared.unconfirmed[:SESSIONS_SHOWN],
+                    *["..."] * (len(cleared.unconfirmed) > SESSIONS_SHOWN),
+                ]
+                message.append(
+                    f"{len(cleared.unconfirmed)} nodes did not confirm the clear (sessions {', '.join(sessions)}): "
+                    "restart them"
+                )
+            return "; ".join(message)
+
+        return self.node.operations.begin("clear", clear, unit="shards", **{"about": selection.describe(), **who})
 
     def clear(self, namespace: Namespace) -> Cleared:
         """Deletes the chunks of a namespace except pinned ones; nobody can pin others while it deletes.

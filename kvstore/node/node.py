@@ -31,7 +31,7 @@ from kvstore.node.blocks import Blocks
 from kvstore.node.chunk_store import ChunkStore, Incarnations
 from kvstore.node.counters import Counters
 from kvstore.node.encoded import Encodings
-from kvstore.node.gc_state import GcState
+from kvstore.node.gc_state import GcState, View
 from kvstore.node.holds import Hold, Holds
 from kvstore.node.known import Known
 from kvstore.node.lanes import Batch, Deadline, Lanes, moved_on
@@ -43,7 +43,6 @@ from kvstore.node.reader import Reader
 from kvstore.node.refresh import Refresher
 from kvstore.node.settings import NO_TIERS, CurrentLimits, Limits, TierSettings
 from kvstore.node.tier_stack import TierStack
-from kvstore.node.view import View
 from kvstore.node.writer import Writer, Written
 from kvstore.operations import OperationRun, Operations, OperationState
 from kvstore.results import LayerMemory, PutResult

@@ -22,12 +22,12 @@ from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.session import Presence, Session
 from kvstore.meta.store import Meta
 from kvstore.node.follower import Follower, StartFence
+from kvstore.node.gc_state import View
 from kvstore.node.host import Bound, Host
 from kvstore.node.lanes import Deadline, Lanes
 from kvstore.node.member import Member, Sharing, Syncing
 from kvstore.node.node import Node
 from kvstore.node.settings import AS_SHIPPED, NO_TIERS, NOT_BOUNDED, AskedBound, Limits, NodeOptions, TierSettings
-from kvstore.node.view import View
 from kvstore.root.fences import begin_reserve, with_reserve
 from kvstore.root.identity import (
     BOUND_BYTES_MIN,

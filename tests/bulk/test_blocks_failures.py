@@ -20,7 +20,7 @@ from kvstore.keyset import BlockKeys
 from kvstore.meta.keys import Keys, SweepId
 from kvstore.meta.store import NO_LEASE, Event, KeyValue
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
-from kvstore.node.view import View
+from kvstore.node.gc_state import View
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.wire.bulk.channel import LinkLate
 from kvstore.worker.limits import WorkerLimits

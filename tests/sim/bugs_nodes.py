@@ -15,7 +15,7 @@ from kvstore.keyset import ChunkKeys
 from kvstore.meta.keys import Keys
 from kvstore.meta.session import Session
 from kvstore.meta.store import Event, Meta, Snapshot
-from kvstore.node import chunk_store, follower, holds, known, node, view
+from kvstore.node import chunk_store, follower, gc_state, holds, known, node
 from kvstore.root import memory
 from kvstore.root.inspect import Broken, Inspector
 from tests.sim.planting import bug
@@ -90,7 +90,7 @@ def rejoin_keeps_holds() -> Iterator[None]:
 @bug("narrow")
 def match_ignores_condemned() -> Iterator[None]:
     """H1: condemned chunks are matched and held."""
-    with patch.object(view.View, "leading", lambda self, addresses: len(addresses)):
+    with patch.object(gc_state.View, "leading", lambda self, addresses: len(addresses)):
         yield
 
 
@@ -208,7 +208,7 @@ def hold_outlives_session() -> Iterator[None]:
     """V2: a hold counts as alive from the end of its session's ttl until the node is told."""
 
     def check(self: holds.Holds, hold: holds.Hold) -> None:
-        with patch.object(view.View, "protects", True):
+        with patch.object(gc_state.View, "protects", True):
             real(self, hold)
 
     real = holds.Holds.check
@@ -227,7 +227,7 @@ def hold_outlives_its_time() -> Iterator[None]:
 def forgets_condemned_only() -> Iterator[None]:
     """H3: remembered chunks of a shard are not forgotten when a sweep of it ends."""
 
-    def apply(self: view.View, events: list[Event]) -> None:
+    def apply(self: gc_state.View, events: list[Event]) -> None:
         changed = [event for event in events if self._keys.parse_condemned(event.key) is not None]
         if any(event.kv is not None for event in changed):
             real(self, events)
@@ -235,8 +235,8 @@ def forgets_condemned_only() -> Iterator[None]:
         with patch.object(known.Known, "forget_shards", lambda self, shards, shard_bits: None):
             real(self, events)
 
-    real = view.View._apply
-    with patch.object(view.View, "_apply", apply):
+    real = gc_state.View._apply
+    with patch.object(gc_state.View, "_apply", apply):
         yield
 
 
@@ -270,12 +270,12 @@ def announce_past_birth() -> Iterator[None]:
 def half_event() -> Iterator[None]:
     """A1: a view applies the first condemned shard of a transaction, and counts all of it as seen."""
 
-    def apply(self: view.View, events: list[Event]) -> None:
+    def apply(self: gc_state.View, events: list[Event]) -> None:
         changed = [event for event in events if self._keys.parse_condemned(event.key) is not None]
         real(self, [event for event in events if event not in changed[1:]])
 
-    real = view.View._apply
-    with patch.object(view.View, "_apply", apply):
+    real = gc_state.View._apply
+    with patch.object(gc_state.View, "_apply", apply):
         yield
 
 

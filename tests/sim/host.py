@@ -10,12 +10,12 @@ from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.keyset import ChunkKeys
 from kvstore.meta.session import Session
+from kvstore.node.gc_state import View
 from kvstore.node.holds import Hold
 from kvstore.node.lanes import Deadline
 from kvstore.node.member import Member, Sharing
 from kvstore.node.opening import join
 from kvstore.node.settings import NodeOptions
-from kvstore.node.view import View
 from tests.sim.kernel import Process
 from tests.sim.metadata import SimStore
 from tests.sim.shared_root import RootPort

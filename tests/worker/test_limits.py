@@ -12,10 +12,10 @@ from kvstore.keyset import ChunkKeys
 from kvstore.meta.keys import Keys
 from kvstore.namespace import Namespace
 from kvstore.node.counters import Counters
+from kvstore.node.gc_state import View
 from kvstore.node.holds import Hold, Holds
 from kvstore.node.known import Known
 from kvstore.node.settings import Limits
-from kvstore.node.view import View
 from kvstore.sources import RandomIds
 from kvstore.wire.statuses import Busy, Draining
 from kvstore.worker.admission import BytesInFlight, Gate

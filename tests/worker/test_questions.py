@@ -20,7 +20,7 @@ import pytest
 from kvstore.errors import PermissionDenied, Unauthenticated
 from kvstore.keyset import ChunkKeys
 from kvstore.namespace import Namespace
-from kvstore.node.view import View
+from kvstore.node.gc_state import View
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.security.authentication import Account, proof
 from kvstore.security.guard import Guard

@@ -19,7 +19,6 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format.header import Encoding
 from kvstore.keyset import ChunkKeys
 from kvstore.node import settings as node_limits
-from kvstore.node.clear_operation import begin_clear
 from kvstore.node.lanes import Deadline
 from kvstore.node.looking import ChunkPlace, RootCopy
 from kvstore.node.member import Member, Sharing
@@ -454,8 +453,7 @@ class ControlService:
 
     def _clear_selected(self, request: pb.ClearSelectedRequest, call: Call) -> Message:
         selection, about, tenant = self._selected(request.selection, call)
-        run = begin_clear(
-            self._member,
+        run = self._member.begin_clear(
             selection,
             dry_run=request.dry_run,
             pinned=request.pinned,
