@@ -67,13 +67,6 @@ def test_what_was_put_is_matched_and_read_back(cache: Cache) -> None:
     assert same(array, KV)
 
 
-def test_nothing_is_there_at_first(cache: Cache) -> None:
-    assert cache.match(TOKENS) == 0
-    count, array = cache.get(TOKENS)
-    assert (count, array.shape) == (0, SMALL.shape(0))
-    assert cache.get(TOKENS, out=np.empty_like(KV)) == 0
-
-
 @for_each("tokens", [0, 1, SIZE - 1])
 def test_less_than_a_chunk_is_never_stored(cache: Cache, tokens: int) -> None:
     assert cache.put(TOKENS[:tokens], KV[:, :, :tokens]) == PutResult(0, 0, 0, 0)
@@ -127,13 +120,6 @@ def test_put_stores_nothing_behind_a_hole(cache: Cache) -> None:
     cache.put(TOKENS[: 2 * SIZE], KV[:, :, : 2 * SIZE])
     assert cache.put(TOKENS, KV[:, :, half:], prefix=half) == PutResult(2 * SIZE, 0, 0, 0)
     assert cache.match(TOKENS) == 2 * SIZE
-
-
-def test_put_with_everything_as_prefix_says_what_is_there(cache: Cache) -> None:
-    nothing = KV[:, :, :0]
-    assert cache.put(TOKENS, nothing, prefix=8 * SIZE).tokens_present == 0
-    cache.put(TOKENS, KV)
-    assert cache.put(TOKENS, nothing, prefix=8 * SIZE) == PutResult(8 * SIZE, 0, 0, 0)
 
 
 def test_put_keeps_no_reference(cache: Cache) -> None:

@@ -77,17 +77,6 @@ def test_a_dead_disk_is_left_alone_for_a_while(disk: Disk) -> None:
     assert disk.tier.stats()["disk_held_bytes"] >= len(files_under(disk.path)) * FILE_BYTES
 
 
-def test_failures_between_which_it_works_are_no_reason_to_leave_it_alone(disk: Disk) -> None:
-    chain = chain_of(chunks=30)
-    disk.add(chain, *range(30))
-    for index in range(29, 15, -2):
-        disk.rules(Rule("read", EIO))
-        assert disk.fetch(chain, index) == [None]
-        disk.rules()
-        assert disk.has(chain, index - 1)
-    assert disk.count("disk_failed") == 7
-
-
 def test_what_cannot_be_removed_keeps_its_room_until_it_is(folder: Path) -> None:
     chain = chain_of(chunks=3)
     with disk_on(folder, 3) as disk:
@@ -124,15 +113,6 @@ def test_a_full_disk_is_counted_and_turns_over_in_the_room_there_is(disk: Disk) 
         assert disk.add(new, index) == [False]
     assert disk.count("disk_failed") == 3
     assert disk.tier.stats()["disk_held_bytes"] == len(files_under(disk.path)) * FILE_BYTES
-
-
-def test_too_few_descriptors_cost_no_file(disk: Disk) -> None:
-    chain = chain_of()
-    disk.add(chain, 0)
-    emfile = type(ENOSPC)(ENOSPC.error, errno.EMFILE)
-    disk.rules(Rule("open", emfile, times=1))
-    assert disk.fetch(chain, 0) == [None]
-    assert disk.has(chain, 0)
 
 
 def test_a_disk_that_hangs_takes_half_of_the_lanes_at_most_and_nobody_asks_it_again(disk: Disk) -> None:

@@ -104,44 +104,6 @@ def test_what_two_prompts_share_is_not_hashed_again(hashed: list[int]) -> None:
             assert hashed == [64, len(chain) - shared]
 
 
-def test_the_longest_of_several_beginnings_is_taken(hashed: list[int]) -> None:
-    recent, system = RecentChains(AMPLE), prompt(40)
-    chats = [np.concatenate([system, prompt(40, seed)]) for seed in range(1, 6)]
-    for chat in chats:
-        recent.of(ONE, chat)
-    hashed.clear()
-    for chat in chats:
-        following = np.concatenate([chat, prompt(20, 9)])
-        assert_right(recent.of(ONE, following), ONE, following)
-    assert hashed == [10] * len(chats)
-    assert len(recent) == len(chats), "each next turn takes the place of the one before"
-
-
-def test_one_that_goes_on_alike_but_began_otherwise_is_not_taken() -> None:
-    recent, tokens = RecentChains(AMPLE), prompt(60)
-    other = tokens.copy()
-    other[0] ^= 1
-    recent.of(ONE, other)
-    recent.of(ONE, np.concatenate([tokens[:40], prompt(20, 1)]))
-    assert_right(recent.of(ONE, tokens), ONE, tokens)
-
-
-def test_the_same_prompt_again_takes_no_memory() -> None:
-    recent = RecentChains(AMPLE)
-    first = recent.of(ONE, prompt(64))
-    cost_bytes = recent.size_bytes
-    assert recent.of(ONE, prompt(64)) is first
-    assert recent.of(ONE, prompt(64)[:40]).addresses == first.addresses[:20]
-    assert recent.size_bytes == cost_bytes
-
-
-def test_a_short_one_of_a_long_prompt_keeps_nothing_of_it_alive() -> None:
-    recent = RecentChains(AMPLE)
-    recent.of(ONE, prompt(4096))
-    chain = recent.of(ONE, prompt(4096)[: 2 * CHUNKS_MIN])
-    assert chain.tokens.base is None and chain.tokens.nbytes == 8 * CHUNKS_MIN
-
-
 def test_a_caller_may_reuse_its_tokens() -> None:
     recent, tokens = RecentChains(AMPLE), prompt(64)
     chain = recent.of(ONE, tokens)
@@ -149,24 +111,6 @@ def test_a_caller_may_reuse_its_tokens() -> None:
     assert_right(chain, ONE, prompt(64))
     assert_right(recent.of(ONE, tokens), ONE, tokens)
     assert_right(recent.of(ONE, prompt(64)), ONE, prompt(64))
-
-
-def test_the_ones_used_longest_ago_go_first() -> None:
-    recent = RecentChains(AMPLE)
-    chains = [recent.of(ONE, prompt(32, seed)) for seed in range(CHAINS_MAX)]
-    assert recent.of(ONE, prompt(32, 0)) is chains[0]
-    recent.of(ONE, prompt(32, CHAINS_MAX))
-    assert len(recent) == CHAINS_MAX
-    assert recent.of(ONE, prompt(32, 0)) is chains[0]
-    assert recent.of(ONE, prompt(32, 1)) is not chains[1]
-
-
-def test_a_prompt_larger_than_the_memory_drives_nothing_out_of_it() -> None:
-    recent = RecentChains(4000)
-    chain = recent.of(ONE, prompt(64))
-    assert_right(recent.of(ONE, prompt(200, 1)), ONE, prompt(200, 1))
-    assert recent.of(ONE, prompt(64)) is chain
-    assert len(recent) == 1
 
 
 def test_a_prompt_of_too_many_chunks_is_refused() -> None:

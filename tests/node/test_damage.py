@@ -11,16 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore import Layout
 from kvstore.buffers import Borrowed, Pieces, Withdrawn
 from kvstore.client import Cache, Store
 from kvstore.client.cache import BAND_MAX
 from kvstore.errors import HoldBroken
 from kvstore.keyset import ChunkKeys
-from kvstore.layout import DTYPES
 from kvstore.node import images
 from tests.kit.native_modes import chunks_of
 from tests.kit.stores import TINY, chunk_files, counted, in_turn, kv_of, resealed, same, store_on
@@ -213,18 +210,6 @@ def test_another_namespaces_file_under_this_name_is_a_miss_and_repaired(store: S
     assert_missed_and_repaired(store, ours, tmp_root, file, lambda _: foreign.read_bytes())
 
 
-def test_same_tokens_after_another_prefix_are_another_chunk(store: Store, tmp_root: Path) -> None:
-    cache = store.namespace("m", TINY)
-    size = TINY.chunk_tokens
-    tail = np.arange(100, 100 + size)
-    one, two = np.concatenate([np.arange(size), tail]), np.concatenate([np.arange(size) + 50, tail])
-    cache.put(one, kv_of(TINY, one))
-    assert cache.match(two) == 0
-    cache.put(two, kv_of(TINY, two))
-    assert same(cache.get(one)[1], kv_of(TINY, one))
-    assert same(cache.get(two)[1], kv_of(TINY, two))
-
-
 def test_damage_in_the_middle_ends_the_prefix_there(store: Store, tmp_root: Path) -> None:
     cache = store.namespace("m", TINY)
     tokens = np.arange(5 * TINY.chunk_tokens)
@@ -244,20 +229,6 @@ def test_damage_in_the_middle_ends_the_prefix_there(store: Store, tmp_root: Path
     result = cache.put(tokens, kv)
     assert (result.chunks_written, result.chunks_found) == (1, 4)
     assert same(cache.get(tokens)[1], kv)
-
-
-def test_views_verify_before_they_are_handed_out(store: Store, tmp_root: Path) -> None:
-    cache = store.namespace("m", TINY)
-    tokens = np.arange(2 * TINY.chunk_tokens)
-    cache.put(tokens, kv_of(TINY, tokens))
-    for file in chunk_files(tmp_root):
-        spoiled = bytearray(file.read_bytes())
-        spoiled[4096 + 3] ^= 4
-        file.write_bytes(spoiled)
-    with cache.hold(tokens) as hold:
-        assert hold.tokens == len(tokens)
-        assert hold.view() == []
-    assert store.stats()["damage_section_checksum"] >= 1
 
 
 @pytest.mark.parametrize("reads", ["one by one", "together"])
@@ -282,45 +253,6 @@ def test_damage_in_a_layer_ends_the_layers_there(store: Store, tmp_root: Path, r
         assert seen == list(range(section // 2 // size * size))
         assert broken.value.tokens_valid == 0
         assert cache.put(tokens, kv).chunks_written == 1
-
-
-@given(
-    layout=st.builds(
-        Layout,
-        layers=st.integers(1, 4),
-        kv_heads=st.integers(1, 3),
-        head_dim=st.integers(1, 33),
-        dtype=st.sampled_from(sorted(DTYPES)),
-        chunk_tokens=st.integers(1, 40),
-    ),
-    chunks=st.integers(1, 5),
-    data=st.data(),
-)
-def test_random_damage_on_random_layouts_never_gives_wrong_bytes(
-    layout: Layout, chunks: int, data: st.DataObject
-) -> None:
-    import tempfile
-
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
-        with store_on(Path(folder)) as store:
-            cache = store.namespace("m", layout)
-            tokens = np.arange(chunks * layout.chunk_tokens + data.draw(st.integers(0, layout.chunk_tokens - 1)))
-            kv = kv_of(layout, tokens)
-            cache.put(tokens, kv)
-            files = chunk_files(Path(folder))
-            assert len(files) == chunks
-            for file in data.draw(st.lists(st.sampled_from(files), unique=True, min_size=1)):
-                whole = file.read_bytes()
-                file.write_bytes(spoil(data, whole, [other.read_bytes() for other in files if other != file]))
-            out = np.zeros_like(kv)
-            count = cache.get(tokens, out=out)
-            assert count < len(tokens) and same(out[:, :, :count], kv[:, :, :count])
-            for _ in range(chunks):  # a read finds the first damage of a chain; so each round repairs one at least
-                cache.put(tokens, kv)
-                count = cache.get(tokens, out=out)
-                assert same(out[:, :, :count], kv[:, :, :count])
-            cache.put(tokens, kv)
-            assert cache.get(tokens, out=out) == chunks * layout.chunk_tokens
 
 
 def spoil(data: st.DataObject, whole: bytes, others: list[bytes]) -> bytes:

@@ -204,15 +204,6 @@ def test_a_put_that_finds_its_chunks_raises_their_hints_and_never_lowers_them(op
     assert opened.uses() == [int(quanta > 0)] * CHUNKS
 
 
-def test_ancestors_are_raised_first(opened: Opened) -> None:
-    opened.put()
-    opened.root.touched.clear()
-    opened.put(priority=90)
-    assert opened.root.touched == [opened.name(index) for index in range(CHUNKS)]
-    opened.put(priority=90)
-    assert len(opened.root.touched) == CHUNKS, "raised once is enough"
-
-
 def test_blocks_are_raised_too(opened: Opened) -> None:
     keys = [bytes([number]) * 16 for number in range(3)]
     blocks = opened.cache.blocks
@@ -232,16 +223,6 @@ def test_a_parent_that_lost_its_hints_gets_those_of_its_children_at_the_next_ren
         opened.pass_quanta()
         opened.get()
         assert opened.hints() == [Hints(90, 7_200)] * CHUNKS
-
-
-def test_another_writer_of_the_same_chunk_leaves_the_higher_hints(root: CountingRoot) -> None:
-    low_store, low = local(root)
-    high_store, high = local(root)
-    with low_store, high_store:
-        low.put(priority=10)
-        high.put(priority=60)
-        low.put(priority=20)
-        assert low.hints() == [Hints(60)] * CHUNKS
 
 
 HINTS = st.builds(

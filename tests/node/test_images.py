@@ -28,7 +28,6 @@ from tests.kit.stores import (
     UNALIGNED,
     chunk_files,
     kv_of,
-    member_of,
     resealed,
     same,
     store_on,
@@ -180,28 +179,6 @@ def test_sections_of_any_kind_give_the_same_image(way: bool) -> None:
     assert all(list(targets[at]) == list(planes(at)) for at in range(3))
 
 
-def test_images_are_a_source_for_puts(tmp_root: Path) -> None:
-    """From any index on, and staged by native code if there is any."""
-    chain = chain_of(SMALL, 6)
-    kv = kv_of(SMALL, chain.tokens)
-    size = chain.image_bytes(0)
-    memory = memoryview(bytearray(6 * 2 * size))
-    offsets = [at * 2 * size // 4096 * 4096 for at in range(6)]
-    make_images(chain, range(6), planes_of(kv, SMALL), ImagesIn(memory, offsets, [size] * 6), CountedIds())
-    with store_on(tmp_root) as store:
-        cache = store.namespace("m", SMALL)
-        cache.put(chain.tokens[:32], kv[:, :, :32])
-        node = member_of(store).node
-        source = Images(chain, 2, ImagesIn(memory.toreadonly(), offsets, [size] * 6)[2:])
-        run = node._chunks.runs.of(chain, 2, 4, source)
-        assert (run is not None) == is_available()
-        assert node._chunks.runs.of(chain, 1, 4, source) is None, "it has no chunk 1"
-        assert node._chunks.runs.of(chain, 2, 4, source, fills=True) is None, "images are never written to"
-        assert node.put(chain, 2, source).chunks_written == 4
-        tokens, found = cache.get(chain.tokens)
-        assert tokens == len(chain.tokens) and same(found, kv)
-
-
 def test_blocks_of_many_sizes(way: bool) -> None:
     generator = np.random.default_rng(5)
     sizes = [1, 16, 240, 241, 4096, 65_536, 300_001]
@@ -220,20 +197,6 @@ def test_blocks_of_many_sizes(way: bool) -> None:
     assert verify_images(keyed, range(7), images).tolist() == [at != 2 for at in range(7)]
     other = BlockKeys(namespace, keys, addresses, [size + 1 for size in sizes])
     assert not verify_images(other, range(7), images).any()
-
-
-def test_sections_of_one_image(way: bool) -> None:
-    chain = chain_of(SMALL, 2)
-    kv = kv_of(SMALL, chain.tokens)
-    images = made(chain, kv)
-    targets = [memoryview(bytearray(SMALL.section_bytes)) for _ in range(2)]
-    assert copy_sections(chain, 1, images[1], 2, targets, Borrowed())
-    assert targets == planes_of(kv, SMALL)(1)[2:4]
-    start = chain.expected(1).header_bytes
-    images[1][start + 4 * SMALL.section_bytes] ^= 1
-    assert copy_sections(chain, 1, images[1], 2, targets, Borrowed()), "the damage is behind these"
-    assert not copy_sections(chain, 1, images[1], 4, targets, Borrowed())
-    assert not copy_sections(chain, 0, images[1], 0, targets, Borrowed())
 
 
 def test_memory_that_was_taken_back_is_not_written_to(way: bool) -> None:

@@ -40,10 +40,6 @@ def test_work_that_moves_on_is_not_stalled_and_work_that_does_not_is() -> None:
     assert seen == [True, False]
 
 
-def test_off_a_lane_it_says_nothing() -> None:
-    moved_on()
-
-
 def test_whoever_shares_does_all_of_it_where_every_lane_is_busy() -> None:
     clock = SystemClock()
     lanes = Lanes(1, 2, 8, 5, clock)
@@ -62,17 +58,6 @@ def test_whoever_shares_does_all_of_it_where_every_lane_is_busy() -> None:
         busy.wait(Deadline(clock, 30))
     finally:
         goes_on.set()
-        lanes.close()
-
-
-def test_sharing_nothing_leaves_the_lanes_to_what_comes_next() -> None:
-    clock = SystemClock()
-    lanes = Lanes(1, 2, 8, 5, clock)
-    try:
-        for _ in range(5):
-            lanes.share(0, lambda _: True, Deadline(clock, PATIENCE_S))
-        assert lanes.run(lambda: 1, Deadline(clock, PATIENCE_S)) == 1
-    finally:
         lanes.close()
 
 

@@ -103,14 +103,3 @@ def test_views_beyond_the_open_files_limit_are_copies(tmp_root: Path) -> None:
             assert len(list(Path("/proc/self/fd").iterdir())) - before <= 3
             assert same(np.concatenate(views, axis=2), KV)
             assert not any(view.flags.writeable for view in views)
-
-
-def test_views_of_groups_that_are_all_beyond_the_limit_are_copies(tmp_root: Path) -> None:
-    large = SMALL.__class__(2, 4, 1024, "int8", 64)  # a MiB each: every chunk is a group of its own
-    tokens = np.arange(6 * large.chunk_tokens)
-    kv = np.random.default_rng(3).integers(-128, 128, large.shape(len(tokens)), np.int8)
-    with opened(tmp_root, native=False, limits=Limits(open_files_max=2)) as store:
-        cache = store.namespace("m", large)
-        cache.put(tokens, kv)
-        with cache.hold(tokens) as hold:
-            assert np.array_equal(np.concatenate(hold.view(), axis=2), kv)

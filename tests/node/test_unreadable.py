@@ -12,13 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.address import Address
 from kvstore.client import Cache, Store
 from kvstore.errors import PermissionDenied, Unavailable
 from kvstore.format.header import decode_any
 from kvstore.format.places import QUARANTINE, Name
-from kvstore.node.chunk_store import FAILURES_MAX, SUSPECTS_MAX, Unreadable
-from kvstore.root.memory import MemoryRoot
+from kvstore.node.chunk_store import FAILURES_MAX
 from kvstore.root.posix import PosixRoot
 from tests.kit.faulty_root import EACCES, EIO, EROFS, Fails, FaultyRoot, Rule
 from tests.kit.stores import TINY, chunk_files, kv_of, same, store_on
@@ -155,27 +153,6 @@ def test_file_of_another_user_stays_and_fails_puts(store: Store, root: FaultyRoo
         with pytest.raises(PermissionDenied, match=r"cannot be read.*fix its permissions"):
             cache.put(tokens, kv_of(TINY, tokens))
     assert wrong.exists() and not [*(tmp_root / "quarantine").glob("*")]
-
-
-def test_blocks_that_cannot_be_read_are_repaired_too(store: Store, root: FaultyRoot, tmp_root: Path) -> None:
-    blocks = store.namespace("b", TINY).blocks
-    keys = [bytes([number]) * 16 for number in range(4)]
-    content = [bytes([number]) * 64 for number in range(4)]
-    assert blocks.put(keys, content) == [True] * 4
-    wrong = chunk_files(tmp_root)[0]
-    root.set_rules([Rule("read", EIO, _is_inode(tmp_root, wrong.stat().st_ino))])
-    into = [bytearray(64) for _ in keys]
-    assert sorted(blocks.get(keys, into)) == [False, True, True, True]
-    assert blocks.put(keys, content) == [True] * 4
-    assert blocks.match(keys) == 4 and blocks.get(keys, into) == [True] * 4
-    assert into == content and len(list((tmp_root / QUARANTINE).iterdir())) == 1
-
-
-def test_suspects_take_bounded_memory() -> None:
-    suspects = Unreadable(MemoryRoot())
-    for number in range(2 * SUSPECTS_MAX):
-        suspects.failed(Address(number.to_bytes(16, "big")))
-    assert len(suspects) == SUSPECTS_MAX
 
 
 AS_NOBODY = """

@@ -200,16 +200,6 @@ def test_blocks_behind_a_full_queue_are_shed_with_the_right_answer(node: Acting)
     node.assert_settled()
 
 
-def test_blocks_that_are_damaged_in_memory_come_from_the_root(node: Acting) -> None:
-    node.cache.blocks.put(keys(4), blocks(4))
-    node.drain()
-    inventory = node.memory._inventory
-    for entry in inventory.of_namespace(node.cache.namespace.digest):
-        node.memory.arena.memory[entry.offset + 100_000] ^= 1
-    assert got(node, 4) == [True] * 4 and node.stat("memory_damaged") == 4
-    node.assert_settled()
-
-
 def test_a_hold_of_blocks_reads_them_under_pressure(node: Acting) -> None:
     node.cache.blocks.put(keys(4), blocks(4))
     node.drain()

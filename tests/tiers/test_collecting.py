@@ -144,17 +144,6 @@ def test_w5_children_of_what_was_reaped_take_it_back_to_the_root(c: Cluster, wri
     assert get(c.node(), longer) == 12
 
 
-def test_put_again_after_it_was_reaped(c: Cluster) -> None:
-    node, other, chain = with_memory(c), with_memory(c, write=WriteMode.THROUGH), prompt(1, 8)
-    put(node, chain)
-    node.node.drain()
-    c.collector().sweep(c.plans(chain))
-    eventually(lambda: put(node, chain) == 8)
-    assert get(node, chain) == 8
-    assert put(other, chain) == 8 and c.present(chain) == 8
-    assert get(node, chain) == get(other, chain) == 8
-
-
 def test_w2_children_that_wait_while_their_parents_are_swept(c: Cluster) -> None:
     """Neither is lost: memory has the parents, and writes them with their children when the sweep has ended."""
     root, patient = FaultyRoot(c.root), replace(LIMITS, behind_give_up_s=PATIENCE_S, flush_s=PATIENCE_S)
@@ -208,17 +197,6 @@ def test_w2_a_chunk_of_the_write_that_was_found_and_a_whole_sweep_takes(c: Clust
         eventually(lambda: node.node.gc_view.is_calm)
     node.node.drain()
     assert (c.present(longer), node.stats()["behind_lost"]) == (12, 0)
-
-
-def test_a_sweep_is_not_delayed_by_memory(c: Cluster) -> None:
-    """Nothing but holds is waited for: neither views nor what memory keeps."""
-    node, chain = with_memory(c), prompt(1, 8)
-    put(node, chain)
-    node.node.drain()
-    with cache_of(node).hold(chain.tokens) as hold:
-        views = hold.view()
-    assert c.collector().sweep(c.plans(chain)).reaped.count == 8
-    assert same(np.concatenate(views, axis=2), kv_of(TINY, chain.tokens))
 
 
 def test_p1_what_was_put_behind_and_pinned_is_spared(c: Cluster) -> None:
