@@ -198,8 +198,8 @@ class Blocks:
         chunks, name = self._chunks, self._chunks.name(address, namespace)
         epoch = chunks.known.epoch
         try:
-            if address in chunks.quarantine.unreadable:
-                chunks.quarantine.settle(address, name)
+            if address in chunks.suspects:
+                chunks.settle(address, name)
             found = chunks.root.stat(name) is not None
         except KVStoreError:
             self._counters.add(NodeCount.MISS_UNREADABLE)

@@ -52,9 +52,9 @@ from kvstore.namespace import NamespaceId
 from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node.counters import Counters
-from kvstore.node.encoded import DecodedReader, Encodings, NotDecodable
+from kvstore.node.encoded import Encodings, NotDecodable
 from kvstore.node.gc_state import Usage
-from kvstore.node.images import Images, fill, plain, read_header, read_verified, read_whole, verify, verify_whole
+from kvstore.node.images import Images, fill, plain, read_header, read_verified, verify, verify_whole
 from kvstore.node.known import Known
 from kvstore.node.lanes import moved_on
 from kvstore.recency import is_fresh, stamp_ns, stamps_ns
@@ -170,11 +170,15 @@ SUSPECTS_MAX = 1024
 READ_BYTES = 1 << 20
 
 
-class Unreadable:
-    """The suspects of one node. Thread-safe."""
+class Suspects:
+    """The chunks of one node whose files could not be read: how often. Thread-safe.
 
-    def __init__(self, root: Root) -> None:
-        self._root = root
+    One read proves corruption; an I/O error or a missing permission may pass. But a file that stays unreadable is a
+    permanent miss, while its size makes every put skip the chunk. So from its first failed read on its size is not
+    trusted, and each look reads it (``ChunkStore.settle``).
+    """
+
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._failures: OrderedDict[Address, int] = OrderedDict()
 
@@ -199,127 +203,13 @@ class Unreadable:
             with self._lock:
                 self._failures.pop(address, None)
 
-    def settle(self, address: Address, name: Name, set_aside: Callable[[], object]) -> None:
-        """Returns when a suspect can be read after all, or is gone, or was ``set_aside``.
-
-        Raises the root's error, naming the file, if it can be neither read nor renamed: no put can repair it then.
-        """
-        while True:
-            try:
-                self.read(name)
-            except FAILED as error:
-                if self.failed(address) < FAILURES_MAX:
-                    continue
-                if isinstance(error, PermissionDenied):  # processes of another user may read it, and hold it
-                    raise PermissionDenied(
-                        f"{name} cannot be read ({error}): fix its permissions, or delete it"
-                    ) from error
-                try:
-                    set_aside()
-                except FAILED as refused:
-                    raise type(refused)(
-                        f"{name} cannot be read ({error}) and cannot be set aside ({refused}): fix its permissions, "
-                        "or delete it"
-                    ) from error
-            self.forget(address)
-            return
-
-    def read(self, name: Name) -> bool:
-        """Reads a whole file, without looking at its bytes; False if there is none. Raises the root's errors."""
-        reader = self._root.open(name)
-        if reader is None:
-            return False
-        with reader:
-            piece, offset = memoryview(bytearray(min(READ_BYTES, max(1, reader.stat.size_bytes)))), 0
-            while count := reader.read([piece], offset, Borrowed()):
-                offset += count
-        return True
-
-
-_DAMAGE = {damage: NodeCount[f"DAMAGE_{damage.name}"] for damage in Damage}
-
-
-class Quarantine:
-    """The files of one root that this node sets aside. Called on lanes only."""
-
-    def __init__(self, root: Root, writer: ChunkWriter, known: Known, counters: Counters) -> None:
-        self._root = root
-        self._writer = writer
-        self._known = known
-        self._counters = counters
-        self.unreadable = Unreadable(root)
-
-    def set_aside(self, expected: Expected, name: Name, damage: Damage) -> None:
-        """Moves a damaged file away from its name, so that the next put can repair it. Never raises.
-
-        Another node may have put a good file there between our look and our rename. So the moved file is verified once
-        more under its new name, which nobody else uses. A good one goes back by link, unless yet another writer was
-        first.
-        """
-        self._counters.add(NodeCount.MISS_DAMAGED)
-        self._counters.add(_DAMAGE[damage])
-        self._known.forget(expected.address)
-        aside = places.quarantined(expected.address, self._writer.session(), next(self._writer.numbers))
-        try:
-            if not self._root.move(name, aside):
-                return
-            if self._is_intact(aside, expected):
-                self._root.publish(aside, name, durable=False)
-                self._counters.add(NodeCount.QUARANTINE_RESTORED)
-            else:
-                self._counters.add(NodeCount.QUARANTINED)
-        except KVStoreError:
-            # The root is read-only or failing: the read is a miss all the same, and the next read finds the file again.
-            self._counters.add(NodeCount.QUARANTINE_FAILED)
-
-    def settle(self, address: Address, name: Name) -> None:
-        """Reads the file of an ``unreadable`` chunk again, and sets it aside if that fails too often.
-
-        Raises the root's error, naming the file, if it can be neither read nor renamed.
-        """
-        self._known.forget(address)
-        self.unreadable.settle(address, name, lambda: self._set_unreadable_aside(address, name))
-
-    def _set_unreadable_aside(self, address: Address, name: Name) -> None:
-        """Moves an unreadable file away as ``set_aside`` does. A file readable under its new name goes back; the next
-        reader verifies it.
-
-        Raises the root's error if the file cannot be moved.
-        """
-        aside = places.quarantined(address, self._writer.session(), next(self._writer.numbers))
-        if not self._root.move(name, aside):
-            return
-        try:
-            is_readable = self.unreadable.read(aside)
-        except KVStoreError:
-            self._counters.add(NodeCount.QUARANTINED)
-            return
-        if is_readable:
-            with suppress(KVStoreError):  # on failure a collector puts it back
-                self._root.publish(aside, name, durable=False)
-                self._counters.add(NodeCount.QUARANTINE_RESTORED)
-
-    def _is_intact(self, name: Name, expected: Expected) -> bool:
-        found = self._root.open(name)
-        if found is None:
-            return False
-        with found:
-            try:
-                reader = plain(found, expected, self._writer.encodings)
-                if reader is None:
-                    return False
-                verify_whole(reader, expected)
-            except NotDecodable:
-                return True  # nothing proves damage: a node with its key may find it right
-            except Damaged:
-                return False
-        return True
-
 
 COLD_BYTES = 4 << 20
 """Bytes of one blocking read of uncached data; a multiple of what devices and O_DIRECT want."""
 COLD_POOL_MAX = 4
 """Limit on buffers for such reads that are kept for the next ones."""
+
+_DAMAGE = {damage: NodeCount[f"DAMAGE_{damage.name}"] for damage in Damage}
 
 Mask = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.int32]
@@ -662,10 +552,10 @@ class ChunkRuns:
         writer: ChunkWriter,
         known: Known,
         counters: Counters,
-        unreadable: Unreadable,
+        suspects: Suspects,
     ) -> None:
         self._writer = writer
-        self._unreadable = unreadable
+        self._suspects = suspects
         self._files = local_files(root) if is_available() else None
         self._encodings = writer.encodings
         self._shard_bits = shard_bits
@@ -814,12 +704,12 @@ class ChunkRuns:
 
     def _doubt(self, run: Run, places: Places) -> bool:
         """Leaves to ``ChunkStore`` what was found by size alone and was unreadable before; True if there was any."""
-        if not len(self._unreadable):
+        if not len(self._suspects):
             return False
         suspects = [
             place
             for place in places.tolist()
-            if run.items["status"][place] == native.FOUND and run.items["address"][place].tobytes() in self._unreadable
+            if run.items["status"][place] == native.FOUND and run.items["address"][place].tobytes() in self._suspects
         ]
         run.items["status"][suspects] = native.OTHER
         return bool(suspects)
@@ -870,8 +760,8 @@ class ChunkStore:
         self._shard_bits = shard_bits
         self._counters = counters
         self._writer = writer = ChunkWriter(session, numbers, incarnations, encodings, usage)
-        self.quarantine = Quarantine(root, writer, known, counters)
-        self.runs = ChunkRuns(root, shard_bits, writer, known, counters, self.quarantine.unreadable)
+        self.suspects = Suspects()
+        self.runs = ChunkRuns(root, shard_bits, writer, known, counters, self.suspects)
 
     def name(self, address: Address, namespace: NamespaceId) -> Name:
         """Returns the chunk's final name."""
@@ -886,8 +776,8 @@ class ChunkStore:
 
     def look(self, expected: Expected) -> Stat | None:
         """Returns the stat of a file of the right size; None if there is none. Otherwise as ``is_present``."""
-        if expected.address in self.quarantine.unreadable:
-            self.quarantine.settle(expected.address, self._name_of(expected))
+        if expected.address in self.suspects:
+            self.settle(expected.address, self._name_of(expected))
         epoch = self.known.epoch
         stat = self.root.stat(self._name_of(expected))
         if stat is None:
@@ -922,7 +812,7 @@ class ChunkStore:
                 self.set_aside(expected, damaged.damage)
                 return False
             self._seen(expected, reader.stat, epoch)
-        self.quarantine.unreadable.forget(expected.address)
+        self.suspects.forget(expected.address)
         self._counters.add_read(expected.payload_bytes)
         return True
 
@@ -981,33 +871,6 @@ class ChunkStore:
         self._counters.add_read(len(sections) * header.section_bytes, chunks=0 if first else 1)
         return True
 
-    def map(self, expected: Expected) -> memoryview | None:
-        """Returns the verified payload, mapped read-only from the root if possible; None is a miss."""
-        epoch = self.known.epoch
-        with self.noted(expected):
-            reader = self._open(expected)
-        if reader is None:
-            return None
-        with self.noted(expected), reader, self._counters.timed("root", "read") as timed:
-            timed.size_bytes = expected.payload_bytes
-            try:
-                if isinstance(reader, DecodedReader) or self._writer.encodings.encrypts(expected.tenant):
-                    mapped: memoryview | None = read_whole(reader, expected)
-                else:
-                    # Verify by reads, not through the mapping: a page fault on an unreadable page would block while
-                    # holding the GIL, or crash the process (SIGBUS).
-                    verify_whole(reader, expected)
-                    mapped = reader.map()
-            except Damaged as damaged:
-                self.set_aside(expected, damaged.damage)
-                return None
-            if mapped is None:
-                self._counters.add(NodeCount.MISS_ABSENT)
-                return None
-            self._seen(expected, reader.stat, epoch)
-        self._counters.add_read(expected.payload_bytes)
-        return mapped[expected.header_bytes :]
-
     def stage(
         self,
         expected: Expected,
@@ -1057,8 +920,101 @@ class ChunkStore:
         self._discard(staged.name)
 
     def set_aside(self, expected: Expected, damage: Damage) -> None:
-        """Moves a damaged file away from its name, so that the next put can repair it. Never raises."""
-        self.quarantine.set_aside(expected, self._name_of(expected), damage)
+        """Moves a corrupt file away from its name, so that the next put can repair it. Never raises.
+
+        Another node may have put a good file there between our look and our rename. So the moved file is verified once
+        more under its new name, which nobody else uses. A good one goes back by link, unless yet another writer was
+        first.
+        """
+        self._counters.add(NodeCount.MISS_DAMAGED)
+        self._counters.add(_DAMAGE[damage])
+        self.known.forget(expected.address)
+        name, aside = self._name_of(expected), self._name_aside(expected.address)
+        try:
+            if not self.root.move(name, aside):
+                return
+            if self._is_intact(aside, expected):
+                self.root.publish(aside, name, durable=False)
+                self._counters.add(NodeCount.QUARANTINE_RESTORED)
+            else:
+                self._counters.add(NodeCount.QUARANTINED)
+        except KVStoreError:
+            # The root is read-only or failing: the read is a miss all the same, and the next read finds the file again.
+            self._counters.add(NodeCount.QUARANTINE_FAILED)
+
+    def settle(self, address: Address, name: Name) -> None:
+        """Reads the file of a suspect again, and renames it away if that fails too often.
+
+        Returns when the file can be read after all, or is gone, or was renamed. Raises the root's error, naming the
+        file, if it can be neither read nor renamed: no put can repair it then.
+        """
+        self.known.forget(address)
+        while True:
+            try:
+                self._read_through(name)
+            except FAILED as error:
+                if self.suspects.failed(address) < FAILURES_MAX:
+                    continue
+                if isinstance(error, PermissionDenied):  # processes of another user may read it, and hold it
+                    raise PermissionDenied(
+                        f"{name} cannot be read ({error}): fix its permissions, or delete it"
+                    ) from error
+                try:
+                    self._set_suspect_aside(address, name)
+                except FAILED as refused:
+                    raise type(refused)(
+                        f"{name} cannot be read ({error}) and cannot be set aside ({refused}): fix its permissions, "
+                        "or delete it"
+                    ) from error
+            self.suspects.forget(address)
+            return
+
+    def _set_suspect_aside(self, address: Address, name: Name) -> None:
+        """Moves an unreadable file away. One that is readable under its new name goes back; the next reader verifies
+        it. Raises the root's error if the file cannot be moved.
+        """
+        aside = self._name_aside(address)
+        if not self.root.move(name, aside):
+            return
+        try:
+            is_readable = self._read_through(aside)
+        except KVStoreError:
+            self._counters.add(NodeCount.QUARANTINED)
+            return
+        if is_readable:
+            with suppress(KVStoreError):  # on failure a collector puts it back
+                self.root.publish(aside, name, durable=False)
+                self._counters.add(NodeCount.QUARANTINE_RESTORED)
+
+    def _read_through(self, name: Name) -> bool:
+        """Reads a whole file, without looking at its bytes; False if there is none. Raises the root's errors."""
+        reader = self.root.open(name)
+        if reader is None:
+            return False
+        with reader:
+            piece, offset = memoryview(bytearray(min(READ_BYTES, max(1, reader.stat.size_bytes)))), 0
+            while count := reader.read([piece], offset, Borrowed()):
+                offset += count
+        return True
+
+    def _is_intact(self, name: Name, expected: Expected) -> bool:
+        found = self.root.open(name)
+        if found is None:
+            return False
+        with found:
+            try:
+                reader = plain(found, expected, self._writer.encodings)
+                if reader is None:
+                    return False
+                verify_whole(reader, expected)
+            except NotDecodable:
+                return True  # nothing proves damage: a node with its key may find it right
+            except Damaged:
+                return False
+        return True
+
+    def _name_aside(self, address: Address) -> Name:
+        return places.quarantined(address, self._writer.session(), next(self._writer.numbers))
 
     @contextmanager
     def noted(self, expected: Expected) -> Iterator[None]:
@@ -1066,7 +1022,7 @@ class ChunkStore:
         try:
             yield
         except FAILED:
-            self.quarantine.unreadable.failed(expected.address)
+            self.suspects.failed(expected.address)
             self.known.forget(expected.address)
             raise
 

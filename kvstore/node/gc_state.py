@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -32,7 +31,6 @@ from kvstore.node.counters import Counters
 from kvstore.node.known import Known
 from kvstore.node.usage import NodeUsage
 from kvstore.root.posix import DiskFull
-from kvstore.text import size
 
 T = TypeVar("T")
 
@@ -43,12 +41,6 @@ class Reserved(Protocol):
     def release(self) -> None:
         """Gives back what was not written of it. Idempotent; from any thread."""
         ...
-
-    def __enter__(self) -> Reserved: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
 
 
 class Usage(Protocol):
@@ -190,8 +182,6 @@ class View(GcState):
         self.revision = 0
         self.pace_s = 0.0
         self.usage: NodeUsage = NodeUsage(partial(counters.add, NodeCount.PUT_REFUSED_UNCOUNTED))
-        self.put_bytes_max: int | None = None
-        """The largest put that fits the bound, in a store that bounds itself."""
         self._counters = counters
         self._keys = keys
         self._shard_bits = shard_bits
@@ -240,16 +230,7 @@ class View(GcState):
         return not self._leading((address,))
 
     def check_room(self, size_bytes: int = 0) -> None:
-        """Raises StoreFull while collectors publish that the root is full.
-
-        Also raises it for a put whose ``size_bytes`` are more than a bound allows: there will never be room for it.
-        """
-        if self.put_bytes_max is not None and size_bytes > self.put_bytes_max:
-            self._counters.add(NodeCount.PUT_REFUSED_FULL)
-            raise StoreFull(
-                f"this put has {size(size_bytes)}, and max_bytes of this store leaves room for "
-                f"{size(self.put_bytes_max)}: put less at once, or open the store with a larger max_bytes"
-            )
+        """Raises StoreFull while collectors publish that the root is full."""
         if self.is_full:
             self._counters.add(NodeCount.PUT_REFUSED_FULL)
             raise StoreFull(

@@ -73,14 +73,6 @@ def verify_whole(reader: Reader, expected: Expected) -> None:
         verify(part, header.checksums[start : start + count])
 
 
-def read_whole(reader: Reader, expected: Expected) -> memoryview:
-    """Returns the whole file in memory of its own, verified. Raises Damaged."""
-    image = memoryview(bytearray(expected.file_bytes))
-    sections = cut_evenly(image[expected.header_bytes :], expected.section_bytes)
-    read_verified(reader, expected, sections, Borrowed())
-    return image.toreadonly()
-
-
 def read_header(reader: Reader, expected: Expected) -> Header:
     """Reads and verifies the header. Raises Damaged."""
     raw = bytearray(expected.header_bytes)

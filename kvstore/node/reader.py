@@ -588,15 +588,14 @@ class Reader:
 
     # Views
 
-    def view(self, chain: ChunkKeys, deadline: Deadline, open_files_max: int) -> list[npt.NDArray[Any]]:
+    def view(self, chain: ChunkKeys, deadline: Deadline) -> list[npt.NDArray[Any]]:
         """Returns read-only arrays of shape ``(layers, 2, chunk_tokens, kv_heads, head_dim)``; fewer after a loss.
 
-        Without a copy where possible: verified images in memory, or files mapped from the root, of which Python maps
-        ``open_files_max``. An array keeps its chunk in memory, or its file mapped, as long as it or any slice of it
-        lives.
+        Without a copy where possible: verified images in memory, or files that native code maps. An array keeps its
+        chunk in memory, or its file mapped, as long as it or any slice of it lives.
         """
         found = self._leased_payloads(self._tiers, chain, deadline) if self._tiers is not None else {}
-        mapped = self._mapped(chain, deadline, found, open_files_max) if len(found) < len(chain) else found
+        mapped = self._mapped(chain, deadline, found) if len(found) < len(chain) else found
         layout = chain.namespace.layout
         arrays: list[npt.NDArray[Any]] = []
         while (array := mapped.get(len(arrays))) is not None:
@@ -631,16 +630,12 @@ class Reader:
         return found
 
     def _mapped(
-        self, chain: ChunkKeys, deadline: Deadline, found: dict[int, npt.NDArray[np.uint8]], open_files_max: int
+        self, chain: ChunkKeys, deadline: Deadline, found: dict[int, npt.NDArray[np.uint8]]
     ) -> dict[int, npt.NDArray[np.uint8]]:
         """Returns the other payloads, mapped from the root if possible, copied otherwise."""
         layout, count = chain.namespace.layout, len(chain)
         payloads: list[memoryview | None] = [None] * count
-        can_map = self._chunks.root.traits.mapped
-        run = self._chunks.runs.of(chain, 0, count) if can_map else None
-        # A mapping made by Python keeps a file descriptor. Beyond the limit, copy, or the engine would run out of
-        # descriptors.
-        mapped_max = open_files_max if can_map and run is None else 0
+        run = self._chunks.runs.of(chain, 0, count) if self._chunks.root.traits.mapped else None
 
         def read(index: int, borrowed: Borrowed) -> bool:
             if index in found:
@@ -648,13 +643,9 @@ class Reader:
             payloads[index] = self._copied(chain, index)
             if payloads[index] is not None:
                 return True
-            expected = chain.expected(index)
-            if index < mapped_max:
-                payloads[index] = self._chunks.map(expected)
-                return payloads[index] is not None
             memory = memoryview(bytearray(layout.chunk_bytes))
             payloads[index] = memory.toreadonly()
-            return self._chunks.read(expected, cut_evenly(memory, layout.section_bytes), borrowed)
+            return self._chunks.read(chain.expected(index), cut_evenly(memory, layout.section_bytes), borrowed)
 
         groups = None
         if run is not None:

@@ -35,7 +35,7 @@ from kvstore.node.memory_tier import Slots
 from kvstore.node.reader import Reader
 from kvstore.node.refresh import Refresher
 from kvstore.node.settings import CurrentLimits
-from kvstore.node.tier_stack import TierStack
+from kvstore.node.tier_stack import Incoming, TierStack
 from kvstore.node.write_behind import Job
 from kvstore.results import PutResult, StoredBlocks
 from kvstore.root.posix import DiskFull, PosixRoot
@@ -476,7 +476,7 @@ class WriteBatch:
             left, goes_on = new, new[:0]
         else:
             waits = not self._reason  # once for a put: a root that hangs keeps it no longer
-            kept = self._tiers.absorb(*self._part(source, new), self._hints, deadline, waits=waits)
+            kept = self._tiers.absorb(self._incoming(source, new, deadline), waits=waits)
             self._there[new] = kept.there
             self._fresh[new[kept.fresh]] = True
             self._absorbed += len(kept.fresh)
@@ -526,15 +526,14 @@ class WriteBatch:
         if not self._is_chain:
             new = new[root.there()[new]]  # another writer's block may have another size
         if new.size:
-            self._tiers.keep(*self._part(source, new), self._hints, deadline)
+            self._tiers.keep(self._incoming(source, new, deadline))
 
-    def _part(self, source: Sections, indexes: Indexes) -> tuple[KeySet, int, int, Sections]:
+    def _incoming(self, source: Sections, indexes: Indexes, deadline: Deadline) -> Incoming:
         """Returns the chunks as neighbours, and where their sections are."""
         places: list[int] = indexes.tolist()
         part, first = self._wanted.run(places)
-        if part is self._wanted:
-            return part, first, len(places), source
-        return part, first, len(places), lambda at: source(places[at])
+        sections = source if part is self._wanted else lambda at: source(places[at])
+        return Incoming(part, first, len(places), sections, self._hints, deadline)
 
 
 def _reason(error: KVStoreError) -> str:

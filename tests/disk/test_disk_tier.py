@@ -42,19 +42,6 @@ from tests.kit.patience import PATIENCE_S, eventually, returns
 # What goes in comes out
 
 
-def test_blocks_that_an_engine_hashed_are_kept_too(folder: Path) -> None:
-    key = b"k" * 32
-    image = image_as(expected_block(NAMESPACE, key, 100))
-    address = block_address(NAMESPACE, key)
-    place = Place(NAMESPACE.digest, address, NO_PARENT, b"")
-    with disk_on(folder) as disk:
-        assert disk.tier.add(place, image)
-    with disk_on(folder) as disk:
-        assert disk.tier.stats()["disk_entries"] == 1
-        assert disk.tier.drop(address) and not disk.tier.drop(address)
-        assert not files_under(folder)
-
-
 def test_an_image_of_another_size_is_not_filled_and_the_file_stays(disk: Disk) -> None:
     chain = chain_of()
     disk.add(chain, 0)

@@ -162,9 +162,9 @@ def test_what_nobody_could_read_is_not_found_by_its_name_alone(tmp_root: Path, m
     with opened(tmp_root, native=True) as store:
         blocks, chunks = store.namespace("m", TINY).blocks, chunks_of(store)
         address = block_addresses(blocks._namespace, keys)[7]
-        chunks.quarantine.unreadable.failed(address)
+        chunks.suspects.failed(address)
         settled: list[Address] = []
-        monkeypatch.setattr(chunks.quarantine, "settle", lambda address, name: settled.append(address))
+        monkeypatch.setattr(chunks, "settle", lambda address, name: settled.append(address))
         assert blocks.present(keys) == there
         assert settled == [address]
 

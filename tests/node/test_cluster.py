@@ -70,24 +70,6 @@ def test_no_chunk_costs_an_etcd_operation(store: Store) -> None:
     assert kv_operations.operations_count - before <= keepalives_max
 
 
-def test_nodes_of_one_root_see_each_others_chunks_and_pins(store: Store, tmp_root: Path, etcd: EmbeddedEtcd) -> None:
-    with kvstore.open(str(tmp_root), etcd=etcd.endpoints) as other:
-        cache, theirs = store.namespace("m", SMALL), other.namespace("m", SMALL)
-        cache.put(TOKENS, KV)
-        assert same(theirs.get(TOKENS)[1], KV)
-        with cache.pin(TOKENS, ttl=60, owner="test") as pin:
-            assert pin.tokens == len(TOKENS)
-            assert cache.refcount(TOKENS) == theirs.refcount(TOKENS) == 1
-            second = theirs.pin(TOKENS[:32], ttl=60)
-            assert theirs.refcount(TOKENS[:32]) == 2, "a pin covers the whole prefix"
-            assert theirs.refcount(TOKENS) == 1
-            (found,) = [one for one in other.pins() if one.id == pin.id]
-            assert (found.owner, found.namespace, found.tokens) == ("test", "m", len(TOKENS))
-            assert abs(found.expires_s - time.time() - 60) < 30
-            assert other.unpin(second.id) and not other.unpin(second.id)
-        assert cache.refcount(TOKENS) == 0 and not pin.release()
-
-
 def test_a_pin_outlives_its_process_but_not_its_ttl(tmp_root: Path, etcd: EmbeddedEtcd) -> None:
     with kvstore.open(str(tmp_root), etcd=etcd.endpoints) as first:
         cache = first.namespace("m", SMALL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import struct
 from collections.abc import Callable, Iterator
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 from kvstore.buffers import Borrowed, Pieces, Withdrawn
 from kvstore.client import Cache, Store
@@ -107,35 +105,6 @@ def test_each_byte_flipped_is_a_miss_and_repaired(store: Store, tmp_root: Path) 
     assert same(cache.get(tokens)[1], kv)
 
 
-def test_each_length_truncated_is_a_miss_and_repaired(store: Store, tmp_root: Path) -> None:
-    cache = store.namespace("m", TINY)
-    tokens = np.arange(TINY.chunk_tokens)
-    kv = kv_of(TINY, tokens)
-    cache.put(tokens, kv)
-    file = the_file(tmp_root)
-    lengths = telling(file.stat().st_size)
-    for length in lengths:
-        with file.open("r+b") as opened:
-            opened.truncate(length)
-        # The put alone finds it, by its size, without a read before it.
-        assert cache.put(tokens, kv).chunks_written == 1, f"length {length}"
-        assert same(cache.get(tokens)[1], kv)
-    assert store.stats()["damage_size"] == len(lengths)
-
-
-def test_match_of_a_new_store_misses_a_file_of_another_size(tmp_root: Path) -> None:
-    tokens = np.arange(TINY.chunk_tokens)
-    for size_bytes in (0, 100, 4095, 4096, -1):
-        with store_on(tmp_root) as store:
-            store.namespace("m", TINY).put(tokens, kv_of(TINY, tokens))
-        file = the_file(tmp_root)
-        file.write_bytes(file.read_bytes()[:size_bytes])
-        with store_on(tmp_root) as store:
-            cache = store.namespace("m", TINY)
-            assert (cache.match(tokens), cache.get(tokens)[0]) == (0, 0), size_bytes
-            assert cache.put(tokens, kv_of(TINY, tokens)).chunks_written == 1
-
-
 def test_a_file_that_is_not_this_chunk_is_a_miss_and_repaired(store: Store, tmp_root: Path) -> None:
     for _, spoil in (
         ("zero-filled", lambda whole: bytes(len(whole))),
@@ -155,29 +124,6 @@ def test_a_file_that_is_not_this_chunk_is_a_miss_and_repaired(store: Store, tmp_
         tokens = np.arange(TINY.chunk_tokens)
         cache.put(tokens, kv_of(TINY, tokens))
         assert_missed_and_repaired(store, cache, tmp_root, the_file(tmp_root), spoil)
-
-
-@pytest.mark.parametrize("obstacle", ["folder", "dangling link", "link to itself", "fifo"])
-def test_something_that_is_no_file_under_this_name_is_a_miss_and_repaired(
-    store: Store, tmp_root: Path, obstacle: str
-) -> None:
-    cache = store.namespace("m", TINY)
-    tokens = np.arange(TINY.chunk_tokens)
-    kv = kv_of(TINY, tokens)
-    cache.put(tokens, kv)
-    file = the_file(tmp_root)
-    file.unlink()
-    if obstacle == "folder":
-        file.mkdir()
-    elif obstacle == "fifo":
-        os.mkfifo(file)
-    else:
-        file.symlink_to(tmp_root / "nowhere" if obstacle == "dangling link" else file)
-    assert cache.get(tokens)[0] == 0
-    assert cache.match(tokens) == 0
-    result = cache.put(tokens, kv)
-    assert (result.tokens_present, result.chunks_written) == (len(tokens), 1)
-    assert same(cache.get(tokens)[1], kv)
 
 
 def test_another_chunks_file_under_this_name_is_a_miss_and_repaired(store: Store, tmp_root: Path) -> None:
@@ -210,27 +156,6 @@ def test_another_namespaces_file_under_this_name_is_a_miss_and_repaired(store: S
     assert_missed_and_repaired(store, ours, tmp_root, file, lambda _: foreign.read_bytes())
 
 
-def test_damage_in_the_middle_ends_the_prefix_there(store: Store, tmp_root: Path) -> None:
-    cache = store.namespace("m", TINY)
-    tokens = np.arange(5 * TINY.chunk_tokens)
-    kv = kv_of(TINY, tokens)
-    written: dict[int, Path] = {}
-    for end in range(TINY.chunk_tokens, len(tokens) + 1, TINY.chunk_tokens):
-        before = set(chunk_files(tmp_root)) if written else set()
-        cache.put(tokens[:end], kv[:, :, :end])
-        (written[end],) = set(chunk_files(tmp_root)) - before
-    third = written[3 * TINY.chunk_tokens]
-    spoiled = bytearray(third.read_bytes())
-    spoiled[-1] ^= 0xFF
-    third.write_bytes(spoiled)
-    count, found = cache.get(tokens)
-    assert count == 2 * TINY.chunk_tokens and same(found, kv[:, :, :count])
-    assert cache.match(tokens) == count, "the hole is known from now on"
-    result = cache.put(tokens, kv)
-    assert (result.chunks_written, result.chunks_found) == (1, 4)
-    assert same(cache.get(tokens)[1], kv)
-
-
 @pytest.mark.parametrize("reads", ["one by one", "together"])
 def test_damage_in_a_layer_ends_the_layers_there(store: Store, tmp_root: Path, reads: str) -> None:
     """If layers are read together, and one is damaged, none of them is yielded."""
@@ -253,20 +178,3 @@ def test_damage_in_a_layer_ends_the_layers_there(store: Store, tmp_root: Path, r
         assert seen == list(range(section // 2 // size * size))
         assert broken.value.tokens_valid == 0
         assert cache.put(tokens, kv).chunks_written == 1
-
-
-def spoil(data: st.DataObject, whole: bytes, others: list[bytes]) -> bytes:
-    """Damage of some kind; never the same bytes."""
-    kind = data.draw(st.sampled_from(["flip", "truncate", "zeros", "other", "garbage", "overwrite"]))
-    if kind == "other" and others:
-        return data.draw(st.sampled_from(others))
-    if kind == "truncate":
-        return whole[: data.draw(st.integers(0, len(whole) - 1))]
-    if kind == "zeros":
-        return bytes(len(whole))
-    if kind == "garbage":
-        return data.draw(st.binary(max_size=200)) + b"!"
-    position = data.draw(st.integers(0, len(whole) - 1))
-    flipped = bytearray(whole)
-    flipped[position] ^= data.draw(st.integers(1, 255))
-    return bytes(flipped)

@@ -99,12 +99,6 @@ def test_what_is_behind_the_kept_tokens_goes_first_with_its_hints(opened: Opened
     assert opened.store.stats()["superseded"] == CHUNKS - KEPT
 
 
-def test_a_chunk_with_kept_tokens_stays(opened: Opened) -> None:
-    opened.put(TOKENS)
-    opened.cache.supersede(TOKENS, KEPT * SIZE + 1)
-    assert opened.left() == list(range(KEPT + 1, CHUNKS))
-
-
 def test_what_another_branch_used_later_stays_with_all_before_it(opened: Opened) -> None:
     opened.put(TOKENS)
     opened.later()

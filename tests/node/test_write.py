@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore.buffers import Buffers, Planes
-from kvstore.errors import KVStoreError, WrongSize
+from kvstore.errors import WrongSize
 from kvstore.format import places
 from kvstore.hints import DEFAULT
 from kvstore.keyset import BlockKeys
@@ -100,21 +100,6 @@ def test_w1_what_the_root_refuses_of_a_put_behind_takes_nothing_from_what_memory
         assert given_back == [*range(6)], "whoever sends the next run waits for the memory of those before it"
         node.memory.drop([slot])
         root.set_rules([])
-
-
-def test_a_write_that_failed_says_so_and_leaves_nothing_staged() -> None:
-    root = faulty()
-    with Acting(root) as node:
-        write = begin(node, 1, 6, WriteMode.THROUGH)
-        root.set_rules([Rule("publish", EIO)])
-        with pytest.raises(KVStoreError):
-            for chunk in range(6):
-                write.add(buffer_of(node, 1, chunk)[1], chunk, 1, soon())
-            write.commit(soon())
-        write.abort()
-        root.set_rules([])
-        node.assert_settled()
-        assert node.stat("put_failed") == 1 and not any(node.in_memory(1, 6)) and not any(node.on_root(1, 6))
 
 
 @pytest.mark.parametrize("mode", [WriteMode.BEHIND, WriteMode.THROUGH, WriteMode.UNCACHED])

@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 from kvstore.address import Address
 from kvstore.errors import KVStoreError, Unavailable
-from kvstore.format import places
 from kvstore.format.header import Damage
 from kvstore.format.places import Name
 from kvstore.keyset import ChunkKeys
@@ -45,11 +44,11 @@ def publish_replaces() -> Iterator[None]:
 def set_aside_deletes() -> Iterator[None]:
     """W3: a damaged file is deleted at its name, where a good one may have been put meanwhile."""
 
-    def set_aside(self: chunk_store.Quarantine, expected: Any, name: Any, damage: Any) -> None:
-        self._known.forget(expected.address)
-        self._root.remove(name)
+    def set_aside(self: chunk_store.ChunkStore, expected: Any, damage: Any) -> None:
+        self.known.forget(expected.address)
+        self.root.remove(self._name_of(expected))
 
-    with patch.object(chunk_store.Quarantine, "set_aside", set_aside):
+    with patch.object(chunk_store.ChunkStore, "set_aside", set_aside):
         yield
 
 
@@ -176,16 +175,16 @@ def pin_drops_held() -> Iterator[None]:
 def aside_overwrites() -> Iterator[None]:
     """W3: a whole file goes back over the newer one that has its name."""
 
-    def set_aside(self: chunk_store.Quarantine, expected: Any, name: Any, damage: Any) -> None:
-        self._known.forget(expected.address)
-        aside = places.quarantined(expected.address, self._writer.session(), next(self._writer.numbers))
+    def set_aside(self: chunk_store.ChunkStore, expected: Any, damage: Any) -> None:
+        self.known.forget(expected.address)
+        name, aside = self._name_of(expected), self._name_aside(expected.address)
         try:
-            if self._root.move(name, aside) and self._is_intact(aside, expected):
-                self._root.move(aside, name)
+            if self.root.move(name, aside) and self._is_intact(aside, expected):
+                self.root.move(aside, name)
         except KVStoreError:
             pass
 
-    with patch.object(chunk_store.Quarantine, "set_aside", set_aside):
+    with patch.object(chunk_store.ChunkStore, "set_aside", set_aside):
         yield
 
 

@@ -19,6 +19,7 @@ from kvstore.errors import KVStoreError
 from kvstore.hints import Hints
 from kvstore.node import tier_stack, write_behind
 from kvstore.node.lanes import Deadline
+from kvstore.node.tier_stack import Incoming
 from kvstore.sources import SystemClock
 from kvstore.writes import WriteMode
 from tests.kit.faulty_root import ENOSPC, FaultyRoot, Hang, Rule
@@ -142,8 +143,8 @@ def test_i2_bytes_that_hang_on_their_way_to_the_root_get_no_name_once_their_room
             for number in range(2, 6):  # in all of the room
                 sections = planes_of(node.prompts.kv(number, 20), node.cache.layout)
                 deadline = Deadline(SystemClock(), IN_TIME_S)
-                kept = node.tiers.keep(node.chain(number, 20), 0, 20, sections, Hints(), deadline)
-                assert all(kept.there)
+                node.tiers.keep(Incoming(node.chain(number, 20), 0, 20, sections, Hints(), deadline))
+                assert node.memory.leading(node.chain(number, 20)) == 20
         eventually(lambda: not any(node.node._lanes._busy_since_s))
         node.drain()
         assert node.on_root(1, 6) == [False] * 6 and node.stat("behind_lost") == 6
