@@ -38,7 +38,7 @@ from kvstore.node.host import Host
 from kvstore.node.lanes import Deadline
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.node import Node
-from kvstore.node.settings import Limits
+from kvstore.node.settings import Limits, TierSettings
 from kvstore.operations import OperationRun
 from kvstore.progress import Progress, unwatched
 from kvstore.results import Cleared, PinRecord
@@ -46,6 +46,7 @@ from kvstore.root.fences import list_twins, read_twin, remove_twin, write_twin
 from kvstore.root.identity import newest_number
 from kvstore.root.posix import DiskFull
 from kvstore.sources import Clock
+from kvstore.writes import Durability
 
 # The pins taken through this node: they keep their chunks in its memory for a while.
 
@@ -204,11 +205,12 @@ class Member:
         *,
         sharing: Sharing = Sharing.ALONE,
         host: Host | None = None,
+        is_beside_cluster: bool = False,
     ) -> None:
         """``host`` is for a root that the processes of this host share without etcd; its metadata are in files."""
         self.node = node
         self.sharing = sharing
-        self.is_beside_cluster = False
+        self.is_beside_cluster = is_beside_cluster
         """The root is a cluster's, whose collectors do not see what this process alone holds."""
         self.host = host
         shared = sharing is Sharing.CLUSTER
@@ -233,18 +235,32 @@ class Member:
         """What was cleared by selection, and is told to others; None for a node alone."""
         self._barriers = Barriers(meta, self.keys, node.clock)
         self._follower: ClearsFollower | None = None
-        self.syncing: Syncing | None = None
+        self._syncing: Syncing | None = None
         """Syncs the root once a second, where that was asked for."""
         self.on_cleared: list[Callable[[NamespaceDigest], None]] = []
         """Called after a namespace was cleared here, to tell the other nodes."""
         presence.attach(lambda session: None, lambda session: node.counters.add(NodeCount.SESSIONS_LOST))
 
-    def follow_clears(self) -> None:
-        """Hears what others clear by selection, in a thread of its own, until it is closed."""
-        assert self.clears is not None and self._follower is None
-        node = self.node
-        self._follower = ClearsFollower(self.clears, node.obey, node.sweep_disk, node.limits.meta_deadline_s)
-        self.presence.attach(self._follower.begin, self._follower.end)
+    def start(self, tiers: TierSettings) -> None:
+        """Opens the local disk, begins a session, and in a cluster follows what others clear. Call it once.
+
+        Closes the node and raises if one of them fails: InvalidRequest, PermissionDenied, Unavailable.
+        """
+        node, limits, is_shared = self.node, self.node.limits, self.sharing is Sharing.CLUSTER
+        if self.clears is not None:
+            self._follower = ClearsFollower(self.clears, node.obey, node.sweep_disk, limits.meta_deadline_s)
+            self.presence.attach(self._follower.begin, self._follower.end)
+        try:
+            if node.tiers is not None and tiers.disk_folder:
+                node.tiers.add_disk(tiers.disk_folder, tiers.disk_bytes)
+            # Metadata in memory are as slow as a busy host: a session begins in the end.
+            wait_s = limits.meta_deadline_s if is_shared else limits.write_deadline_s
+            self.presence.start(wait_s=max(wait_s, limits.meta_deadline_s))
+        except BaseException:
+            node.close(timeout_s=0.5)
+            raise
+        if node.durability is Durability.EVERYSEC:
+            self._syncing = Syncing(node.root.sync, lambda: node.gc_view.usage.written_bytes)
 
     def claim_namespace(self, namespace: Namespace, meta_deadline_s: float | None = None) -> None:
         """Claims the name for its layout, in etcd and on the root. Raises LayoutMismatch, Unavailable."""
@@ -480,8 +496,8 @@ class Member:
             self._follower.close(CLOSE_S)
         if self._host_clearing is not None:
             self._host_clearing.clears.close()
-        if self.syncing is not None:
-            self.syncing.close()
+        if self._syncing is not None:
+            self._syncing.close()
         self.node.close()
         if self.host is not None:
             self.host.leave()

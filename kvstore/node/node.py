@@ -37,12 +37,13 @@ from kvstore.node.known import Known
 from kvstore.node.lanes import Batch, Deadline, Lanes, moved_on
 from kvstore.node.layers import SINGLY, Bands, LayerReader, MemoryOf
 from kvstore.node.looking import Looking
-from kvstore.node.memory_tier import MemoryTier
+from kvstore.node.memory_tier import MemoryTier, Slots
 from kvstore.node.prefetch import Prefetcher, TierName
 from kvstore.node.reader import Reader
 from kvstore.node.refresh import Refresher
 from kvstore.node.settings import NO_TIERS, CurrentLimits, Limits, TierSettings
 from kvstore.node.tier_stack import TierStack
+from kvstore.node.write_behind import Job
 from kvstore.node.writer import Writer, Written
 from kvstore.operations import OperationRun, Operations, OperationState
 from kvstore.results import LayerMemory, PutResult
@@ -180,6 +181,7 @@ class Node:
                 self._limits,
                 clock,
                 ids,
+                publish=self._write_behind,
                 waits=durability.waits,
                 lanes=lanes,
                 incarnations=self.incarnations,
@@ -195,8 +197,6 @@ class Node:
         self._prefetcher: Prefetcher | None = None
         self.operations = Operations(clock, ids, lambda: self.limits.operations_max, self._count_ended)
         if self.tiers is not None:
-            # The writer needs the memory, and its queue needs the writer: so the queue starts last.
-            self.tiers.start(self.writer.publish)
             self._prefetcher = Prefetcher(self.tiers, self.reader, self._lanes, self.gc_view, self._limits, clock)
         self.looking = Looking(self._chunks, self._lanes, self.gc_view, self.tiers, clock)
         self._closed = False
@@ -481,6 +481,9 @@ class Node:
                 self._lanes.run(
                     lambda: reads.bring(chain, 0, count, deadline, even_once=True, even_root=False), deadline
                 )
+
+    def _write_behind(self, job: Job, slots: Slots) -> int:
+        return self.writer.publish(job, slots)  # it is made after the tiers, which it needs
 
     def _count_ended(self, state: OperationState) -> None:
         self.counters.add(_ENDED[state])

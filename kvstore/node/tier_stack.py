@@ -136,16 +136,17 @@ class TierStack:
         clock: Clock,
         ids: Ids,
         *,
+        publish: Publish,
         waits: bool,
         incarnations: Ids,
         record: Callable[[], None],
         encodings: Encodings,
         lanes: Lanes | None = None,
     ) -> None:
-        """``start`` it before anything comes in.
+        """``publish`` writes to the root what is put behind.
 
-        ``incarnations`` gives those of the images made here; ``record`` has it said on the root whose they are, soon,
-        whether or not a put brings them there.
+        ``incarnations`` gives those of the images made here; ``record`` has it recorded on the root whose they are,
+        soon, whether or not a put brings them there.
         """
         now = limits.now
         self._limits = limits
@@ -163,14 +164,10 @@ class TierStack:
         self._record = record
         self.encodings = encodings
         self._incarnations = incarnations
-        self.behind = WriteBehind(self.memory, counters, limits, clock)
+        self.behind = WriteBehind(self.memory, publish, counters, limits, clock)
         self._changed = threading.Condition()  # guards that chunks came into memory
         self._is_filled = False
         self._demoting = Loop("kvstore-demote", self._changed, lambda: self._turn)
-
-    def start(self, publish: Publish) -> None:
-        """Has ``publish`` write to the root what is put behind."""
-        self.behind.start(publish)
 
     def add_disk(self, folder: str, size_bytes: int) -> None:
         """Puts a local disk below the memory. Raises InvalidRequest, PermissionDenied, Unavailable."""

@@ -1,7 +1,7 @@
 """The queue of chunks that memory has and the root lacks: written soon, parents first; no caller waits for it.
 
-Separate from memory, which keeps a dirty image until it is told that the root has it, and from puts, which do the
-writing. Rules W1 to W3 of kvstore/memory/MEMORY.md.
+Memory keeps a dirty image until the root has it; the writer does the writing. Rules W1 to W3 of
+kvstore/memory/MEMORY.md.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ Raises the root's errors, after which some chunks may be there.
 
 
 class WriteBehind:
-    """Bounded by ``bytes_max``; what cannot be written within ``behind_give_up_s`` is lost, and counted. Thread-safe.
+    """Bounded by ``bytes_max``; loses, and counts, what cannot be written within ``behind_give_up_s``. Thread-safe."""
 
-    ``start`` it before anything is added.
-    """
-
-    def __init__(self, memory: MemoryTier, counters: Counters, limits: CurrentLimits, clock: Clock) -> None:
+    def __init__(
+        self, memory: MemoryTier, publish: Publish, counters: Counters, limits: CurrentLimits, clock: Clock
+    ) -> None:
+        """``publish`` writes each job to the root."""
         self._memory = memory
-        self._publish: Publish | None = None
+        self._publish = publish
         self._counters = counters
         self._limits = limits
         self._clock = clock
@@ -98,10 +98,6 @@ class WriteBehind:
         self._close_said = False
         """True once ``close`` has logged its losses; a job that a hanging root loses later logs its own."""
         self._loop = Loop("kvstore-behind", self._changed, self._next, threads_max=WRITERS)
-
-    def start(self, publish: Publish) -> None:
-        """Has ``publish`` write each job: it needs the memory that this queue belongs to, so it is made after both."""
-        self._publish = publish
 
     @property
     def bytes_max(self) -> int:
@@ -144,7 +140,6 @@ class WriteBehind:
 
     def add(self, wanted: KeySet, first: int, count: int, hints: Hints, size_bytes: int) -> None:
         """Queues chunks that are dirty in memory, for which ``size_bytes`` are reserved."""
-        assert self._publish is not None
         now_s = self._clock.monotonic_s()
         ends_s = now_s + self._limits.now.behind_give_up_s
         job = Job(wanted, first, count, hints, size_bytes, ends_s, now_s + AFTER_S)
@@ -264,7 +259,6 @@ class WriteBehind:
 
     def _write(self, job: Job) -> bool:
         """Writes what it can; False if the job should be tried again."""
-        assert self._publish is not None
         with self._memory.refer(job.wanted, job.first, job.count) as slots:
             if not any(slots.entries):
                 return True  # memory has none of it any more: cleared, or damaged
