@@ -1,6 +1,6 @@
 """Engine-hashed blocks: opaque bytes under the engine's own keys, for connectors that hash blocks themselves.
 
-Separate from chunks because the store does not know a block's parents: it looks up each block by itself.
+The store does not know a block's parents, so it looks up each block by itself.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class Blocks:
         """Returns how many leading keys are in the store, whatever the size of their blocks."""
         asked = BlockKeys.of(namespace, keys)
         wanted = asked.leading(self._view.leading(asked))
-        addresses, known = wanted.addresses, self._reads.near(wanted)
+        known = self._reads.near(wanted)
         rest = wanted.take(range(known, len(wanted)))
         count = known + leading(bytes(self._look(rest, deadline, prefix=True)))
-        self._reads.looked_up(BlockKeys(namespace, keys[:count], addresses[:count], ()))
+        self._reads.looked_up(wanted.leading(count))
         self._counters.add_lookup(len(asked), count, namespace.layout.chunk_tokens, is_match=True)
         return count
 

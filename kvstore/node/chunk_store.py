@@ -93,11 +93,9 @@ class Incarnations:
 
     @property
     def owes_record(self) -> bool:
-        """True if ``record`` has something to do."""
         return bool(self._owed)
 
     def fresh(self) -> Incarnation:
-        """Returns an incarnation for one publication now."""
         return self.fresh_each(1)[0]
 
     def fresh_each(self, count: int) -> list[Incarnation]:
@@ -198,7 +196,6 @@ class Suspects:
             return count
 
     def forget(self, address: Address) -> None:
-        """Notes that the file was read, or is gone."""
         if address in self._failures:
             with self._lock:
                 self._failures.pop(address, None)
@@ -319,12 +316,10 @@ class Run(Items):
         return [_mapped(address) if address else None for address in addresses.tolist()]
 
     def file_bytes(self, index: int) -> int:
-        """Returns how many bytes the file of a chunk must have."""
         item = self.items[index - self.first]
         return int(item["header_bytes"]) + self.payload_bytes(index - self.first)
 
     def payload_bytes(self, place: int) -> int:
-        """Returns the bytes of the sections of a chunk, counted from the first."""
         item = self.items[place]
         return int(item["section_count"]) * int(item["section_bytes"])
 
@@ -376,7 +371,6 @@ class SharedBatch:
         run.items["status"] = native.OTHER
 
     def stop(self) -> None:
-        """Begins no more chunks."""
         self._next.value = self.run.count
 
     def turn(self) -> tuple[Any, Places]:
@@ -448,7 +442,6 @@ class SharedPut(SharedBatch):
         return found
 
     def name(self, place: int) -> Name:
-        """Returns the name under which a chunk is staged."""
         return places.staged(self._session, int(self.run.items["number"][place]))
 
 
@@ -588,12 +581,10 @@ class ChunkRuns:
 
     @property
     def is_native(self) -> bool:
-        """True if native code reads this root's files."""
         return self._files is not None
 
     @property
     def stages(self) -> bool:
-        """True if native code also stages runs."""
         return self._files is not None and self._files.stages
 
     def look(self, run: Run, start: int, stop: int, epoch: int | None = None) -> tuple[Mask, npt.NDArray[np.int64]]:
@@ -631,7 +622,6 @@ class ChunkRuns:
         return done
 
     def shared_read(self, run: Run, sizes: Sizes) -> SharedRead:
-        """Returns a run that several lanes read together."""
         return SharedRead(self, run, sizes, self._counters, self._known.epoch)
 
     def note(self, run: Run, start: int, stop: int, epoch: int) -> int:
@@ -764,7 +754,6 @@ class ChunkStore:
         self.runs = ChunkRuns(root, shard_bits, writer, known, counters, self.suspects)
 
     def name(self, address: Address, namespace: NamespaceId) -> Name:
-        """Returns the chunk's final name."""
         return places.chunk(address, namespace, self._shard_bits)
 
     def is_present(self, expected: Expected) -> bool:
@@ -916,7 +905,6 @@ class ChunkStore:
         return won
 
     def discard(self, staged: Staged) -> None:
-        """Removes a staged chunk that will not be published."""
         self._discard(staged.name)
 
     def set_aside(self, expected: Expected, damage: Damage) -> None:

@@ -74,7 +74,6 @@ class Encodings:
 
     @property
     def ring(self) -> KeyRing:
-        """All keys at this moment."""
         return self._keys.ring if self._keys is not None else EMPTY
 
     @property
@@ -125,7 +124,6 @@ class Encodings:
             self._namespaces[namespace.digest] = namespace
 
     def namespace_of(self, digest: NamespaceDigest) -> Namespace | None:
-        """Returns a namespace that was learned."""
         return self._namespaces.get(digest)
 
     def pieces_of_image(self, header: Header, image: memoryview) -> list[memoryview] | None:
@@ -251,7 +249,6 @@ class DecodedReader:
 
     @property
     def header(self) -> Header:
-        """The header of the encoded file."""
         return self._decoding.header
 
     def read(self, pieces: Pieces, offset: int, borrowed: Borrowed) -> int:

@@ -180,7 +180,6 @@ class Follower:
             following.watch.close()
 
     def run(self, session: Session) -> None:
-        """Steps until the session ends: the loop of a thread."""
         if self._foreign is session:
             self._await_agreement(session)
         following = self._following

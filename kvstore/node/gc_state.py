@@ -288,7 +288,6 @@ class View(GcState):
             self.revision = revision
 
     def _apply(self, events: list[Event]) -> None:
-        """Applies the events of one revision."""
         link = next((event for event in events if event.key == self._keys.gc_seq), None)
         if link is not None:
             self._follow(link)

@@ -1,7 +1,4 @@
-"""The holds, in memory: they protect matched chunks until the load that follows.
-
-Separate from reading because garbage collection asks it one question: what is held of the chunks that sweeps condemn?
-"""
+"""The holds, in memory: they protect matched chunks until the load that follows."""
 
 from __future__ import annotations
 
@@ -71,7 +68,6 @@ class Hold:
 
     @property
     def tokens(self) -> int:
-        """Number of leading tokens that are held."""
         return self.count * self.chain.namespace.layout.chunk_tokens
 
 
@@ -133,7 +129,6 @@ class Holds:
         return hold
 
     def keep(self, hold: Hold, slots: Slots) -> None:
-        """Makes the hold keep its chunks in memory until it ends."""
         with self._lock:
             hold.slots = slots
             is_live = hold.id in self._live
@@ -141,7 +136,6 @@ class Holds:
             slots.release()
 
     def find(self, hold_id: bytes) -> Hold | None:
-        """Returns the live hold with this id."""
         hold = self._live.get(hold_id)
         return hold if hold and hold.ends_s > self._clock.monotonic_s() else None
 
@@ -163,7 +157,6 @@ class Holds:
             return is_live
 
     def release(self, hold: Hold) -> None:
-        """Ends a hold. Idempotent."""
         with self._lock:
             is_live = self._live.pop(hold.id, None) is not None
             if is_live and hold.was_named:
@@ -215,7 +208,6 @@ class Holds:
                     hold.born = BEFORE_ALL
 
     def drop_all(self) -> None:
-        """Ends every hold."""
         with self._lock:
             self._drop(lambda hold: True)
             self._lingering.clear()
@@ -227,7 +219,6 @@ class Holds:
             self._lingering.clear()
 
     def expire(self) -> None:
-        """Removes the holds that are past their time."""
         with self._lock:
             self._expire()
 

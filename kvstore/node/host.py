@@ -28,7 +28,7 @@ from kvstore.root.posix import PosixRoot, error_of, translated
 
 # What one process knows of evictions on its host: which chunks are being evicted, and which are gone.
 #
-# The node asks it as it asks the view of a cluster's sweeps (``node.view``). Everything here reads mapped memory: a
+# Everything here reads mapped memory: a
 # match or a hold costs no system call.
 
 
@@ -76,7 +76,6 @@ class HostView(GcState):
         return run
 
     def unprotect(self, run: Run | None) -> None:
-        """Ends what ``protect`` returned, once."""
         if run is not None:
             self._table.remove(run)
 
@@ -203,7 +202,6 @@ class Host:
 
     @property
     def is_collecting(self) -> bool:
-        """True while the collector of the root is a child of this process."""
         return self.collecting is not None and self.collecting.is_running
 
     def view(self, known: Known, counters: Counters) -> HostView:
@@ -213,7 +211,6 @@ class Host:
         return HostView(self.shared, self.table, known, self._room)
 
     def leave(self) -> None:
-        """Ends the collector and all holds. Idempotent."""
         atexit.unregister(self._end_collector)
         self._end_collector()
         if self.table.is_open:
@@ -236,7 +233,6 @@ class Host:
             self._limit()  # perhaps whoever had the limit was killed
 
     def _limit(self) -> None:
-        """Publishes the limit of all processes that are there, until a collector does. Ignores a disk that fails."""
         self._limited_s = time.monotonic()
         try:
             max_bytes = smallest(live_tables(self.folder, self.shared))[0]

@@ -46,7 +46,6 @@ class Bands:
     """Bands that are read at once, beside that of the layer in use: lanes go on with the next while one ends."""
 
     def of(self, layers: int) -> list[range]:
-        """Returns the layers of each band."""
         return [range(first, min(first + self.size, layers)) for first in range(0, layers, self.size)]
 
 

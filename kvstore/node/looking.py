@@ -1,6 +1,6 @@
 """Reports where the chunks of a prompt lie, for people who ask: root, memory, local disk, peers.
 
-Separate from reading, because a report is not a use: it reads only the first bytes of files, without keys, renews no
+A report is not a use: it reads only the first bytes of files, without keys, renews no
 recency, sets nothing aside, and only looks at memory and peers.
 """
 
@@ -93,7 +93,6 @@ class ChunkPlace:
 
     @property
     def is_anywhere(self) -> bool:
-        """True if it is stored at all."""
         return bool(self.root or self.memory or self.on_disk or self.peers)
 
 

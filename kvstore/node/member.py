@@ -74,13 +74,11 @@ class PinnedInMemory:
             self._pins[pin_id] = (self._clock.monotonic_s() + seconds, kept)
 
     def remove(self, pin_id: str) -> None:
-        """Notes that the pin has ended."""
         with self._lock:
             _, kept = self._pins.pop(pin_id, (0.0, []))
         self._memory.unpin(kept)
 
     def expire(self) -> None:
-        """Drops the pins whose time is over."""
         now_s = self._clock.monotonic_s()
         with self._lock:
             ended = [pin_id for pin_id, (ends_s, _) in self._pins.items() if ends_s <= now_s]
@@ -161,12 +159,10 @@ class NodeTwins:
         self._node = node
 
     def write(self, owner: str, pin: PinId, content: bytes) -> None:
-        """See ``meta.pins.Twins``."""
         node = self._node
         node.on_root(lambda: write_twin(node.root, owner, pin, content, ids=node.ids, clock=node.clock))
 
     def remove(self, owner: str, pin: PinId) -> bool:
-        """See ``meta.pins.Twins``."""
         return self._node.on_root(lambda: remove_twin(self._node.root, owner, pin))
 
     def unexpired(self) -> list[Ref]:
@@ -307,7 +303,6 @@ class Member:
         return self._pin(hold, BlockKeys.of(namespace, present, ()), ttl_s, owner)
 
     def _pin(self, hold: Hold, wanted: KeySet, ttl_s: float, owner: str) -> PinRecord:
-        """Pins what is held, and ends the hold."""
         node, namespace = self.node, wanted.namespace
         owner = owner or socket.gethostname()
         try:
@@ -445,7 +440,6 @@ class Member:
         return cleared
 
     def adjust(self, limits: Limits) -> None:
-        """See ``Node.adjust``; the quota of pins too."""
         self.node.adjust(limits)
         self._pins.quota = PinQuota(limits.pins_per_owner_max, limits.pins_max)
 
@@ -483,7 +477,6 @@ class Member:
         }
 
     def expire(self) -> None:
-        """Ends what is past its time: to be called now and then."""
         self.node.holds.expire()
         if self._pinned is not None:
             self._pinned.expire()

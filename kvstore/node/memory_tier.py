@@ -1,8 +1,7 @@
 """The memory tier: images in the arena, found by address, filled and read by many threads at once.
 
-Separate from the inventory, which decides and knows neither locks nor bytes. This module makes every decision under one
-lock, and moves every byte outside it, in room that a claim or a reference reserves (kvstore/memory/MEMORY.md, rules I,
-A, E and L).
+The inventory decides, under one lock. Every byte is moved outside that lock, in space that a claim or a reference
+reserves (kvstore/memory/MEMORY.md, rules I, A, E and L).
 """
 
 from __future__ import annotations
@@ -180,7 +179,6 @@ class MemoryTier:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the arena."""
         return self._room.size_bytes
 
     @property
@@ -381,7 +379,6 @@ class MemoryTier:
             return Victims(self._readable, entries, self._let_go)
 
     def place(self, entry: Entry) -> Place:
-        """Returns which chunk an entry is."""
         with self._lock:
             return entry.place
 
@@ -458,7 +455,6 @@ class MemoryTier:
     # Looking after it
 
     def stats(self) -> dict[str, int | float]:
-        """Returns how full the memory is, and with what."""
         with self._lock:
             self._collect()
             inventory = self._inventory

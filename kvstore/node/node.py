@@ -74,7 +74,6 @@ class Staging:
         self._looked_at_count = 0
 
     def leave(self, session: bytes) -> None:
-        """Notes that nothing more is staged under this id."""
         self._before.append(session)
 
     def clear(self, lanes: Lanes, timeout_s: float) -> None:
@@ -203,7 +202,6 @@ class Node:
 
     @property
     def limits(self) -> Limits:
-        """What the node allows itself now."""
         return self._limits.now
 
     # Namespaces
@@ -221,7 +219,6 @@ class Node:
         return self._lanes.run(lambda: self._records.find(digest), self._deadline(None, self.limits.read_deadline_s))
 
     def namespaces(self, deadline_s: float | None = None) -> list[Namespace]:
-        """All namespaces recorded on the root."""
         return self._lanes.run(self._records.list, self._deadline(deadline_s, self.limits.read_deadline_s))
 
     # Prefixes
@@ -414,7 +411,6 @@ class Node:
         return self._lanes.start(count, work)
 
     def forget(self) -> None:
-        """Forgets what was known to be present; holds stay."""
         self.known.clear()
 
     def forget_namespace(self, digest: NamespaceDigest) -> None:
@@ -438,7 +434,6 @@ class Node:
             self.tiers.sweep_disk(orders)
 
     def stats(self) -> dict[str, int | float]:
-        """All counters, and how full the bounded things are."""
         return {
             **self.counters.snapshot(),
             "known_chunks": len(self.known),

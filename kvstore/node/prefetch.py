@@ -181,7 +181,6 @@ class _Steps:
 
     @property
     def stop(self) -> int:
-        """The end of the next step."""
         return min(len(self._chain), self.at + max(1, STEP_BYTES // self._chain.image_bytes(0)))
 
     def advance(self, chunks: int) -> None:

@@ -702,7 +702,7 @@ class Reader:
     def open_files(self, wanted: KeySet, indexes: Sequence[int], deadline: Deadline) -> dict[int, PosixReader]:
         """Open the files of chunks, and verify their headers. The caller closes them.
 
-        ChunkStore that the root does not have, or has encoded, are left out. A prompt ends at the first of them.
+        Chunks that the root does not have, or has encoded, are left out. A prompt ends at the first of them.
         """
         stop_at_miss = wanted.prefix_ordered
         opened = self._opened(wanted, indexes, deadline, stop_at_miss=stop_at_miss)

@@ -126,7 +126,6 @@ class Refresher:
                 self._counters.add(NodeCount.REFRESH_DROPPED)
 
     def drain(self) -> None:
-        """Returns when everything queued so far is done."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting and not self._is_busy)
 

@@ -66,9 +66,7 @@ class Tier(Protocol):
         """Notes that a chunk it gave was not right: it does not give it again."""
         ...
 
-    def drop_namespace(self, digest: NamespaceDigest) -> None:
-        """Forgets all chunks of a namespace, as after ``clear``."""
-        ...
+    def drop_namespace(self, digest: NamespaceDigest) -> None: ...
 
     def stats(self) -> dict[str, int | float]:
         """Returns its gauges, whose names begin with the tier's name."""
@@ -103,7 +101,6 @@ class Incoming:
     deadline: Deadline
 
     def rest(self, at: int) -> Incoming:
-        """Returns those from position ``at`` on."""
         return replace(self, first=self.first + at, count=self.count - at)
 
 
@@ -303,7 +300,6 @@ class TierStack:
                 self._changed.notify_all()
 
     def drop_namespace(self, digest: NamespaceDigest) -> None:
-        """Forgets all chunks of a namespace, as after ``clear``."""
         self.behind.forget(digest, FORGET_S)
         self.memory.drop_namespace(digest)
         for tier in self.below:
@@ -330,7 +326,6 @@ class TierStack:
             self.disk.drop_ordered(orders)
 
     def stats(self) -> dict[str, int | float]:
-        """Gauges of all tiers."""
         found: dict[str, int | float] = {
             **self.memory.stats(),
             "behind_bytes": self.behind.size_bytes,

@@ -132,14 +132,12 @@ class WriteBehind:
         return self._bytes + size_bytes <= self.bytes_max
 
     def give_back(self, size_bytes: int) -> None:
-        """Returns room that was reserved and is not needed."""
         if size_bytes:
             with self._changed:
                 self._bytes -= size_bytes
                 self._changed.notify_all()
 
     def add(self, wanted: KeySet, first: int, count: int, hints: Hints, size_bytes: int) -> None:
-        """Queues chunks that are dirty in memory, for which ``size_bytes`` are reserved."""
         now_s = self._clock.monotonic_s()
         ends_s = now_s + self._limits.now.behind_give_up_s
         job = Job(wanted, first, count, hints, size_bytes, ends_s, now_s + AFTER_S)

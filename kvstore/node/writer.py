@@ -92,12 +92,10 @@ class Written:
     """As ``PutResult.reason``."""
 
     def of_prompt(self, chunk_tokens: int) -> PutResult:
-        """Returns the result for the put of a prompt."""
         present = leading(self.there) * chunk_tokens
         return PutResult(present, self.chunks, self.found, self.size_bytes, self.reason)
 
     def of_blocks(self) -> StoredBlocks:
-        """Returns the result for the put of blocks."""
         return StoredBlocks(self.there.tolist(), self.fresh.tolist(), self.reason)
 
 
@@ -190,7 +188,6 @@ class Writer:
         return WriteBatch(self, chain, first, there, mode, hints, root, refused=root is None)
 
     def mode(self, asked: WriteMode | None) -> WriteMode:
-        """Returns how a put is acknowledged here."""
         return self.tiers.mode(asked) if self.tiers is not None else WriteMode.UNCACHED
 
     def begin_root(self, wanted: KeySet, first: int, hints: Hints, deadline: Deadline) -> RootWrite | None:
@@ -258,7 +255,7 @@ class Writer:
         found = np.zeros(len(keyed), np.bool_)
         if mode is not WriteMode.BEHIND or self.tiers is None:
             return WriteBatch(self, keyed, 0, found, mode, hints, self._begin_keyed(keyed, hints, deadline))
-        # ChunkStore that memory has, or that the root is remembered to have, only count a use.
+        # Chunks that memory has, or that the root is remembered to have, only count a use.
         known, quantum = self.chunks.known, self.chunks.known.quantum()
         with self.tiers.memory.refer(keyed, 0, len(keyed)) as slots:
             found[:] = [
@@ -458,7 +455,7 @@ class WriteBatch:
         return Written(there, chunks, size_bytes, found, fresh & there, self._reason)
 
     def abort(self) -> None:
-        """Writer nothing more on the root. ChunkStore that memory took stay there. Idempotent."""
+        """Puts nothing more on the root. Chunks that memory took stay there. Idempotent."""
         if self._root is not None:
             self._root.abandon()
 
@@ -753,7 +750,6 @@ class RootWrite:
         return sum(self.wanted.image_sizes((first + np.flatnonzero(missing)).tolist()))
 
     def _wait(self, deadline: Deadline) -> None:
-        """Waits for the oldest run."""
         batch, release = self._pending[0]
         try:
             batch.wait(deadline)
@@ -1101,6 +1097,5 @@ class Guard:
             self._chunks.root.mark(self._chunks.name(self._chain.addresses[index], self._chain.namespace.id))
 
     def release(self) -> None:
-        """Ends it. Idempotent."""
         mark, self._mark = self._mark, None
         self._view.unprotect(mark)
