@@ -1,8 +1,8 @@
 """Clears what a selection names, everywhere: tell all nodes, sweep the root, tell them again.
 
-The order matters. A node that has dropped what is named, and
-refuses to take it back, cannot write to the root again what the sweep just deleted. And the barrier goes up before pins
-are read: a pin taken too late to be read finds the barrier (gc/PROTOCOL.md, P5).
+The order matters. A node that has dropped what is named, and refuses to take it back, cannot write to the root again
+what the sweep just deleted. And the barrier goes up before pins are read: a pin taken too late to be read finds the
+barrier (gc/PROTOCOL.md, P5).
 """
 
 from __future__ import annotations

@@ -28,8 +28,7 @@ from kvstore.root.posix import PosixRoot, error_of, translated
 
 # What one process knows of evictions on its host: which chunks are being evicted, and which are gone.
 #
-# Everything here reads mapped memory: a
-# match or a hold costs no system call.
+# Everything here reads mapped memory: a match or a hold costs no system call.
 
 
 SETTLE_S = 1.0

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -35,7 +34,7 @@ from tests.kit.disks import (
     image_of,
 )
 from tests.kit.faulty_root import Hang, Rule
-from tests.kit.patience import PATIENCE_S, returns
+from tests.kit.patience import PATIENCE_S
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The next start
@@ -186,28 +185,6 @@ def test_nothing_is_written_before_all_is_counted_and_nothing_counted_twice(fold
         disk.tier.close()
 
 
-def test_closed_while_it_is_refilled(folder: Path) -> None:
-    chain = chain_of()
-    with disk_on(folder) as disk:
-        disk.add(chain, *range(8))
-    for point in ("list", "read"):
-        hang = Hang()
-        tier = Disk(folder, rules=[Rule(point, hang, lambda name: "chunks" in name)]).tier
-        tier.open()
-        assert hang.reached.wait(PATIENCE_S)
-        returns(lambda tier=tier: tier.close(0.05))  # type: ignore[misc]
-        with pytest.raises(InvalidRequest, match="in use"):
-            Disk(folder).tier.open()  # somebody hangs in it, who could still remove a file
-        hang.release.set()
-        until_s = time.monotonic() + PATIENCE_S
-        while any(thread.name == "kvstore-disk-refill" for thread in threading.enumerate()):
-            assert time.monotonic() < until_s
-            time.sleep(0.002)
-        assert len(files_under(folder)) == 8, "a refill that was stopped removes nothing"
-    with disk_on(folder) as disk:
-        assert disk.has(chain, *range(8))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Whose folder it is
 
@@ -231,15 +208,6 @@ def test_a_root_is_no_disk_tier_and_a_disk_tier_no_root(tmp_root: Path, folder: 
     with disk_on(folder):
         with pytest.raises(RootMismatch):
             create_or_open(PosixRoot(folder), RandomIds())
-
-
-@pytest.mark.parametrize("content", [b"", b"{}", b'{"format": "kvstore-disk", "version": 2}', b"\xff"])
-def test_another_format_is_refused(folder: Path, content: bytes) -> None:
-    folder.mkdir()
-    (folder / "FORMAT").write_bytes(content)
-    with pytest.raises(InvalidRequest):
-        Disk(folder).tier.open()
-    assert [entry.name for entry in folder.iterdir()] == ["FORMAT"]
 
 
 def test_d2_a_folder_within_a_root_or_another_tier_is_refused_and_not_made(tmp_root: Path, folder: Path) -> None:

@@ -78,19 +78,6 @@ def test_who_asks_for_a_prompt_renews_all_of_it_once_in_a_quantum(tmp_root: Path
         assert store.stats()["refreshed"] == COUNT
 
 
-def test_a_read_of_the_last_blocks_alone_keeps_their_place(tmp_root: Path) -> None:
-    clock = SetClock(NOW_S)
-    with store_on(tmp_root, clock=clock) as store:
-        blocks = store.namespace("m", TINY).blocks
-        blocks.put(KEYS, BLOCKS)
-        clock.wall_s += QUANTUM_S
-        assert blocks.get(KEYS[4:], buffers(2)) == [True] * 2
-        assert blocks.present([KEYS[0], b"x" * 16, KEYS[3]]) == [True, False, True]
-        member_of(store).node.drain()
-    now, before = expected(clock.wall_s, uses=1), expected(NOW_S)
-    assert stamps(tmp_root) == [now[0], before[1], before[2], now[3], now[4], now[5]]
-
-
 def test_what_is_missing_is_not_renewed_and_ends_a_match(tmp_root: Path) -> None:
     clock = SetClock(NOW_S)
     with store_on(tmp_root, clock=clock) as store:

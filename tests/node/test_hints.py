@@ -177,20 +177,6 @@ def test_readers_keep_the_hints_and_count_uses(opened: Opened) -> None:
         assert [each.depth for each in opened.recencies()] == list(range(CHUNKS))
 
 
-def test_a_put_that_extends_a_prefix_raises_it_before_its_children_are_there(opened: Opened) -> None:
-    opened.put(3, priority=80, ttl=300)
-    opened.put(5, prefix=3, priority=20, ttl=7_200)
-    assert opened.hints() == [Hints(80, 7_200)] * 3 + [Hints(20, 7_200)] * 2
-    assert opened.uses() == [0] * 5, "it is of this quantum already"
-    opened.pass_quanta()
-    opened.put(6, prefix=5, preset="rag")
-    assert opened.uses() == [1] * 5 + [0], "extending a prefix is a use of it"
-    ttl_s = PRESETS["rag"].ttl_s
-    assert opened.hints() == [Hints(80, ttl_s)] * 3 + [PRESETS["rag"]] * 3
-    mtimes = opened.mtimes()
-    assert mtimes == sorted(mtimes, reverse=True)
-
-
 @pytest.mark.parametrize("quanta", [0, 5])
 def test_a_put_that_finds_its_chunks_raises_their_hints_and_never_lowers_them(opened: Opened, quanta: int) -> None:
     opened.put(preset="batch")

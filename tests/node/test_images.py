@@ -18,8 +18,8 @@ from kvstore.keyset import BlockKeys, ChunkKeys
 from kvstore.namespace import Namespace
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.node.images import Images, ImagesIn, copy_sections, make_images, take_images, verify_images
-from tests.kit.images import DAMAGES, CountedIds, Spoil, chain_of, made, room_for
+from kvstore.node.images import ImagesIn, copy_sections, make_images, take_images, verify_images
+from tests.kit.images import DAMAGES, CountedIds, Spoil, chain_of, made
 from tests.kit.stores import (
     LARGE,
     MANY,
@@ -163,20 +163,6 @@ def test_nothing_is_written_beside_sections_and_images(way: bool) -> None:
     for shift in (0, 1, 8, 16, 48):
         for section_bytes in (1, 17, 63, 64, 240, 241, 1024, 1040, 5000, 70_001):
             run_case(shift, section_bytes)
-
-
-def test_sections_of_any_kind_give_the_same_image(way: bool) -> None:
-    chain = chain_of(SMALL, 3)
-    kv = kv_of(SMALL, chain.tokens)
-    planes = planes_of(kv, SMALL)
-    images = made(chain, kv)
-    for source in (lambda index: [memoryview(bytes(piece)) for piece in planes(index)], Images(chain, 0, images)):
-        again = room_for(chain)
-        make_images(chain, range(3), source, again, CountedIds())
-        assert list(map(bytes, again)) == list(map(bytes, images))
-    targets = {index: [memoryview(bytearray(SMALL.section_bytes)) for _ in range(6)] for index in range(3)}
-    assert take_images(chain, range(3), images, targets.__getitem__, Borrowed()).all()
-    assert all(list(targets[at]) == list(planes(at)) for at in range(3))
 
 
 def test_blocks_of_many_sizes(way: bool) -> None:

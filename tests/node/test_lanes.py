@@ -81,23 +81,3 @@ def test_whoever_shares_begins_nothing_after_the_deadline_and_raises_what_the_wo
         assert done == [0, 1, 2]
     finally:
         lanes.close()
-
-
-def test_a_lane_that_shares_other_work_still_says_that_it_moves_on() -> None:
-    clock = HandClock()
-    lanes = Lanes(1, 1, 8, 0.3, clock)
-    seen: list[bool] = []
-
-    def work(_: int) -> bool:
-        lanes.share(2, lambda _: True, Deadline(clock, 30))
-        for _ in range(8):
-            clock.passed_s += 0.1
-            moved_on()
-        seen.append(lanes.stalled)
-        return True
-
-    try:
-        lanes.each(1, work, Deadline(clock, 30))
-    finally:
-        lanes.close()
-    assert seen == [False]

@@ -99,20 +99,6 @@ def test_a2_closing_takes_nothing_from_those_who_read_or_fill(case: Case) -> Non
     assert case.stat("referenced_bytes") == 0
 
 
-def test_a_namespace_that_is_dropped_while_it_is_filled_does_not_come_back(case: Case) -> None:
-    chain = chain_of(1, 2)
-    case.fill(chain, 0, 1)
-    slot = case.tier.claim(chain, 1)
-    assert slot is not None and case.tier.drop_namespace(SPACE.digest) == 2
-    again = case.tier.claim(chain, 1)
-    assert again is not None and again.entry.offset != slot.entry.offset
-    make(chain, [1], [slot])
-    case.tier.ready([slot])
-    assert case.tier.leading(chain, 1) == 0 and case.stat("held_bytes") == chain.image_bytes(0)
-    case.tier.drop([again])
-    assert case.stat("held_bytes") == 0
-
-
 def test_release_never_waits_and_is_not_lost(case: Case) -> None:
     """A finalizer may run while its own thread holds the lock."""
     chain = chain_of(1, 2)

@@ -57,14 +57,6 @@ def test_what_was_published_is_synced_and_nothing_else(disk: Disk, every: Syncin
     assert disk.syncs == 3, "one for each time that something was published"
 
 
-def test_the_end_syncs_what_is_left(disk: Disk) -> None:
-    made = Syncing(disk.sync, lambda: disk.written_bytes)
-    disk.written_bytes = 100
-    made.close()
-    made.close()
-    assert disk.synced_bytes == 100 and disk.syncs == 1
-
-
 def test_the_end_does_not_wait_for_a_root_that_hangs(disk: Disk) -> None:
     made = Syncing(disk.sync, lambda: disk.written_bytes, close_s=0.05)
     disk.goes_on.clear()

@@ -8,11 +8,8 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvstore.address import Address
-from kvstore.format import places
 from kvstore.keyset import BlockKeys, KeySet
 from kvstore.meta.keys import Keys, SweepId
 from kvstore.meta.session import Session
@@ -117,16 +114,3 @@ def test_v2_outside_a_session_nothing_is_protected_or_remembered() -> None:
     seen.remember(address_in(1))
     seen.view.end()
     assert not seen.view.protects and not seen.view.condemns(victim) and len(seen.known) == 0
-
-
-@given(st.integers(0, 16), st.lists(st.binary(min_size=16, max_size=16), unique=True, max_size=40), st.data())
-def test_forgetting_shards_takes_all_of_them_and_nothing_else(bits: int, raw: list[bytes], draw: st.DataObject) -> None:
-    known, addresses = Known(1 << 12, 60, SystemClock()), [Address(each) for each in raw]
-    for address in addresses:
-        known.add(address, QUANTUM, renewed=False, epoch=known.epoch)
-    before = [known.is_present(address, QUANTUM) for address in addresses]
-    shards = sorted({places.shard(address, bits) for address in addresses})
-    gone = draw.draw(st.lists(st.sampled_from(shards), unique=True)) if shards else []
-    known.forget_shards(gone, bits)
-    for address, was in zip(addresses, before, strict=True):
-        assert known.is_present(address, QUANTUM) == (was and places.shard(address, bits) not in gone)

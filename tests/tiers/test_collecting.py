@@ -78,17 +78,6 @@ def put_rest(member: Member, chain: ChunkKeys, first: int) -> int:
     return cache_of(member).put(chain.tokens, kv[:, :, first * size :], first * size).tokens_present // size
 
 
-def test_memory_serves_what_was_reaped_and_others_miss(c: Cluster) -> None:
-    node, other, chain = with_memory(c), c.node(), prompt(1, 8)
-    assert put(node, chain) == 8
-    node.node.drain()
-    assert other.node.match(chain) == 8
-    assert c.collector().sweep(c.plans(chain)).reaped.count == 8
-    assert c.present(chain) == 0 and c.leftovers() == []
-    eventually(lambda: node.node.match(chain) == 8)
-    assert get(node, chain) == 8 and other.node.match(chain) == 0 and get(other, chain) == 0
-
-
 def test_h1_what_is_condemned_is_a_miss_though_memory_has_it(c: Cluster) -> None:
     node, other, chain = with_memory(c), c.node(), prompt(1, 8)
     put(node, chain)
