@@ -10,11 +10,13 @@ from typing import cast
 import pytest
 
 from kvstore.address import Address
+from kvstore.errors import Overloaded
 from kvstore.keyset import BlockKeys, KeySet
 from kvstore.meta.keys import Keys, SweepId
 from kvstore.meta.session import Session
 from kvstore.meta.store import NO_LEASE, Event, KeyValue, Snapshot
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
+from kvstore.meta.usage import Capacity
 from kvstore.node.counters import Counters
 from kvstore.node.gc_state import ChainBroken, View
 from kvstore.node.known import Known
@@ -114,3 +116,14 @@ def test_v2_outside_a_session_nothing_is_protected_or_remembered() -> None:
     seen.remember(address_in(1))
     seen.view.end()
     assert not seen.view.protects and not seen.view.condemns(victim) and len(seen.known) == 0
+
+
+def test_a_full_root_refuses_puts() -> None:
+    seen = Seen()
+    seen.apply(
+        [Event(KEYS.gc_capacity, KeyValue(KEYS.gc_capacity, Capacity(1, is_full=True).to_json(), 11, 11, NO_LEASE), 11)]
+    )
+    with pytest.raises(Overloaded, match="full"):
+        seen.view.check_room()
+    seen.apply([Event(KEYS.gc_capacity, None, 12)])
+    seen.view.check_room()
