@@ -177,24 +177,18 @@ class Writer:
             there = np.arange(len(chain)) < found
             return WriteBatch(self, chain, first, there, mode, hints, refused=found < min(first, len(chain)))
         begin = max(first, found)
-        root, present = self._begin_chain(chain, begin, hints, deadline)
+        root, present = self.begin_root(chain, begin, hints, deadline)
         if root is None and found > first:
             # Peers or the local disk have the matched chunks, but neither the root nor memory does: the caller must
             # bring all.
             begin = first
-            root, present = self._begin_chain(chain, begin, hints, deadline)
+            root, present = self.begin_root(chain, begin, hints, deadline)
         # Those before it are there, or on their way from memory (rule W5).
         there = np.arange(len(chain)) < (present if root is None else begin)
         return WriteBatch(self, chain, first, there, mode, hints, root, refused=root is None)
 
     def mode(self, asked: WriteMode | None) -> WriteMode:
         return self.tiers.mode(asked) if self.tiers is not None else WriteMode.UNCACHED
-
-    def begin_root(self, wanted: KeySet, first: int, hints: Hints, deadline: Deadline) -> RootWrite | None:
-        """Begins to put chunks on the root, from ``first`` on; None if their parents are not there."""
-        if not wanted.prefix_ordered:
-            return self._begin_keyed(wanted, hints, deadline)
-        return self._begin_chain(wanted, first, hints, deadline)[0]
 
     def publish(self, job: Job, slots: Slots) -> int:
         """Writes chunks from memory to the root; returns the index after the last leading chunk that is there then."""
@@ -206,7 +200,7 @@ class Writer:
         sweeps = self.view.sweeps
         chain = wanted.leading(min(stop, self.view.leading(wanted)))
         count = max(0, min(slots.leading_count, len(chain) - job.first))  # each is verified once it is staged
-        root, present = self._begin_chain(chain, job.first, job.hints, deadline, [slots])
+        root, present = self.begin_root(chain, job.first, job.hints, deadline, [slots])
         if root is None:
             return present
         there = _store(root, slots.sections(job.first, job.first + count), job.first, count, deadline)
@@ -254,7 +248,7 @@ class Writer:
     def _begin_blocks(self, keyed: KeySet, mode: WriteMode, hints: Hints, deadline: Deadline) -> WriteBatch:
         found = np.zeros(len(keyed), np.bool_)
         if mode is not WriteMode.BEHIND or self.tiers is None:
-            return WriteBatch(self, keyed, 0, found, mode, hints, self._begin_keyed(keyed, hints, deadline))
+            return WriteBatch(self, keyed, 0, found, mode, hints, self.begin_root(keyed, 0, hints, deadline)[0])
         # Chunks that memory has, or that the root is remembered to have, only count a use.
         known, quantum = self.chunks.known, self.chunks.known.quantum()
         with self.tiers.memory.refer(keyed, 0, len(keyed)) as slots:
@@ -272,38 +266,36 @@ class Writer:
         if not right:
             return stop
         picked = slots.picked(right)
-        root = self._begin_keyed(picked.wanted, hints, deadline, [picked])
+        root, _ = self.begin_root(picked.wanted, 0, hints, deadline, [picked])
+        assert root is not None, "blocks have no parents"
         there = _store(root, picked.sections(0, len(right)), 0, len(right), deadline)
         unswept = self.view.stays(picked.wanted)
         # Another writer's block has the name and another size: ours will never be there. What is swept may be, later.
         memory.drop_entries([entry for entry, lost in zip(picked.referred, ~there & unswept, strict=True) if lost])
         return min((right[at] for at in np.flatnonzero(~unswept).tolist()), default=stop)
 
-    def _begin_keyed(
-        self, wanted: KeySet, hints: Hints, deadline: Deadline, sources: Sequence[Slots] = ()
-    ) -> RootWrite:
-        root = RootWrite(self, wanted, 0, hints, sources)
-        root.reserve(deadline)
-        return root
-
-    def _begin_chain(
-        self, chain: KeySet, first: int, hints: Hints, deadline: Deadline, sources: Sequence[Slots] = ()
+    def begin_root(
+        self, keys: KeySet, first: int, hints: Hints, deadline: Deadline, sources: Sequence[Slots] = ()
     ) -> tuple[RootWrite | None, int]:
         """Begins a write to the root from chunk ``first`` on; None if a chunk before it is missing. Also returns how
         many leading chunks are there.
         """
-        guard = Guard(self.view, self.chunks, chain)
+        if not keys.prefix_ordered:
+            blocks = RootWrite(self, keys, 0, hints, sources)
+            blocks.reserve(deadline)
+            return blocks, 0
+        guard = Guard(self.view, self.chunks, keys)
         root: RootWrite | None = None
         try:
-            begun = RootWrite(self, chain, first, hints, sources, guard=guard)
+            begun = RootWrite(self, keys, first, hints, sources, guard=guard)
             present = begun.present_before(deadline)
             if not guard.is_settled:
-                present = min(present, self.view.leading(chain))
+                present = min(present, self.view.leading(keys))
             elif present >= first:
                 begun.reserve(deadline)
                 root = begun
-            elif first <= len(chain):
-                root = self._begin_with_parents(chain, first, present, hints, deadline, sources, guard)
+            elif first <= len(keys):
+                root = self._begin_with_parents(keys, first, present, hints, deadline, sources, guard)
         finally:
             if root is None:
                 guard.release()
@@ -498,7 +490,7 @@ class WriteBatch:
             left = left[[memory.is_taken(self._wanted, index) for index in left.tolist()]]
         if left.size and self._root is None:
             with suppress(KVStoreError):
-                self._root = self._writer.begin_root(self._wanted, int(left[0]), self._hints, deadline)
+                self._root, _ = self._writer.begin_root(self._wanted, int(left[0]), self._hints, deadline)
         return left if self._root is not None else left[:0]
 
     def _add_to_root(
