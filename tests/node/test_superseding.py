@@ -153,12 +153,6 @@ def test_blocks_are_superseded_and_taken_back_alike(opened: Opened, use: str) ->
     eventually(lambda: opened.left() == [4, 5])
 
 
-def test_a_wrong_part_is_refused(opened: Opened) -> None:
-    for kept in (-1, len(TOKENS) + 1, 1.5, "all"):
-        with pytest.raises(InvalidRequest, match="expected 0 to 24 tokens"):
-            opened.cache.supersede(TOKENS, kept)  # type: ignore[arg-type]
-
-
 def test_a_wrong_time_is_refused(opened: Opened) -> None:
     for unused in (-1, math.nan, math.inf, "long", True):
         with pytest.raises(InvalidRequest, match="expected seconds since your last use"):

@@ -213,9 +213,6 @@ def test_a_session_reports_nothing_from_before_the_first_collector(node: Reporti
     assert node.later(0.0) == Usage(0, 0) and node.put(CREDIT)
 
 
-# Records
-
-
 # With a follower
 
 
