@@ -29,10 +29,11 @@ import kvstore
 from benchmarks.paths import served
 from benchmarks.rounds import GIB, percentile
 from kvstore import Layout
-from kvstore.address import Address, Chain
+from kvstore.address import Address
 from kvstore.client.bulk.links import Bulk
 from kvstore.client.endpoints import Endpoint
 from kvstore.client.limits import ClientLimits
+from kvstore.keyset import ChunkKeys
 from kvstore.memory.inventory import Prints
 from kvstore.meta.embedded_etcd import EmbeddedEtcd
 from kvstore.meta.etcd import EtcdMeta
@@ -40,7 +41,6 @@ from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.session import Presence
 from kvstore.meta.workers import AddressTold, Digests, DigestTold, WorkerRecord
 from kvstore.node.counters import Counters
-from kvstore.node.wanted import image_bytes
 from kvstore.peers.limits import PeerLimits
 from kvstore.peers.reports import Publisher, Told, encode
 from kvstore.peers.tier import Follower, ask
@@ -233,8 +233,8 @@ def reads(folder: Path, chunks: int, rounds: int) -> tuple[float, float]:
     with served(folder, folder / "root", memory_bytes=1 << 30) as worker, kvstore.connect(worker.address) as store:
         cache = store.namespace("digests", layout=layout)
         assert cache.put(tokens, kv).tokens_present == len(tokens)
-        chain = Chain.of(cache.namespace, tokens.astype("<u4"))
-        memory, size = memoryview(bytearray(chunks * image_bytes(chain, 0))), image_bytes(chain, 0)
+        chain = ChunkKeys.of(cache.namespace, tokens.astype("<u4"))
+        memory, size = memoryview(bytearray(chunks * chain.image_bytes(0))), chain.image_bytes(0)
         images = [memory[at : at + size] for at in range(0, len(memory), size)]
         endpoint = Endpoint(worker.address, Bulk.TCP, ClientLimits())
         for _ in range(rounds):

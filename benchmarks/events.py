@@ -38,10 +38,11 @@ import numpy as np
 import zmq
 
 import kvstore
-from kvstore.address import Address, Chain, RecentChains
+from kvstore.address import Address
 from kvstore.events.http import RECENT_BYTES, Answers
 from kvstore.events.inventory import Identities, Inventory
 from kvstore.format import places
+from kvstore.keyset import ChunkKeys, RecentChains
 from kvstore.layout import Layout
 from kvstore.meta.embedded_etcd import EmbeddedEtcd
 from kvstore.meta.etcd import EtcdMeta
@@ -76,13 +77,13 @@ def load(seconds: int, rate: int) -> None:
             cache = store.namespace("m", LAYOUT)
             heard = _Heard([_subscribed(said["publish"]) for _ in range(SUBSCRIBERS)])
             deleting = _Deleting(root, etcd.endpoints)
-            cpu_s, began_s, chains = _cpu_s(child.pid), time.monotonic(), list[Chain]()
+            cpu_s, began_s, chains = _cpu_s(child.pid), time.monotonic(), list[ChunkKeys]()
             late_s: list[float] = []
             for turn in range(seconds):
                 for at in range(rate // CHAIN):
                     tokens = np.random.default_rng((turn, at)).integers(0, 50_000, CHAIN * 16, np.uint32)
                     cache.put(tokens, np.zeros(LAYOUT.shape(len(tokens)), np.int8))
-                    chains.append(Chain.of(SPACE, tokens))
+                    chains.append(ChunkKeys.of(SPACE, tokens))
                 if turn >= KEPT_S:
                     gone, chains = chains[: rate // CHAIN], chains[rate // CHAIN :]
                     late_s.append(deleting.take(gone, heard))
@@ -109,7 +110,7 @@ def known(chunks: int) -> None:
     chance = np.random.default_rng(0)
     for start in range(0, chunks, BLOCKS):
         tokens = chance.integers(0, 50_000, min(BLOCKS, chunks - start) * 16, np.uint32)
-        chain = Chain.of(SPACE, tokens)
+        chain = ChunkKeys.of(SPACE, tokens)
         numbers = np.frombuffer(b"".join(chain.addresses), ">u8").astype(np.uint64).reshape(-1, 2)
         above = np.concatenate([np.zeros((1, 2), np.uint64), numbers[:-1]])
         depths = np.arange(len(numbers), dtype=np.uint32)
@@ -219,7 +220,7 @@ class _Deleting:
         assert identity is not None
         self._identity, self._meta, self._keys = identity, EtcdMeta(etcd), Keys(identity.root)
 
-    def take(self, chains: list[Chain], heard: _Heard) -> float:
+    def take(self, chains: list[ChunkKeys], heard: _Heard) -> float:
         """Deletes chains; returns the seconds from their condemnation until a subscriber had heard of all of it."""
         bits = self._identity.shard_bits
         victims: dict[int, list[Address]] = {}

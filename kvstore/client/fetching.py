@@ -13,7 +13,6 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
-from kvstore.address import Chain
 from kvstore.buffers import Buffers, Pieces, Sections
 from kvstore.client.bulk.links import Link
 from kvstore.client.bulk.receiving import Ask, ImageReceiver, Views
@@ -22,9 +21,9 @@ from kvstore.client.endpoints import Endpoint
 from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Expected
+from kvstore.keyset import BlockKeys, ChunkKeys, KeySet, leading
 from kvstore.namespace import Namespace
 from kvstore.node.lanes import Deadline
-from kvstore.node.wanted import Keyed, Wanted, expected_of, leading
 from kvstore.tokens import TokenArray
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken
@@ -96,11 +95,11 @@ class Fetch(ABC):
         """Returns the message that asks for chunks."""
 
     @abstractmethod
-    def _wanted_of(self, chunks: Sequence[int]) -> Wanted:
+    def _wanted_of(self, chunks: Sequence[int]) -> KeySet:
         """Returns what to verify chunks against; a prompt takes time to hash."""
 
     @abstractmethod
-    def _asked(self, number: int, wanted: Wanted, found: int, chunks: Sequence[int]) -> Ask:
+    def _asked(self, number: int, wanted: KeySet, found: int, chunks: Sequence[int]) -> Ask:
         """Returns the chunks that come, as the worker has ``found``. Raises InvalidRequest."""
 
     def _receive_bulk(self, endpoint: Endpoint, missing: Sequence[int]) -> Sequence[int]:
@@ -159,7 +158,7 @@ class Fetch(ABC):
         """Returns what image ``index`` must be, and where it goes."""
         if not asked.first <= index < asked.stop or self.done[asked.places[index]]:
             raise InvalidRequest(f"an image of chunk {index} came, which was not asked for, or twice")
-        return expected_of(asked.wanted, index), asked.sections(index)
+        return asked.wanted.expected(index), asked.sections(index)
 
 
 class ChunkFetch(Fetch):
@@ -181,7 +180,7 @@ class ChunkFetch(Fetch):
         super().__init__(chunks_max, chunks_max * namespace.layout.chunk_bytes, tools, views)
         self._namespace = namespace
         self._tokens = tokens
-        self._chain: Chain | None = None
+        self._chain: ChunkKeys | None = None
         self._layout = namespace.layout
         self._get = request
         self._chunks_max = chunks_max
@@ -194,11 +193,11 @@ class ChunkFetch(Fetch):
         self.done[good:] = bytes(len(self.done) - good)  # what came behind a miss comes again, over what is there
         return self._get
 
-    def _wanted_of(self, _: Sequence[int]) -> Chain:
-        self._chain = self._chain or Chain.of(self._namespace, self._tokens)
+    def _wanted_of(self, _: Sequence[int]) -> ChunkKeys:
+        self._chain = self._chain or ChunkKeys.of(self._namespace, self._tokens)
         return self._chain
 
-    def _asked(self, number: int, wanted: Wanted, found: int, _: Sequence[int]) -> Ask:
+    def _asked(self, number: int, wanted: KeySet, found: int, _: Sequence[int]) -> Ask:
         # The first answer decides how much memory is needed.
         found = min(found, self._chunks_max)
         self._get.uncounted = True  # the worker has counted it: what else this read asks for continues it
@@ -214,14 +213,14 @@ class BlockFetch(Fetch):
 
     ends_at_miss = False
 
-    def __init__(self, wanted: Keyed, buffers: Pieces, tools: Tools, hold: bytes = b"") -> None:
+    def __init__(self, wanted: BlockKeys, buffers: Pieces, tools: Tools, hold: bytes = b"") -> None:
         super().__init__(len(wanted), sum(wanted.sizes_bytes), tools)
         self._wanted = wanted
         self._buffers = buffers
         self._hold = hold
 
     def _request(self, chunks: Sequence[int]) -> pb.GetRequest:
-        wanted = self._wanted.picked(chunks)
+        wanted = self._wanted.take(chunks)
         return pb.GetRequest(
             namespace=wanted.namespace.digest,
             keys=pack_keys(wanted.keys),
@@ -230,10 +229,10 @@ class BlockFetch(Fetch):
             uncounted=self._is_counted or any(self.done),
         )
 
-    def _wanted_of(self, chunks: Sequence[int]) -> Keyed:
-        return self._wanted.picked(chunks)
+    def _wanted_of(self, chunks: Sequence[int]) -> BlockKeys:
+        return self._wanted.take(chunks)
 
-    def _asked(self, number: int, wanted: Wanted, found: int, chunks: Sequence[int]) -> Ask:
+    def _asked(self, number: int, wanted: KeySet, found: int, chunks: Sequence[int]) -> Ask:
         if found != len(chunks):
             raise InvalidRequest(f"the worker answers for {found} blocks: expected {len(chunks)}")
         return Ask(number, wanted, 0, len(chunks), Buffers([self._buffers[index] for index in chunks]), chunks)

@@ -17,15 +17,14 @@ from kvstore.counts import NodeCount
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, StoreClosed
 from kvstore.format.header import Ancestry
 from kvstore.hints import Hints
+from kvstore.keyset import BlockKeys
 from kvstore.namespace import Namespace
-from kvstore.node.clear_operation import begin_clear
 from kvstore.node.holds import Hold
 from kvstore.node.lanes import Deadline
 from kvstore.node.layers import Bands
 from kvstore.node.member import Member
 from kvstore.node.node import Node, match_each
 from kvstore.node.prefetch import TierName
-from kvstore.node.wanted import keyed
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
 from kvstore.text import brief, shown
 from kvstore.tokens import TokenArray
@@ -132,11 +131,11 @@ class LocalBranches:
 
     def supersede(self, namespace: Namespace, tokens: TokenArray, first: int, unused_s: float) -> None:
         with self._store as member:
-            member.node.reads.superseded(member.node.chains.of(namespace, tokens), first, unused_s)
+            member.node.reader.superseded(member.node.chains.of(namespace, tokens), first, unused_s)
 
     def supersede_blocks(self, namespace: Namespace, keys: Sequence[bytes], unused_s: float) -> None:
         with self._store as member:
-            member.node.reads.superseded(keyed(namespace, keys, ()), 0, unused_s)
+            member.node.reader.superseded(BlockKeys.of(namespace, keys, ()), 0, unused_s)
 
 
 class LocalPort:
@@ -275,7 +274,7 @@ class LocalPort:
     def clear_selected(self, selection: Selection, *, dry_run: bool, pinned: bool, worker: str | None) -> Operation:
         with self._store as member:
             _check_no_worker(worker)
-            return Operation(begin_clear(member, selection, dry_run=dry_run, pinned=pinned))
+            return Operation(member.begin_clear(selection, dry_run=dry_run, pinned=pinned))
 
     def stats(self) -> dict[str, int | float]:
         with self._store as member:

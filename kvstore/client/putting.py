@@ -11,14 +11,13 @@ from typing import Any
 
 import grpc
 
-from kvstore.address import Chain
 from kvstore.buffers import Sections
 from kvstore.client.bulk.sending import Cargo, send_put
 from kvstore.client.caller import Tools
 from kvstore.client.endpoints import Endpoint
 from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest
-from kvstore.node.wanted import Wanted, expected_of
+from kvstore.keyset import KeySet
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import LinkBroken
 from kvstore.wire.images import image_messages
@@ -55,11 +54,11 @@ def put_past_grpc(
 
 
 def put_over_grpc(
-    endpoint: Endpoint, start: pb.PutStart, wanted: Wanted, sections: Sections, tools: Tools, left_s: float
+    endpoint: Endpoint, start: pb.PutStart, wanted: KeySet, sections: Sections, tools: Tools, left_s: float
 ) -> pb.PutResponse:
     """Sends images of blocks, or of the chunks of a prompt that are missing."""
     ends_s = time.monotonic() + left_s
-    opening, is_chain = pb.PutStart(), isinstance(wanted, Chain)
+    opening, is_chain = pb.PutStart(), wanted.prefix_ordered
     opening.CopyFrom(start)
     first = start.first if is_chain else 0
     present = _present(endpoint, start, tools.limits.match_s) if is_chain else 0
@@ -77,10 +76,10 @@ def put_over_grpc(
         present = 0  # a chunk that was there is deleted: send all
 
 
-def _messages(start: pb.PutStart, wanted: Wanted, first: int, sections: Sections) -> Iterator[bytes]:
+def _messages(start: pb.PutStart, wanted: KeySet, first: int, sections: Sections) -> Iterator[bytes]:
     yield pb.PutRequest(start=start).SerializeToString()
     for index in range(first, len(wanted)):
-        yield from image_messages(pb.PutRequest, index, expected_of(wanted, index), sections(index))
+        yield from image_messages(pb.PutRequest, index, wanted.expected(index), sections(index))
 
 
 def _present(endpoint: Endpoint, start: pb.PutStart, timeout_s: float) -> int:

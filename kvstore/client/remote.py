@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvstore.address import Chain
 from kvstore.buffers import Pieces, Planes, Sections
 from kvstore.census.selection import Selection
 from kvstore.client.bulk.lanes import FileLanes
@@ -34,6 +33,7 @@ from kvstore.counts import ClientCount, merged
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.format.header import Ancestry
 from kvstore.hints import Hints
+from kvstore.keyset import BlockKeys, ChunkKeys, leading
 from kvstore.meta.etcd import EtcdMeta, EtcdTls, EtcdUser
 from kvstore.meta.keys import ID_BYTES, Keys, parse_id
 from kvstore.meta.store import Meta
@@ -41,7 +41,6 @@ from kvstore.meta.workers import Workers
 from kvstore.namespace import Namespace
 from kvstore.node.counters import Counts
 from kvstore.node.prefetch import TierName
-from kvstore.node.wanted import keyed, leading
 from kvstore.results import Cleared, PinRecord, PutResult, StoredBlocks
 from kvstore.security.tls import ClientTls
 from kvstore.sources import Clock, SystemClock
@@ -296,7 +295,7 @@ class RemotePort:
                 cargo = partial(ChunkCargo, sections, namespace.layout, count)
                 answer = put_past_grpc(endpoint, start, cargo, self._tools, left_s)
             if answer is None:
-                answer = put_over_grpc(endpoint, start, Chain.of(namespace, tokens), sections, self._tools, left_s)
+                answer = put_over_grpc(endpoint, start, ChunkKeys.of(namespace, tokens), sections, self._tools, left_s)
             return answer
 
         answer = self._reopening(
@@ -368,7 +367,7 @@ class RemotePort:
         if not keys:
             self._caller.check()
             return []
-        fetch = BlockFetch(keyed(namespace, keys, [len(buffer) for buffer in buffers]), buffers, self._tools)
+        fetch = BlockFetch(BlockKeys.of(namespace, keys, [len(buffer) for buffer in buffers]), buffers, self._tools)
         self._receive(namespace, fetch, partial(marks_of_keys, keys))
         return list(map(bool, fetch.done))
 

@@ -19,8 +19,8 @@ from kvstore.client.spreading import Marking, marks_of, marks_of_keys
 from kvstore.errors import Overloaded, Unavailable
 from kvstore.format.header import Ancestry
 from kvstore.hints import Hints
+from kvstore.keyset import BlockKeys
 from kvstore.namespace import Namespace
-from kvstore.node.wanted import keyed
 from kvstore.results import StoredBlocks
 from kvstore.tokens import TokenArray
 from kvstore.v1 import kvstore_pb2 as pb
@@ -70,7 +70,7 @@ class RemoteBlocks:
         def send(endpoint: Endpoint, left_s: float) -> StoredBlocks:
             answer = put_past_grpc(endpoint, start, partial(BlockCargo, buffers), self._tools, left_s)
             if answer is None:
-                wanted, sections = keyed(namespace, keys, sizes), Buffers(buffers)
+                wanted, sections = BlockKeys.of(namespace, keys, sizes), Buffers(buffers)
                 answer = put_over_grpc(endpoint, start, wanted, sections, self._tools, left_s)
             each = _each(answer.stored, keys)
             return StoredBlocks(each, each, answer.reason)
@@ -147,7 +147,7 @@ class RemoteBlockHold(HeldAtWorker):
         self.present = present
 
     def read(self, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
-        wanted = keyed(self._namespace, keys, [len(buffer) for buffer in buffers])
+        wanted = BlockKeys.of(self._namespace, keys, [len(buffer) for buffer in buffers])
         fetch = BlockFetch(wanted, buffers, self._tools, self._hold_id)
         self._receive(fetch)
         return list(map(bool, fetch.done))

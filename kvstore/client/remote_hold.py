@@ -22,8 +22,8 @@ from kvstore.client.endpoints import Endpoint
 from kvstore.client.fetching import ChunkFetch, Fetch
 from kvstore.counts import ClientCount
 from kvstore.errors import HoldBroken, StoreClosed
+from kvstore.keyset import leading
 from kvstore.namespace import Namespace
-from kvstore.node.wanted import leading
 from kvstore.results import LayerMemory
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.messages import unpack_tokens

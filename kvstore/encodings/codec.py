@@ -1,6 +1,6 @@
 """Encodes a chunk to the bytes of its file, and decodes it part by part. Pure except for the libraries it calls.
 
-Separate from the format, which says where the bytes lie, and from nodes, which choose the encoding and do the I/O.
+The format defines where the bytes are; nodes choose the encoding and do the I/O.
 """
 
 from __future__ import annotations
@@ -81,7 +81,6 @@ class Seal:
         self._fixed = fixed
 
     def close(self, part: int, plain: ReadBuffer) -> bytes:
-        """Returns a part encrypted, with its tag behind it."""
         return self._cipher.encrypt(part.to_bytes(12, "little"), plain, self._fixed)
 
     def open(self, part: int, sealed: ReadBuffer) -> bytes:
@@ -266,7 +265,6 @@ class KeyFile:
 
     @property
     def ring(self) -> KeyRing:
-        """The current keys; if the file cannot be read or understood, the keys from before."""
         # One thread reads the file again while the others use the old keys: it may lie on a slow mount.
         if self._loading.acquire(blocking=False):
             try:
@@ -410,7 +408,6 @@ class Decoding:
         self._offsets = offsets
 
     def where(self, index: int) -> tuple[int, int]:
-        """Returns offset and size of a stored section."""
         return self._offsets[index], self.header.stored[index].size_bytes
 
     def section(self, index: int, stored: memoryview, section: memoryview) -> None:

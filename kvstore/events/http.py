@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 
 from kvstore import scraping
-from kvstore.address import RecentChains
 from kvstore.errors import InvalidRequest, PermissionDenied
 from kvstore.events.columns import U64, Mask
 from kvstore.events.index import Model, Truth
+from kvstore.keyset import RecentChains
 from kvstore.security.access import Identity, Presented, Role
 from kvstore.security.authentication import Authenticator
 from kvstore.text import check_depth

@@ -24,7 +24,6 @@ from kvstore.address import (
     BLOCK_KEY_BYTES_MIN,
     NO_PARENT,
     Address,
-    Chain,
     block_address,
     chunk_address,
     hashed_block_address,
@@ -311,23 +310,6 @@ class Header:
         if self.encoding:
             return self.header_bytes + sum(each.size_bytes for each in self.stored)
         return self.header_bytes + len(self.checksums) * self.section_bytes
-
-
-def expected_chunk(chain: Chain, index: int) -> Expected:
-    """Returns what the file of chunk ``index`` of a chain must hold."""
-    layout = chain.namespace.layout
-    return Expected(
-        Kind.TOKENS,
-        chain.parent(index + 1),  # its own address
-        chain.parent(index),
-        chain.namespace.digest,
-        index,
-        bytes(chain.chunk_tokens(index)),
-        layout.section_count,
-        layout.section_bytes,
-        chain.namespace.tenant,
-        layout.itemsize,
-    )
 
 
 def expected_block(namespace: Namespace, key: bytes, size_bytes: int, descent: bytes = b"") -> Expected:

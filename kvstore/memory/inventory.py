@@ -11,7 +11,6 @@ import math
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -19,8 +18,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import Address, Chain
+from kvstore.address import Address
 from kvstore.hints import DEFAULT, PRIORITY_DEFAULT, Hints
+from kvstore.keyset import Place
 from kvstore.memory.radix_tree import Chunk, Tree
 from kvstore.namespace import NamespaceDigest
 
@@ -29,25 +29,6 @@ from kvstore.namespace import NamespaceDigest
 
 USES_MAX = 3
 """Uses are counted up to this, as on the root: 3 means at least 3."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The identity of a chunk: enough to find it by address and by tokens, and to verify an image of it."""
-
-    namespace: NamespaceDigest
-    address: Address
-    parent: Address
-    """``NO_PARENT`` for the first chunk of a prompt and for an engine-hashed block."""
-    tokens: bytes
-    """Tokens of this chunk as u32; b"" for an engine-hashed block."""
-
-
-def place_of(chain: Chain, index: int) -> Place:
-    """Returns the place of chunk ``index`` of a prompt."""
-    return Place(
-        chain.namespace.digest, chain.addresses[index], chain.parent(index), chain.chunk_tokens(index).tobytes()
-    )
 
 
 class Worth(NamedTuple):
@@ -367,7 +348,7 @@ class Queues:
         self._turns_count = sum(len(queue.turns) for queue in self._queues.values())
 
 
-__all__ = ["Entry", "Inventory", "Place", "Room", "place_of"]
+__all__ = ["Entry", "Inventory", "Place", "Room"]
 
 EVICTED_TIMES_MAX = 8
 """If free room is fragmented, a claim gives up after evicting this multiple of the bytes asked for. With one block in

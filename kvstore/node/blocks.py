@@ -1,6 +1,6 @@
 """Engine-hashed blocks: opaque bytes under the engine's own keys, for connectors that hash blocks themselves.
 
-Separate from chunks because the store does not know a block's parents: it looks up each block by itself.
+The store does not know a block's parents, so it looks up each block by itself.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvstore.address import Address, Chain, block_addresses
+from kvstore.address import Address
 from kvstore.buffers import Borrowed, Buffers
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.format.header import Damaged, decode_any, encoded_header_bytes
+from kvstore.keyset import BlockKeys, ChunkKeys, leading
 from kvstore.namespace import Namespace, NamespaceId
-from kvstore.node.chunks import Chunks
+from kvstore.node.chunk_store import ChunkStore
 from kvstore.node.counters import Counters
 from kvstore.node.gc_state import GcState
 from kvstore.node.holds import Hold, Holds
 from kvstore.node.lanes import Deadline, Lanes, moved_on
-from kvstore.node.reader import TieredReads, read_chunks
-from kvstore.node.wanted import Keyed, keyed, leading
+from kvstore.node.reader import Reader, read_chunks
 
 LOOKED_MAX = 32
 """Blocks that native code looks for in one call. A root may take long for each: nothing that is found counts before the
@@ -34,11 +34,11 @@ class Blocks:
 
     def __init__(
         self,
-        chunks: Chunks,
+        chunks: ChunkStore,
         view: GcState,
         lanes: Lanes,
         counters: Counters,
-        reads: TieredReads,
+        reads: Reader,
         holds: Holds,
     ) -> None:
         self._chunks = chunks
@@ -50,12 +50,12 @@ class Blocks:
 
     def match(self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline) -> int:
         """Returns how many leading keys are in the store, whatever the size of their blocks."""
-        asked = Keyed(namespace, keys, block_addresses(namespace, keys), ())
+        asked = BlockKeys.of(namespace, keys)
         wanted = asked.leading(self._view.leading(asked))
-        addresses, known = wanted.addresses, self._reads.near(wanted)
-        rest = wanted.picked(range(known, len(wanted)))
+        known = self._reads.near(wanted)
+        rest = wanted.take(range(known, len(wanted)))
         count = known + leading(bytes(self._look(rest, deadline, prefix=True)))
-        self._reads.looked_up(Keyed(namespace, keys[:count], addresses[:count], ()))
+        self._reads.looked_up(wanted.leading(count))
         self._counters.add_lookup(len(asked), count, namespace.layout.chunk_tokens, is_match=True)
         return count
 
@@ -75,12 +75,12 @@ class Blocks:
 
         Raises Overloaded if too many holds are alive.
         """
-        asked = Keyed(namespace, keys, block_addresses(namespace, keys), ())
-        nothing = Chain.of(namespace, np.empty(0, np.uint32))
+        asked = BlockKeys.of(namespace, keys)
+        nothing = ChunkKeys.of(namespace, np.empty(0, np.uint32))
         hold = self._holds.take(nothing, ttl_s, whatever=True, asked=b"".join(asked.addresses))
         try:
             present = self._present(asked, deadline, is_match=False, counts=counts)
-            hold.found = (asked.picked(np.flatnonzero(present).tolist()),)
+            hold.found = (asked.take(np.flatnonzero(present).tolist()),)
             return hold, present
         except BaseException:
             self._holds.release(hold)
@@ -88,11 +88,11 @@ class Blocks:
 
     def present(self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline) -> list[bool]:
         """Returns for each key whether it is in the store, whatever the size of its block."""
-        return self._present(Keyed(namespace, keys, block_addresses(namespace, keys), ()), deadline, is_match=True)
+        return self._present(BlockKeys.of(namespace, keys), deadline, is_match=True)
 
     def sizes(self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline) -> list[int]:
         """Returns the size of each block that memory or the root has, in bytes; 0 if neither has it, or cannot tell."""
-        wanted = Keyed(namespace, keys, block_addresses(namespace, keys), ())
+        wanted = BlockKeys.of(namespace, keys)
         sizes = self._reads.sizes(wanted)
 
         def look(at: int, _: Borrowed) -> bool:
@@ -116,12 +116,12 @@ class Blocks:
         ``held`` is True if a hold protects the blocks: a sweep that condemned them later spares them.
         """
 
-        wanted = keyed(namespace, keys, [len(buffer) for buffer in buffers])
+        wanted = BlockKeys.of(namespace, keys, [len(buffer) for buffer in buffers])
         allowed = range(len(keys)) if held else self._view.allowed(wanted.addresses)
         if len(allowed) < len(keys):
-            wanted, buffers = wanted.picked(allowed), [buffers[index] for index in allowed]
+            wanted, buffers = wanted.take(allowed), [buffers[index] for index in allowed]
         done = self._reads.begin(wanted, 0, len(wanted), Buffers(buffers), deadline).wait(deadline)
-        self._reads.used(wanted if all(done) else wanted.picked([at for at, hit in enumerate(done) if hit]))
+        self._reads.used(wanted if all(done) else wanted.take([at for at, hit in enumerate(done) if hit]))
         hits = [False] * len(keys)
         for index, hit in zip(allowed, done, strict=True):
             hits[index] = bool(hit)
@@ -129,7 +129,7 @@ class Blocks:
 
     def _present(
         self,
-        asked: Keyed,
+        asked: BlockKeys,
         deadline: Deadline,
         *,
         is_match: bool,
@@ -140,16 +140,16 @@ class Blocks:
         present = self._chunks.known.present(addresses, self._chunks.known.quantum())
         present |= np.array(self._reads.has(asked), np.bool_)
         lacking = np.flatnonzero(unswept & ~present)
-        present[lacking] = self._look(asked.picked(lacking.tolist()), deadline)
+        present[lacking] = self._look(asked.take(lacking.tolist()), deadline)
         present &= unswept & self._view.unswept(asked)  # what was condemned meanwhile is not there either
         found_at: list[int] = np.flatnonzero(present).tolist()
-        self._reads.looked_up(asked.picked(found_at))
+        self._reads.looked_up(asked.take(found_at))
         if counts:
             self._counters.add_lookup(len(asked), len(found_at), namespace.layout.chunk_tokens, is_match=is_match)
         there: list[bool] = present.tolist()
         return there
 
-    def _look(self, wanted: Keyed, deadline: Deadline, *, prefix: bool = False) -> list[bool]:
+    def _look(self, wanted: BlockKeys, deadline: Deadline, *, prefix: bool = False) -> list[bool]:
         """Returns which blocks the root has, whatever their size; condemned ones count as absent (rule H1).
 
         What cannot be looked at in time is a miss. For a ``prefix``, blocks nearer than the root are there too, and
@@ -162,7 +162,7 @@ class Blocks:
 
         def look(number: int, _: Borrowed) -> bool:
             part, epoch = parts[number], self._chunks.known.epoch
-            picked = wanted.picked(part)
+            picked = wanted.take(part)
             there = np.array(self._reads.has(picked), np.bool_) if prefix else np.zeros(len(part), np.bool_)
             unswept = self._view.unswept(picked)
             left: Sequence[int] = part
@@ -198,8 +198,8 @@ class Blocks:
         chunks, name = self._chunks, self._chunks.name(address, namespace)
         epoch = chunks.known.epoch
         try:
-            if address in chunks.quarantine.unreadable:
-                chunks.quarantine.settle(address, name)
+            if address in chunks.suspects:
+                chunks.settle(address, name)
             found = chunks.root.stat(name) is not None
         except KVStoreError:
             self._counters.add(NodeCount.MISS_UNREADABLE)

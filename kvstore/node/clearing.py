@@ -1,8 +1,8 @@
 """Clears what a selection names, everywhere: tell all nodes, sweep the root, tell them again.
 
-Separate from the member, whose pins decide what stays. The order matters. A node that has dropped what is named, and
-refuses to take it back, cannot write to the root again what the sweep just deleted. And the barrier goes up before pins
-are read: a pin taken too late to be read finds the barrier (gc/PROTOCOL.md, P5).
+The order matters. A node that has dropped what is named, and refuses to take it back, cannot write to the root again
+what the sweep just deleted. And the barrier goes up before pins are read: a pin taken too late to be read finds the
+barrier (gc/PROTOCOL.md, P5).
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ from kvstore.root.posix import PosixRoot, translated
 # Follows clears by selection: one thread reads the orders, has them obeyed, and answers.
 #
 # Every node of a cluster follows them, with memory or without: a node also forgets which chunks it knows to be
-# present. Separate from peers' digests, which nodes without memory do not follow. Rule P6 of
-# kvstore/memory/MEMORY.md.
+# present. Rule P6 of kvstore/memory/MEMORY.md.
 
 
 log = logging.getLogger(__name__)
@@ -100,7 +99,6 @@ class ClearsFollower:
             watch.close()
 
     def close(self, timeout_s: float) -> None:
-        """Ends the watch and the thread. Idempotent."""
         with self._changed:
             self._loop.stop()
             self._session, watch = None, self._watch

@@ -39,7 +39,6 @@ class Counts(Generic[C]):
         self._counts: dict[C, int] = dict.fromkeys(declared, 0)
 
     def add(self, counter: C, count: int = 1) -> None:
-        """Adds to one counter."""
         with self._lock:
             self._counts[counter] += count
 
@@ -67,7 +66,6 @@ class Latencies(Generic[K]):
         self._found: dict[K, Latency] = {}
 
     def observe(self, key: K, seconds: float, size_bytes: int = 0) -> None:
-        """Adds a step that ended."""
         with self._lock:
             latency = self._found.get(key)
             if latency is None:
@@ -77,7 +75,6 @@ class Latencies(Generic[K]):
             latency.size_bytes += size_bytes
 
     def snapshot(self) -> dict[K, Latency]:
-        """Returns all of them at one moment."""
         with self._lock:
             return {key: Latency(list(one.buckets), one.sum_s, one.size_bytes) for key, one in self._found.items()}
 

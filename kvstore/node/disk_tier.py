@@ -33,12 +33,12 @@ from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, Damage, Damaged, Expected, Header, Kind, decode, incarnation_at
 from kvstore.format.places import Name
 from kvstore.hints import DEFAULT, Hints
+from kvstore.keyset import KeySet
 from kvstore.memory.inventory import DEFAULT_POLICY, DROP_COUNT, POLICIES, Entry, Inventory, Place, Policy
 from kvstore.namespace import NamespaceDigest, NamespaceId
 from kvstore.node.counters import Counters, TierName
 from kvstore.node.encoded import Encodings, NotDecodable
 from kvstore.node.lanes import Deadline, moved_on
-from kvstore.node.wanted import Wanted, expected_of
 from kvstore.recency import NS_PER_S, QUANTUM_S
 from kvstore.root.identity import FILE_SYSTEMS_OWN, FORMAT_BYTES_MAX, TOP, read_small
 from kvstore.root.inspect import Inspector, Whole
@@ -106,7 +106,6 @@ class DiskFolder:
                     )
 
     def unlock(self) -> None:
-        """Unlocks the folder, so that another node may have it. Idempotent."""
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             os.close(fd)
@@ -209,17 +208,14 @@ class Pause:
 
     @property
     def is_on(self) -> bool:
-        """True while the disk is left alone."""
         return self._clock.monotonic_s() < self._until_s
 
     def failed(self) -> None:
-        """Notes that the disk refused an operation."""
         self._failures_count += 1
         if self._failures_count >= FAILURES_MAX:
             self._until_s = self._clock.monotonic_s() + PAUSE_S
 
     def succeeded(self) -> None:
-        """Notes that the disk did an operation."""
         self._failures_count = 0
 
 
@@ -254,7 +250,6 @@ class Readers:
             self._since_s[threading.get_ident()] = self._clock.monotonic_s()
 
     def leave(self) -> None:
-        """Ends the read of this thread."""
         with self._changed:
             del self._since_s[threading.get_ident()]
             self._changed.notify()
@@ -284,7 +279,6 @@ class Found:
 
     @property
     def name(self) -> Name:
-        """The file's place in the folder."""
         return places.chunk(self.address, self.namespace, SHARD_BITS)
 
 
@@ -306,7 +300,6 @@ class Leaving:
 
     @property
     def names(self) -> tuple[Name, ...]:
-        """The names of the files."""
         return self.other_names or (name_of(self.entry),)
 
 
@@ -323,7 +316,6 @@ class FileRoom:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that may still be taken."""
         return self.size_bytes - self.held_bytes
 
     def charge(self, size_bytes: int) -> int:
@@ -341,7 +333,6 @@ class FileRoom:
         return charged
 
     def give(self, offset: int) -> None:
-        """Takes back a charge: the file is gone."""
         assert 0 < offset <= self.held_bytes
         self.held_bytes -= offset
 
@@ -378,7 +369,6 @@ class DiskShelf:
             return self._inventory.leading(packed_addresses, first)
 
     def has(self, address: Address) -> bool:
-        """True if the chunk is there."""
         with self._lock:
             return self._inventory.find(address) is not None
 
@@ -464,17 +454,14 @@ class DiskShelf:
             self._inventory.unrefer(leaving.entry)
 
     def put_back(self, leaving: Leaving) -> None:
-        """Queues it again, because the disk refused to remove its files."""
         with self._lock:
             self._leaving.append(leaving)
 
     def charge(self, size_bytes: int) -> int:
-        """Returns what a file of that size takes."""
         return self._room.charge(size_bytes)
 
     @property
     def bytes_max(self) -> int:
-        """The bound in bytes."""
         return self._room.size_bytes
 
     def counted(self, charged: int) -> None:
@@ -503,12 +490,10 @@ class DiskShelf:
         return True
 
     def gone(self, found: Found) -> None:
-        """Gives back the charge of a counted file that is gone."""
         with self._lock:
             self._room.give(self._room.charge(found.size_bytes))
 
     def whole(self) -> None:
-        """Notes that everything that was counted is taken in."""
         with self._lock:
             self._is_whole = True
             self._cleared.clear()
@@ -538,12 +523,10 @@ class DiskShelf:
             return self._standing.forbids(header.namespace, header.incarnation)
 
     def entries(self) -> list[Entry]:
-        """Returns the ready entries of this moment, without references."""
         with self._lock:
             return [entry for entry in self._inventory.entries() if entry.is_ready]
 
     def stats(self) -> dict[str, int | float]:
-        """Returns the gauges of ``DiskTier.stats``."""
         with self._lock:
             return {
                 "disk_entries": self._inventory.entries_count,
@@ -616,11 +599,9 @@ class Refill:
         self._thread = threading.Thread(target=self._serve, name="kvstore-disk-refill", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Begins nothing more."""
         self._stopped.set()
 
     def _serve(self) -> None:
@@ -660,7 +641,6 @@ class Refill:
         return records
 
     def _entries(self, folder: Name) -> list[str]:
-        """Returns the names in a folder; none once the thread is told to stop."""
         return [] if self._stopped.is_set() else [entry.name for entry in self._root.list(folder)]
 
     def _within_bound(self, records: bytearray) -> tuple[list[int], int]:
@@ -778,18 +758,17 @@ class DiskTier:
         self._users_count = 1
         self._refill.start()
 
-    def leading(self, wanted: Wanted, first: int) -> int:
+    def leading(self, wanted: KeySet, first: int) -> int:
         """Returns how many consecutive chunks from index ``first`` on are there. No I/O."""
         if not self._is_open or self._reads.is_on or self._readers.is_stuck:
             return 0
         return self._shelf.leading(wanted.packed_addresses, first)
 
-    def holders(self, wanted: Wanted, index: int) -> tuple[str, ...]:
-        """See ``Tier``."""
+    def holders(self, wanted: KeySet, index: int) -> tuple[str, ...]:
         return (self.name,) if self.leading(wanted, index) else ()
 
     def fetch(
-        self, wanted: Wanted, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
+        self, wanted: KeySet, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
     ) -> list[bool]:
         """Reads whole files; True for each that gave exactly its image. Verifies nothing but encryption (rule I1).
 
@@ -834,12 +813,11 @@ class DiskTier:
                     break
         return False
 
-    def retire(self, wanted: Wanted, count: int) -> None:
+    def retire(self, wanted: KeySet, count: int) -> None:
         """Makes those of the first ``count`` chunks that are here the first to go, until they are read again."""
         self._shelf.retire(wanted.addresses[:count])
 
     def drop(self, address: Address) -> bool:
-        """Removes a chunk; False if there is none."""
         with self._inside() as is_open:
             entry = self._shelf.refer(address) if is_open else None
             if entry is None:
@@ -847,7 +825,7 @@ class DiskTier:
             self._remove(entry)
         return True
 
-    def damaged(self, wanted: Wanted, index: int) -> None:
+    def damaged(self, wanted: KeySet, index: int) -> None:
         """Removes a chunk, because what ``fetch`` gave for it was not right."""
         if self.drop(wanted.addresses[index]):
             self._counters.add(NodeCount.DISK_DAMAGED)
@@ -923,7 +901,7 @@ class DiskTier:
                 self._folder.unlock()
                 self._changed.notify_all()
 
-    def _fetch(self, wanted: Wanted, index: int, image: memoryview) -> bool:
+    def _fetch(self, wanted: KeySet, index: int, image: memoryview) -> bool:
         entry = self._shelf.refer(wanted.addresses[index])
         if entry is None:
             return False
@@ -931,7 +909,7 @@ class DiskTier:
         whole, stays = False, entry.size_bytes != len(image) and not self._encodings.has_keys
         try:
             if not stays:
-                found = self._read(entry, expected_of(wanted, index), image)
+                found = self._read(entry, wanted.expected(index), image)
                 whole, stays = found is True, found is not False
                 self._reads.succeeded()
         except Overloaded as error:
@@ -1017,7 +995,6 @@ class DiskTier:
         return True
 
     def _remove(self, entry: Entry, *names: Name) -> None:
-        """Takes away an entry that the caller refers to, and its file or the files ``names``."""
         self._shelf.leave(entry, *names)
         self._sweep()
 

@@ -1,6 +1,6 @@
 """Encoded chunk files, read as the files of version 1 that they stand for, and the encoding of a node's writes.
 
-Separate from ``chunks.py``, which decides what becomes of a chunk. A ``DecodedReader`` is a Reader like any other: its
+A ``DecodedReader`` is a Reader like any other: its
 bytes are those of a plain file, header and all. So every reader of chunks verifies them as always, and nothing leaves
 here undecoded.
 """
@@ -63,6 +63,8 @@ class Encodings:
             codec.check_compression()
         self._compress = compress
         self._keys = keys
+        self.is_plain = keys is None and not compress
+        """True if every chunk is written as it is."""
         self._counters = counters
         self._ids = ids
         self._namespaces: dict[NamespaceDigest, Namespace] = {}
@@ -72,7 +74,6 @@ class Encodings:
 
     @property
     def ring(self) -> KeyRing:
-        """All keys at this moment."""
         return self._keys.ring if self._keys is not None else EMPTY
 
     @property
@@ -123,7 +124,6 @@ class Encodings:
             self._namespaces[namespace.digest] = namespace
 
     def namespace_of(self, digest: NamespaceDigest) -> Namespace | None:
-        """Returns a namespace that was learned."""
         return self._namespaces.get(digest)
 
     def pieces_of_image(self, header: Header, image: memoryview) -> list[memoryview] | None:
@@ -249,7 +249,6 @@ class DecodedReader:
 
     @property
     def header(self) -> Header:
-        """The header of the encoded file."""
         return self._decoding.header
 
     def read(self, pieces: Pieces, offset: int, borrowed: Borrowed) -> int:

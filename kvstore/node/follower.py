@@ -20,9 +20,9 @@ from kvstore.meta.session import ANNOUNCED_MAX, Session
 from kvstore.meta.store import LeaseGone, Meta, Watch, WatchLost
 from kvstore.meta.sweeps import Condemned
 from kvstore.node.counters import Counters
+from kvstore.node.gc_state import ChainBroken, View
 from kvstore.node.holds import Holds
 from kvstore.node.settings import Limits
-from kvstore.node.view import ChainBroken, View
 from kvstore.root.fences import lift_unnamed
 from kvstore.root.interface import Root
 from kvstore.sources import Clock
@@ -180,7 +180,6 @@ class Follower:
             following.watch.close()
 
     def run(self, session: Session) -> None:
-        """Steps until the session ends: the loop of a thread."""
         if self._foreign is session:
             self._await_agreement(session)
         following = self._following

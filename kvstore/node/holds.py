@@ -1,7 +1,4 @@
-"""The holds, in memory: they protect matched chunks until the load that follows.
-
-Separate from reading because garbage collection asks it one question: what is held of the chunks that sweeps condemn?
-"""
+"""The holds, in memory: they protect matched chunks until the load that follows."""
 
 from __future__ import annotations
 
@@ -10,15 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvstore.address import Chain
 from kvstore.counts import NodeCount
 from kvstore.errors import HoldBroken, Overloaded
+from kvstore.keyset import ChunkKeys, KeySet
 from kvstore.node.counters import Counters
-from kvstore.node.gc_state import GcState
+from kvstore.node.gc_state import GcState, View
 from kvstore.node.memory_tier import Slots
 from kvstore.node.settings import Limits
-from kvstore.node.view import View
-from kvstore.node.wanted import Wanted
 from kvstore.sources import Clock, Ids
 
 BEFORE_ALL = -1
@@ -39,7 +34,7 @@ class Announcement(NamedTuple):
 
     revision: int
     held: bytes
-    on: Sequence[Wanted]
+    on: Sequence[KeySet]
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +46,7 @@ class Hold:
     """
 
     id: bytes
-    chain: Chain
+    chain: ChunkKeys
     count: int
     ends_s: float
     born: int | None
@@ -60,20 +55,19 @@ class Hold:
     last_s: float = 0.0
     whatever: bool = False
     """It is on what a look finds, whatever that is."""
-    found: tuple[Wanted, ...] | None = None
+    found: tuple[KeySet, ...] | None = None
     """What that look has found; None while it goes on."""
     was_named: bool = False
     mark: Any = None
     """What ``GcState.protect`` returned."""
 
     @property
-    def on(self) -> tuple[Wanted, ...] | None:
+    def on(self) -> tuple[KeySet, ...] | None:
         """The chunks that it may hold; None while nobody knows: then it is on all that there are."""
         return self.found if self.whatever else (self.chain,)
 
     @property
     def tokens(self) -> int:
-        """Number of leading tokens that are held."""
         return self.count * self.chain.namespace.layout.chunk_tokens
 
 
@@ -90,7 +84,7 @@ class Holds:
         counters: Counters,
         clock: Clock,
         ids: Ids,
-        used: Callable[[Wanted], object],
+        used: Callable[[KeySet], object],
     ) -> None:
         self._view = view
         self._holds_max = limits.holds_max
@@ -107,7 +101,7 @@ class Holds:
     def __len__(self) -> int:
         return len(self._live)
 
-    def take(self, chain: Chain, ttl_s: float | None = None, *, whatever: bool = False, asked: bytes = b"") -> Hold:
+    def take(self, chain: ChunkKeys, ttl_s: float | None = None, *, whatever: bool = False, asked: bytes = b"") -> Hold:
         """Takes a hold on the leading chunks that are not condemned, before anybody looks which of them exist (rules
         H1, H2).
 
@@ -135,7 +129,6 @@ class Holds:
         return hold
 
     def keep(self, hold: Hold, slots: Slots) -> None:
-        """Makes the hold keep its chunks in memory until it ends."""
         with self._lock:
             hold.slots = slots
             is_live = hold.id in self._live
@@ -143,7 +136,6 @@ class Holds:
             slots.release()
 
     def find(self, hold_id: bytes) -> Hold | None:
-        """Returns the live hold with this id."""
         hold = self._live.get(hold_id)
         return hold if hold and hold.ends_s > self._clock.monotonic_s() else None
 
@@ -165,7 +157,6 @@ class Holds:
             return is_live
 
     def release(self, hold: Hold) -> None:
-        """Ends a hold. Idempotent."""
         with self._lock:
             is_live = self._live.pop(hold.id, None) is not None
             if is_live and hold.was_named:
@@ -195,7 +186,7 @@ class Holds:
         condemned = sorted({one for found in swept for one in found if one[0] <= revision})
         if len(condemned) > NAMED_MAX:
             revision = condemned[NAMED_MAX][0] - 1
-        named, used = {address for stamp, address in condemned if stamp <= revision}, list[Wanted]()
+        named, used = {address for stamp, address in condemned if stamp <= revision}, list[KeySet]()
         for (hold, part, _), found in zip(parts, swept, strict=True):
             if any(stamp <= revision for stamp, _ in found):
                 hold.was_named = True
@@ -217,7 +208,6 @@ class Holds:
                     hold.born = BEFORE_ALL
 
     def drop_all(self) -> None:
-        """Ends every hold."""
         with self._lock:
             self._drop(lambda hold: True)
             self._lingering.clear()
@@ -229,7 +219,6 @@ class Holds:
             self._lingering.clear()
 
     def expire(self) -> None:
-        """Removes the holds that are past their time."""
         with self._lock:
             self._expire()
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import ADDRESS_BYTES, Address, Addressed
+from kvstore.address import ADDRESS_BYTES, Address
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.format.places import CHUNKS
@@ -20,14 +20,15 @@ from kvstore.host import tables as shared_file
 from kvstore.host.collector import Collecting
 from kvstore.host.room import Room, limit_on
 from kvstore.host.tables import BATCH_MAX, RING, HoldTable, InUse, Number, Own, Run, Shared, live_tables, smallest
+from kvstore.keyset import KeySet
 from kvstore.node.counters import Counters
+from kvstore.node.gc_state import GcState
 from kvstore.node.known import Known
 from kvstore.root.posix import PosixRoot, error_of, translated
 
 # What one process knows of evictions on its host: which chunks are being evicted, and which are gone.
 #
-# The node asks it as it asks the view of a cluster's sweeps (``node.view``). Everything here reads mapped memory: a
-# match or a hold costs no system call.
+# Everything here reads mapped memory: a match or a hold costs no system call.
 
 
 SETTLE_S = 1.0
@@ -36,7 +37,7 @@ _TAIL, _SETTLED = int(Number.TAIL), int(Number.SETTLED)
 NOTHING: frozenset[bytes] = frozenset()
 
 
-class HostView:
+class HostView(GcState):
     """The evictions of one root as this process sees them. Thread-safe."""
 
     revision = 0
@@ -44,7 +45,7 @@ class HostView:
     def __init__(self, shared: Shared, table: HoldTable, known: Known, usage: Room) -> None:
         self.lock = nullcontext()
         """Nothing: a hold needs no lock here."""
-        self.usage = usage
+        self.usage: Room = usage
         self._shared = shared
         self._numbers = shared.numbers
         self._table = table
@@ -74,7 +75,6 @@ class HostView:
         return run
 
     def unprotect(self, run: Run | None) -> None:
-        """Ends what ``protect`` returned, once."""
         if run is not None:
             self._table.remove(run)
 
@@ -82,10 +82,9 @@ class HostView:
 
     @property
     def listings(self) -> int:
-        """How often the root was listed."""
         return self._shared[Number.LISTINGS]
 
-    def settle(self, wanted: Addressed) -> bool:
+    def settle(self, wanted: KeySet) -> bool:
         """Waits, up to SETTLE_S, for the batch that is being evicted if it has any of these chunks."""
         ends_s = time.monotonic() + SETTLE_S
         while self.leading(wanted) < len(wanted):
@@ -95,52 +94,25 @@ class HostView:
         return True
 
     @property
-    def sweeps(self) -> int:
-        """Never changes: a put keeps what it builds on (``protect``)."""
-        return 0
-
-    @property
     def is_calm(self) -> bool:
-        """True if nothing is being evicted."""
         return not self._evicting()
 
-    def leading(self, wanted: Addressed) -> int:
-        """Returns how many leading chunks are not being evicted."""
+    def leading(self, wanted: KeySet) -> int:
         evicting = self._evicting()
         if not evicting or evicting.isdisjoint(wanted.addresses):
             return len(wanted)
         return next(at for at, address in enumerate(wanted.addresses) if address in evicting)
 
     def condemns(self, address: Address) -> bool:
-        """True if an address counts as absent."""
         return address in self._evicting()
 
-    def allowed(self, addresses: Sequence[Address]) -> Sequence[int]:
-        """Returns the offsets of those that are not being evicted."""
-        evicting = self._evicting()
-        if not evicting or evicting.isdisjoint(addresses):
-            return range(len(addresses))
-        return [at for at, address in enumerate(addresses) if address not in evicting]
-
-    def unswept(self, wanted: Addressed) -> npt.NDArray[np.bool_]:
-        """Returns which chunks are not being evicted."""
-        unswept = np.zeros(len(wanted), np.bool_)
-        unswept[list(self.allowed(wanted.addresses))] = True
-        return unswept
-
-    def stays(self, wanted: Addressed) -> npt.NDArray[np.bool_]:
+    def stays(self, wanted: KeySet) -> npt.NDArray[np.bool_]:
         """Returns that all chunks of a put are there: it kept them."""
         return np.ones(len(wanted), np.bool_)
 
     # Room
 
-    @property
-    def is_full(self) -> bool:
-        """True if nothing can be evicted."""
-        return self.usage.is_full
-
     def check_room(self, size_bytes: int = 0) -> None:
-        """Raises Overloaded for a put that will never fit, and while nothing can be evicted."""
         self.usage.check(size_bytes)
 
     def _evicting(self) -> frozenset[bytes]:
@@ -229,7 +201,6 @@ class Host:
 
     @property
     def is_collecting(self) -> bool:
-        """True while the collector of the root is a child of this process."""
         return self.collecting is not None and self.collecting.is_running
 
     def view(self, known: Known, counters: Counters) -> HostView:
@@ -239,7 +210,6 @@ class Host:
         return HostView(self.shared, self.table, known, self._room)
 
     def leave(self) -> None:
-        """Ends the collector and all holds. Idempotent."""
         atexit.unregister(self._end_collector)
         self._end_collector()
         if self.table.is_open:
@@ -262,7 +232,6 @@ class Host:
             self._limit()  # perhaps whoever had the limit was killed
 
     def _limit(self) -> None:
-        """Publishes the limit of all processes that are there, until a collector does. Ignores a disk that fails."""
         self._limited_s = time.monotonic()
         try:
             max_bytes = smallest(live_tables(self.folder, self.shared))[0]

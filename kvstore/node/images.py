@@ -25,9 +25,9 @@ from kvstore.format.header import (
     encode,
     incarnation_at,
 )
+from kvstore.keyset import Items, KeySet
 from kvstore.native import library as native
 from kvstore.node.encoded import Encodings
-from kvstore.node.wanted import Items, Wanted, expected_of, payload_of, section_bytes
 from kvstore.root.interface import Reader
 from kvstore.sources import Ids
 
@@ -71,14 +71,6 @@ def verify_whole(reader: Reader, expected: Expected) -> None:
         part = cut_evenly(scratch[: count * expected.section_bytes], expected.section_bytes)
         offset += fill(reader, part, offset, Borrowed())
         verify(part, header.checksums[start : start + count])
-
-
-def read_whole(reader: Reader, expected: Expected) -> memoryview:
-    """Returns the whole file in memory of its own, verified. Raises Damaged."""
-    image = memoryview(bytearray(expected.file_bytes))
-    sections = cut_evenly(image[expected.header_bytes :], expected.section_bytes)
-    read_verified(reader, expected, sections, Borrowed())
-    return image.toreadonly()
 
 
 def read_header(reader: Reader, expected: Expected) -> Header:
@@ -158,14 +150,14 @@ class Images(Laid):
 
     __slots__ = ("_first", "_images", "_wanted")
 
-    def __init__(self, wanted: Wanted, first: int, images: Sequence[memoryview]) -> None:
+    def __init__(self, wanted: KeySet, first: int, images: Sequence[memoryview]) -> None:
         self._wanted = wanted
         self._first = first
         self._images = images
 
     def __call__(self, index: int) -> list[memoryview]:
-        payload = payload_of(self._wanted, index, self._images[index - self._first])
-        return cut_evenly(payload, section_bytes(self._wanted, index))
+        payload = self._wanted.payload_of(index, self._images[index - self._first])
+        return cut_evenly(payload, self._wanted.section_bytes(index))
 
     def origin(self, index: int) -> Incarnation:
         """Returns the incarnation of the image of chunk ``index``: who wrote its content, and when."""
@@ -189,7 +181,7 @@ class Images(Laid):
 
 
 def make_images(
-    wanted: Wanted, indexes: Sequence[int], source: Sections, images: Sequence[memoryview], ids: Ids
+    wanted: KeySet, indexes: Sequence[int], source: Sections, images: Sequence[memoryview], ids: Ids
 ) -> None:
     """Makes the images of the chunks at ``indexes`` in ``images``, which are writable and have their images' sizes.
 
@@ -207,7 +199,7 @@ def make_images(
 
 
 def take_images(
-    wanted: Wanted, indexes: Sequence[int], images: Sequence[memoryview], sections: Sections, borrowed: Borrowed
+    wanted: KeySet, indexes: Sequence[int], images: Sequence[memoryview], sections: Sections, borrowed: Borrowed
 ) -> Mask:
     """Copies the chunks at ``indexes`` out of ``images`` into ``sections(index)``; True for each that is right.
 
@@ -225,7 +217,7 @@ def take_images(
     return done
 
 
-def verify_images(wanted: Wanted, indexes: Sequence[int], images: Sequence[memoryview]) -> Mask:
+def verify_images(wanted: KeySet, indexes: Sequence[int], images: Sequence[memoryview]) -> Mask:
     """Returns which images are the chunks at ``indexes``, whole and right; copies nothing."""
     done = _Batch(wanted, indexes, images).call(native.library.kv_images_verify)
     for at in np.flatnonzero(~done).tolist():
@@ -235,7 +227,7 @@ def verify_images(wanted: Wanted, indexes: Sequence[int], images: Sequence[memor
 
 
 def copy_sections(
-    wanted: Wanted, index: int, image: memoryview, first: int, targets: Pieces, borrowed: Borrowed
+    wanted: KeySet, index: int, image: memoryview, first: int, targets: Pieces, borrowed: Borrowed
 ) -> bool:
     """Copies sections from ``first`` on of one chunk out of its image into ``targets``.
 
@@ -253,7 +245,7 @@ def copy_sections(
 class _Batch(Items):
     """Chunks and their images."""
 
-    def __init__(self, wanted: Wanted, indexes: Sequence[int], images: Sequence[memoryview]) -> None:
+    def __init__(self, wanted: KeySet, indexes: Sequence[int], images: Sequence[memoryview]) -> None:
         assert len(indexes) == len(images)
         super().__init__(wanted, indexes)
         self.alive.append(images)
@@ -272,8 +264,8 @@ class _Batch(Items):
         return done
 
 
-def _make_one(wanted: Wanted, index: int, sections: Pieces, image: memoryview, incarnation: Incarnation) -> None:
-    expected = expected_of(wanted, index)
+def _make_one(wanted: KeySet, index: int, sections: Pieces, image: memoryview, incarnation: Incarnation) -> None:
+    expected = wanted.expected(index)
     assert len(image) == expected.file_bytes
     sums = []
     at = expected.header_bytes
@@ -284,7 +276,7 @@ def _make_one(wanted: Wanted, index: int, sections: Pieces, image: memoryview, i
     image[: expected.header_bytes] = encode(expected, incarnation, sums)
 
 
-def _take_one(wanted: Wanted, index: int, image: memoryview, sections: Sections, borrowed: Borrowed) -> bool:
+def _take_one(wanted: KeySet, index: int, image: memoryview, sections: Sections, borrowed: Borrowed) -> bool:
     header = _header_of(wanted, index, image)
     if header is None:
         return False
@@ -294,9 +286,9 @@ def _take_one(wanted: Wanted, index: int, image: memoryview, sections: Sections,
         return _sums(targets) == header.checksums
 
 
-def _header_of(wanted: Wanted, index: int, image: memoryview) -> Header | None:
+def _header_of(wanted: KeySet, index: int, image: memoryview) -> Header | None:
     """Returns the header of an image, if it is the wanted chunk's and the image has the size that it states."""
-    expected = expected_of(wanted, index)
+    expected = wanted.expected(index)
     if len(image) != expected.file_bytes:
         return None
     try:

@@ -106,12 +106,10 @@ class Known:
         return found, section_bytes.value
 
     def forget_run(self, chunks: int, places: npt.NDArray[np.int32], status: int) -> None:
-        """Forgets those of native code's chunks that have a status."""
         with self._lock:
             self._forget(chunks, places, status)
 
     def forget(self, address: Address) -> None:
-        """Notes that it is not there, or not what it should be."""
         chunks = _chunks_of(address)
         with self._lock:
             self._forget(chunks.ctypes.data, 1, native.DONE)
@@ -137,7 +135,6 @@ class Known:
                 self._marks[span][condemned[heads >> (16 - shard_bits)]] = 0
 
     def clear(self) -> None:
-        """Forgets everything, and ends the epoch of all looks under way."""
         with self._lock:
             self.epoch += 1
             self._forgotten.clear()

@@ -132,7 +132,6 @@ class Batch:
         self.run(tick)
 
     def stop(self) -> None:
-        """Begins no more of the work."""
         self._stopped = True
 
     def join(self, timeout_s: float) -> bool:
@@ -194,7 +193,6 @@ class Lanes:
         return batch
 
     def each(self, count: int, work: Callable[[int], bool], deadline: Deadline) -> None:
-        """Starts a batch and waits for it."""
         self.start(count, work).wait(deadline)
 
     def share(self, count: int, work: Callable[[int], bool], deadline: Deadline) -> None:
@@ -222,7 +220,6 @@ class Lanes:
 
     @property
     def waiting_count(self) -> int:
-        """Batches waiting for a lane."""
         return self._queue.qsize()
 
     def close(self, timeout_s: float = 1.0) -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
-from kvstore.address import Chain
-from kvstore.buffers import Borrowed, Pieces
+from kvstore import recency
+from kvstore.buffers import Borrowed, Pieces, Withdrawn, address_of
 from kvstore.counts import NodeCount
 from kvstore.errors import HoldBroken
-from kvstore.format.header import Header, expected_chunk
-from kvstore.node.chunks import Chunks
+from kvstore.format.header import Header
+from kvstore.keyset import ChunkKeys, Items
+from kvstore.native import library as native
+from kvstore.node.chunk_store import ChunkStore
 from kvstore.node.counters import Counters
 from kvstore.node.images import addresses_of, copy_sections
 from kvstore.node.lanes import Deadline, Lanes, files_at_most, group_size
@@ -23,7 +28,7 @@ from kvstore.node.reader import Groups, Reading
 from kvstore.node.settings import Limits
 from kvstore.node.tier_stack import TierStack
 from kvstore.results import LayerMemory
-from kvstore.root.interface import Reader
+from kvstore.root.interface import LocalFiles, Reader
 
 MemoryOf = Callable[[int], LayerMemory]
 """The memory that a layer is read into."""
@@ -41,11 +46,156 @@ class Bands:
     """Bands that are read at once, beside that of the layer in use: lanes go on with the next while one ends."""
 
     def of(self, layers: int) -> list[range]:
-        """Returns the layers of each band."""
         return [range(first, min(first + self.size, layers)) for first in range(0, layers, self.size)]
 
 
 SINGLY = Bands()
+
+
+class _Group:
+    """The chunks that one lane reads at a time."""
+
+    def __init__(self) -> None:
+        self.opening = threading.Lock()
+        """The right to open its files."""
+        self.users = 0
+        """Bands that are read now."""
+
+
+class LayerRun:
+    """The first chunks of a chain, read some layers at a time, in groups of ``size``: one lane reads each group.
+
+    ``images`` has the address of each chunk's image, valid until ``close``, or 0; ``files`` is None if the chunks have
+    no files that native code reads. At most ``files_max`` files are open between two reads. ``at_once`` bands of layers
+    may be read at once, out of the same files; bands are counted from 0, whatever their sizes.
+    """
+
+    def __init__(
+        self,
+        chain: ChunkKeys,
+        images: npt.NDArray[np.uint64],
+        files: LocalFiles | None,
+        shard_bits: int,
+        size: int,
+        files_max: int,
+        at_once: int = 1,
+    ) -> None:
+        count = len(images)
+        layout = chain.namespace.layout
+        self._turns = [Items(chain, range(count)) for _ in range(at_once)]
+        """The structures of each band that is read at once."""
+        self._bases = [np.zeros(0, np.uint64) for _ in range(at_once)]
+        self.layer_bytes = 2 * layout.section_bytes
+        """Bytes of one layer of one chunk."""
+        self._tables = np.zeros((count, layout.section_count), np.uint64)
+        self._images = images
+        self._images_start: int = images.__array_interface__["data"][0]
+        self._tables_start: int = self._tables.__array_interface__["data"][0]
+        self.fds = np.full(count, -1, np.int32)
+        """The files that stay open between layers, by chunk; -1 for none."""
+        self.has_files = files is not None
+        for turn in self._turns:
+            turn.items["fd"] = -1
+            turn.items["offset"] = np.arange(count, dtype=np.uint64) * layout.section_bytes
+            if files is not None:
+                turn.common.root = os.fsencode(files.path)
+                turn.common.shard_bits = shard_bits
+                turn.common.may_wait = files.never_blocks
+        self._size = size
+        self._group_files_max = files_max // -(-count // size)
+        self._lock = threading.Lock()
+        self._groups = {start: _Group() for start in range(0, count, size)}
+        self._closed = False
+        if images.any():
+            first = self._turns[0]
+            native.library.kv_images_tables(first.common, first.at(0), count, self._images_start, self._tables_start)
+            images[first.items["status"] != native.DONE] = 0
+        self.from_files: npt.NDArray[np.bool_] = images == 0
+        """The chunks that are not in memory."""
+        self._to_open = self.from_files.copy()
+        """Those of them whose files are not open, or whose headers are not verified."""
+
+    def begin(self, band: int, memories: Sequence[LayerMemory]) -> None:
+        """Sets where the layers of a band go; nobody reads the band before in its turn any more."""
+        at = band % len(self._turns)
+        self._bases[at] = np.array([address_of(plane) for each in memories for plane in (each.k, each.v)], np.uint64)
+        self._turns[at].items["bases"] = self._bases[at].__array_interface__["data"][0]
+
+    def read(
+        self, start: int, stop: int, band: int, layer: int, borrowed: Borrowed
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
+        """Reads a band, which begins with ``layer``, of the chunks of one group. Raises Withdrawn.
+
+        Returns which chunks are right in their place, which of these came from files opened by this call, and the
+        mtimes of those.
+        """
+        turn, sections = self._turns[band % len(self._turns)], len(self._bases[band % len(self._turns)])
+        at, count, items = turn.at(start), stop - start, turn.items[start:stop]
+        columns = (self._images_start + start * 8, self._tables_start + start * self._tables.strides[0])
+        with self.using(start):
+            opened = self._open(turn, start, stop, columns)
+            try:
+                with borrowed.writing():
+                    native.library.kv_read_parts(turn.common, at, count, *columns, 2 * layer, sections)
+            finally:
+                for place in np.flatnonzero(items["fd"] != self.fds[start:stop]).tolist():
+                    native.library.kv_close(turn.at(start + place), 1)
+        done: npt.NDArray[np.bool_] = items["status"] == native.DONE
+        return done, done & opened, items["mtime_ns"][done & opened]
+
+    def _open(self, turn: Items, start: int, stop: int, columns: tuple[int, int]) -> npt.NDArray[np.bool_]:
+        """Opens the files of a group that are not open, and keeps as many as there is room for; returns which."""
+        items, kept = turn.items[start:stop], self.fds[start:stop]
+        with self._groups[start].opening:
+            items["fd"] = kept
+            left = self._to_open[start:stop]
+            if not (self.has_files and left.any()):
+                # No native call, after which a thread waits for the GIL: nothing is to be done in most of them.
+                items["status"] = np.where(left, native.OTHER, native.DONE)
+                return np.zeros(stop - start, np.bool_)
+            native.library.kv_open_parts(turn.common, turn.at(start), stop - start, *columns)
+            opened: npt.NDArray[np.bool_] = (items["fd"] >= 0) & (kept < 0)
+            kept[items["fd"] < 0] = -1
+            room = max(0, self._group_files_max - int(np.count_nonzero(kept >= 0)))
+            keeps = np.flatnonzero(opened)[:room]
+            kept[keeps] = items["fd"][keeps]
+            left[:] = (kept < 0) & self.from_files[start:stop]
+        return opened
+
+    def close(self) -> None:
+        """Closes all files; a lane that still reads some closes those. Idempotent."""
+        with self._lock:
+            self._closed = True
+            idle = [start for start, group in self._groups.items() if not group.users]
+        for start in idle:
+            self._close(start)
+
+    def _close(self, start: int) -> None:
+        with self._lock:
+            kept = self.fds[start : start + self._size]
+            files: list[int] = kept[kept >= 0].tolist()
+            kept[:] = -1
+        for fd in files:
+            with suppress(OSError):
+                os.close(fd)
+
+    @contextmanager
+    def using(self, index: int) -> Iterator[None]:
+        """Keeps the files of that chunk's group open. Raises Withdrawn."""
+        start = index - index % self._size
+        group = self._groups[start]
+        with self._lock:
+            if self._closed:
+                raise Withdrawn
+            group.users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                group.users -= 1
+                closes = self._closed and not group.users
+            if closes:
+                self._close(start)
 
 
 class LayerReader:
@@ -53,10 +203,10 @@ class LayerReader:
 
     def __init__(
         self,
-        chunks: Chunks,
+        chunks: ChunkStore,
         lanes: Lanes,
         counters: Counters,
-        chain: Chain,
+        chain: ChunkKeys,
         count: int,
         limits: Limits,
         tiers: TierStack | None = None,
@@ -85,7 +235,7 @@ class LayerReader:
         if self._slots is not None and self._slots.referred:
             present = [index for index, entry in enumerate(self._slots.entries) if entry is not None]
             images[present] = addresses_of(self._slots.present_images())
-        self._run = chunks.runs.of_layers(chain, images, self._size, self._files_max, bands.ahead)
+        self._run = self._native_run(images, bands.ahead)
         """All chunks for native code; None if they must be read one by one."""
         self._readings: deque[Reading] = deque()
 
@@ -133,10 +283,41 @@ class LayerReader:
 
         if run is not None:
             run.begin(number, memories)
-            read_group = partial(self._chunks.runs.read_layers, run, number, layers, self._chain.addresses)
-            groups = Groups(self._size, self._count, read_group)
+            groups = Groups(self._size, self._count, partial(self._read_group, run, number, layers))
         self._readings.append(Reading(self._lanes, self._counters, self._count, read, groups=groups))
         return memories
+
+    def _native_run(self, images: npt.NDArray[np.uint64], ahead: int) -> LayerRun | None:
+        found = self._chunks.runs.layer_files(self._chain.namespace.tenant)
+        if found is None or (found[0] is None and not images.any()):
+            return None
+        return LayerRun(self._chain, images, *found, self._size, self._files_max, ahead)
+
+    def _read_group(
+        self, run: LayerRun, band: int, layers: range, start: int, stop: int, borrowed: Borrowed
+    ) -> npt.NDArray[np.bool_]:
+        """Reads a band of layers of one group; True for each chunk whose sections are right in their place."""
+        known, counters = self._chunks.known, self._counters
+        epoch, from_files = known.epoch, run.from_files[start:stop]
+        with counters.timed("root" if from_files.any() else "memory", "read") as timed:
+            done, opened, mtimes_ns = run.read(start, stop, band, layers.start, borrowed)
+            size_bytes = len(layers) * run.layer_bytes
+            timed.size_bytes = int(np.count_nonzero(done)) * size_bytes
+        for right, chunks, payload in (
+            (done & from_files, NodeCount.CHUNKS_READ, NodeCount.BYTES_READ),
+            (done & ~from_files, NodeCount.MEMORY_HITS, NodeCount.MEMORY_BYTES),
+        ):
+            if count := int(np.count_nonzero(right)):
+                counters.add(payload, count * size_bytes)
+                if not layers.start:  # a chunk counts once, with its first layer
+                    counters.add(chunks, count)
+        where = start + np.flatnonzero(opened)
+        if where.size:
+            quantum = known.quantum()
+            renewed = mtimes_ns >= quantum * recency.NS_PER_S
+            addresses = [self._chain.addresses[at] for at in where.tolist()]
+            known.add_all(addresses, quantum, renewed=renewed, epoch=epoch)
+        return done
 
     def _wait(self, deadline: Deadline) -> None:
         """Waits for the first band in progress. Raises HoldBroken."""
@@ -156,7 +337,7 @@ class LayerReader:
         )
 
     def _read_part(self, index: int, layer: int, sections: Pieces, borrowed: Borrowed) -> bool:
-        expected = expected_chunk(self._chain, index)
+        expected = self._chain.expected(index)
         if self._slots is not None and self._slots.entries[index] is not None:
             image = self._slots.image(index)
             if copy_sections(self._chain, index, image, 2 * layer, sections, borrowed):

@@ -1,6 +1,6 @@
 """Reports where the chunks of a prompt lie, for people who ask: root, memory, local disk, peers.
 
-Separate from reading, because a report is not a use: it reads only the first bytes of files, without keys, renews no
+A report is not a use: it reads only the first bytes of files, without keys, renews no
 recency, sets nothing aside, and only looks at memory and peers.
 """
 
@@ -11,12 +11,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvstore import recency
-from kvstore.address import Address, Chain
+from kvstore.address import Address
 from kvstore.census.walk import Fixed, read_fixed
 from kvstore.format import header as lineage
 from kvstore.format.header import FIXED_BYTES, Encoding, Incarnation, Writers
 from kvstore.hints import Hints
-from kvstore.node.chunks import Chunks
+from kvstore.keyset import ChunkKeys
+from kvstore.node.chunk_store import ChunkStore
 from kvstore.node.gc_state import GcState
 from kvstore.node.lanes import Deadline, Lanes
 from kvstore.node.tier_stack import TierStack
@@ -92,14 +93,15 @@ class ChunkPlace:
 
     @property
     def is_anywhere(self) -> bool:
-        """True if it is stored at all."""
         return bool(self.root or self.memory or self.on_disk or self.peers)
 
 
 class Looking:
     """Looks for the chunks of one node. Thread-safe."""
 
-    def __init__(self, chunks: Chunks, lanes: Lanes, gc_view: GcState, tiers: TierStack | None, clock: Clock) -> None:
+    def __init__(
+        self, chunks: ChunkStore, lanes: Lanes, gc_view: GcState, tiers: TierStack | None, clock: Clock
+    ) -> None:
         self._chunks = chunks
         self._lanes = lanes
         self._gc_view = gc_view
@@ -108,7 +110,7 @@ class Looking:
         self._writers: Writers = {}
         self._read_again_s = -math.inf
 
-    def places(self, chain: Chain, deadline: Deadline) -> Iterator[list[ChunkPlace]]:
+    def places(self, chain: ChunkKeys, deadline: Deadline) -> Iterator[list[ChunkPlace]]:
         """Yields where a chain's leading chunks are, in steps, up to the first that is nowhere.
 
         Raises the root's errors.
@@ -121,7 +123,7 @@ class Looking:
             if count < len(found):
                 return
 
-    def _step(self, chain: Chain, start: int, stop: int, deadline: Deadline) -> list[ChunkPlace]:
+    def _step(self, chain: ChunkKeys, start: int, stop: int, deadline: Deadline) -> list[ChunkPlace]:
         seen: dict[int, tuple[Stat, Fixed]] = {}
 
         def look(number: int) -> bool:
@@ -162,7 +164,7 @@ class Looking:
             return None
         return Lineage(written.written_s, writer.session, writer.node, writer.host, writer.version, writer.label)
 
-    def _on_root(self, chain: Chain, index: int) -> tuple[Stat, Fixed] | None:
+    def _on_root(self, chain: ChunkKeys, index: int) -> tuple[Stat, Fixed] | None:
         """Returns what the root and the header say of one file. The next reader finds a damaged one."""
         address, namespace = chain.addresses[index], chain.namespace
         seen = self._chunks.root.look(self._chunks.name(address, namespace.id), FIXED_BYTES)
@@ -185,7 +187,7 @@ class Looking:
             self._gc_view.condemns(address),
         )
 
-    def _in_memory(self, chain: Chain, start: int, stop: int) -> list[MemoryCopy | None]:
+    def _in_memory(self, chain: ChunkKeys, start: int, stop: int) -> list[MemoryCopy | None]:
         if self._tiers is None:
             return [None] * (stop - start)
         # Keep a reference while we look, so that all facts about an image belong together; that counts as one more

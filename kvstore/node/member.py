@@ -15,12 +15,14 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from typing import Any
 
-from kvstore.address import Address, Chain
+from kvstore.address import Address
 from kvstore.census.selection import ClearOrder, Selection
 from kvstore.counts import NodeCount
-from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, RootMismatch, Unavailable
 from kvstore.host.pins import HostPins
+from kvstore.keyset import BlockKeys, ChunkKeys, KeySet
 from kvstore.meta.barriers import Barriers
 from kvstore.meta.clears import Clears
 from kvstore.meta.keys import ID_BYTES, Keys, PinId, parse_id
@@ -36,14 +38,15 @@ from kvstore.node.host import Host
 from kvstore.node.lanes import Deadline
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.node import Node
-from kvstore.node.settings import Limits
-from kvstore.node.twins import NodeTwins
-from kvstore.node.wanted import Wanted, keyed
+from kvstore.node.settings import Limits, TierSettings
+from kvstore.operations import OperationRun
 from kvstore.progress import Progress, unwatched
 from kvstore.results import Cleared, PinRecord
+from kvstore.root.fences import list_twins, read_twin, remove_twin, write_twin
 from kvstore.root.identity import newest_number
 from kvstore.root.posix import DiskFull
 from kvstore.sources import Clock
+from kvstore.writes import Durability
 
 # The pins taken through this node: they keep their chunks in its memory for a while.
 
@@ -71,13 +74,11 @@ class PinnedInMemory:
             self._pins[pin_id] = (self._clock.monotonic_s() + seconds, kept)
 
     def remove(self, pin_id: str) -> None:
-        """Notes that the pin has ended."""
         with self._lock:
             _, kept = self._pins.pop(pin_id, (0.0, []))
         self._memory.unpin(kept)
 
     def expire(self) -> None:
-        """Drops the pins whose time is over."""
         now_s = self._clock.monotonic_s()
         with self._lock:
             ended = [pin_id for pin_id, (ends_s, _) in self._pins.items() if ends_s <= now_s]
@@ -147,7 +148,36 @@ class Syncing:
 
 
 CLEAR_DEADLINE_S = 600.0
+SESSIONS_SHOWN = 3
 CLOSE_S = 0.5
+
+
+class NodeTwins:
+    """Copies of pins on the root: written on lanes, because a mount may hang. See ``meta.pins.Twins``."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def write(self, owner: str, pin: PinId, content: bytes) -> None:
+        node = self._node
+        node.on_root(lambda: write_twin(node.root, owner, pin, content, ids=node.ids, clock=node.clock))
+
+    def remove(self, owner: str, pin: PinId) -> bool:
+        return self._node.on_root(lambda: remove_twin(self._node.root, owner, pin))
+
+    def unexpired(self) -> list[Ref]:
+        """Returns the twins of pins that have not ended. Raises RootMismatch if one cannot be understood."""
+        now_s = self._node.clock.now_s()
+        return [record for record in self._node.on_root(lambda: list(self._records())) if record.expires_s > now_s]
+
+    def _records(self) -> Iterator[Ref]:
+        for name in list_twins(self._node.root):
+            content = read_twin(self._node.root, name)
+            if content is not None:
+                try:
+                    yield Ref.from_bytes(content, name)
+                except RootMismatch as mismatch:
+                    raise RootMismatch(f"{mismatch} Nobody knows what it protects (gc/RUNBOOK.md)") from mismatch
 
 
 class Sharing(Enum):
@@ -171,11 +201,12 @@ class Member:
         *,
         sharing: Sharing = Sharing.ALONE,
         host: Host | None = None,
+        is_beside_cluster: bool = False,
     ) -> None:
         """``host`` is for a root that the processes of this host share without etcd; its metadata are in files."""
         self.node = node
         self.sharing = sharing
-        self.is_beside_cluster = False
+        self.is_beside_cluster = is_beside_cluster
         """The root is a cluster's, whose collectors do not see what this process alone holds."""
         self.host = host
         shared = sharing is Sharing.CLUSTER
@@ -200,18 +231,32 @@ class Member:
         """What was cleared by selection, and is told to others; None for a node alone."""
         self._barriers = Barriers(meta, self.keys, node.clock)
         self._follower: ClearsFollower | None = None
-        self.syncing: Syncing | None = None
+        self._syncing: Syncing | None = None
         """Syncs the root once a second, where that was asked for."""
         self.on_cleared: list[Callable[[NamespaceDigest], None]] = []
         """Called after a namespace was cleared here, to tell the other nodes."""
         presence.attach(lambda session: None, lambda session: node.counters.add(NodeCount.SESSIONS_LOST))
 
-    def follow_clears(self) -> None:
-        """Hears what others clear by selection, in a thread of its own, until it is closed."""
-        assert self.clears is not None and self._follower is None
-        node = self.node
-        self._follower = ClearsFollower(self.clears, node.obey, node.sweep_disk, node.limits.meta_deadline_s)
-        self.presence.attach(self._follower.begin, self._follower.end)
+    def start(self, tiers: TierSettings) -> None:
+        """Opens the local disk, begins a session, and in a cluster follows what others clear. Call it once.
+
+        Closes the node and raises if one of them fails: InvalidRequest, PermissionDenied, Unavailable.
+        """
+        node, limits, is_shared = self.node, self.node.limits, self.sharing is Sharing.CLUSTER
+        if self.clears is not None:
+            self._follower = ClearsFollower(self.clears, node.obey, node.sweep_disk, limits.meta_deadline_s)
+            self.presence.attach(self._follower.begin, self._follower.end)
+        try:
+            if node.tiers is not None and tiers.disk_folder:
+                node.tiers.add_disk(tiers.disk_folder, tiers.disk_bytes)
+            # Metadata in memory are as slow as a busy host: a session begins in the end.
+            wait_s = limits.meta_deadline_s if is_shared else limits.write_deadline_s
+            self.presence.start(wait_s=max(wait_s, limits.meta_deadline_s))
+        except BaseException:
+            node.close(timeout_s=0.5)
+            raise
+        if node.durability is Durability.EVERYSEC:
+            self._syncing = Syncing(node.root.sync, lambda: node.gc_view.usage.written_bytes)
 
     def claim_namespace(self, namespace: Namespace, meta_deadline_s: float | None = None) -> None:
         """Claims the name for its layout, in etcd and on the root. Raises LayoutMismatch, Unavailable."""
@@ -240,7 +285,7 @@ class Member:
         """The same, if it was used here: nobody is asked."""
         return self._claimed.get(NamespaceDigest(digest))
 
-    def pin(self, chain: Chain, ttl_s: float, owner: str) -> PinRecord:
+    def pin(self, chain: ChunkKeys, ttl_s: float, owner: str) -> PinRecord:
         """Pins the leading chunks that are there. Raises Unavailable, SessionLost, Overloaded.
 
         Rule P1: the hold lives until the ref is acknowledged, and only then is each file looked at, so that there is no
@@ -255,10 +300,9 @@ class Member:
         deadline = Deadline(self.node.clock, self.node.limits.match_deadline_s)
         hold, there = self.node.blocks.hold(namespace, keys, None, deadline, counts=False)
         present = [key for key, found in zip(keys, there, strict=True) if found]
-        return self._pin(hold, keyed(namespace, present, ()), ttl_s, owner)
+        return self._pin(hold, BlockKeys.of(namespace, present, ()), ttl_s, owner)
 
-    def _pin(self, hold: Hold, wanted: Wanted, ttl_s: float, owner: str) -> PinRecord:
-        """Pins what is held, and ends the hold."""
+    def _pin(self, hold: Hold, wanted: KeySet, ttl_s: float, owner: str) -> PinRecord:
         node, namespace = self.node, wanted.namespace
         owner = owner or socket.gethostname()
         try:
@@ -276,7 +320,7 @@ class Member:
                 return _no_pin(owner, namespace, node.clock.now_s())
             # What only memory has is not there for collectors and other nodes. On a full root it stays in memory: then
             # there is half of the time that a pin has, or pins would take all calls of a worker.
-            node.puts.write_out(wanted, node.limits.meta_deadline_s / 2)
+            node.writer.write_out(wanted, node.limits.meta_deadline_s / 2)
             seconds, tokens = max(1, round(ttl_s)), len(wanted) * namespace.layout.chunk_tokens
             ref = self._pins.pin(
                 owner, wanted.addresses, seconds, tokens, namespace.digest, node.limits.meta_deadline_s
@@ -285,7 +329,7 @@ class Member:
                 # Still held: so the session that put the ref is the one that collectors have waited for all the time.
                 node.holds.check(hold)
                 self._check_barriers(namespace)
-                present = node.puts.present_leading(wanted)
+                present = node.writer.present_leading(wanted)
             except KVStoreError:
                 self.unpin(_pin_id(ref))
                 raise
@@ -319,7 +363,7 @@ class Member:
         refs = self._pins.list(owner, self.node.limits.meta_deadline_s)
         return next((self._record_of(ref) for ref in refs if ref.id == pin and ref.owner == owner), None)
 
-    def refcount(self, chain: Chain) -> int:
+    def refcount(self, chain: ChunkKeys) -> int:
         """Live pins that cover the last full chunk of the chain, and so all of it; 0 for an empty chain."""
         if not chain.addresses:
             return 0
@@ -340,6 +384,38 @@ class Member:
             return (host.count if dry_run else host.clear)(order, progress, pinned=pinned)
         clearing = Clearing(self.node, self.clears, self._barriers, tuple if pinned else self._all_pinned)
         return clearing.count(order, progress) if dry_run else clearing.clear(order, progress)
+
+    def begin_clear(self, selection: Selection, *, dry_run: bool, pinned: bool, **who: Any) -> OperationRun:
+        """Begins to clear the selected chunks, as an operation. ``who`` are further arguments of ``Operations.begin``.
+
+        Raises InvalidRequest for a selection of nothing, and what ``Operations.begin`` raises.
+        """
+        resolved(self.node, selection)
+
+        def clear(operation: OperationRun) -> str:
+            cleared = self.clear_selected(selection, operation.progress, dry_run=dry_run, pinned=pinned)
+            operation.count(
+                chunks=cleared.chunks,
+                bytes=cleared.bytes,
+                pinned=cleared.pinned,
+                failed=cleared.failed,
+                unconfirmed=len(cleared.unconfirmed),
+            )
+            message = ["dry run: nothing was deleted"] if dry_run else []
+            if cleared.failed:
+                message.append(f"{cleared.failed} chunks could not be deleted: clear again")
+            if cleared.unconfirmed:
+                sessions = [
+                    *cleared.unconfirmed[:SESSIONS_SHOWN],
+                    *["..."] * (len(cleared.unconfirmed) > SESSIONS_SHOWN),
+                ]
+                message.append(
+                    f"{len(cleared.unconfirmed)} nodes did not confirm the clear (sessions {', '.join(sessions)}): "
+                    "restart them"
+                )
+            return "; ".join(message)
+
+        return self.node.operations.begin("clear", clear, unit="shards", **{"about": selection.describe(), **who})
 
     def clear(self, namespace: Namespace) -> Cleared:
         """Deletes the chunks of a namespace except pinned ones; nobody can pin others while it deletes.
@@ -364,11 +440,10 @@ class Member:
         return cleared
 
     def adjust(self, limits: Limits) -> None:
-        """See ``Node.adjust``; the quota of pins too."""
         self.node.adjust(limits)
         self._pins.quota = PinQuota(limits.pins_per_owner_max, limits.pins_max)
 
-    def pins_of(self, chain: Chain) -> list[int]:
+    def pins_of(self, chain: ChunkKeys) -> list[int]:
         """For each chunk of a chain, how many live pins cover it."""
         counts = [0] * len(chain)
         with self._one_listing():
@@ -402,7 +477,6 @@ class Member:
         }
 
     def expire(self) -> None:
-        """Ends what is past its time: to be called now and then."""
         self.node.holds.expire()
         if self._pinned is not None:
             self._pinned.expire()
@@ -415,8 +489,8 @@ class Member:
             self._follower.close(CLOSE_S)
         if self._host_clearing is not None:
             self._host_clearing.clears.close()
-        if self.syncing is not None:
-            self.syncing.close()
+        if self._syncing is not None:
+            self._syncing.close()
         self.node.close()
         if self.host is not None:
             self.host.leave()

@@ -1,8 +1,7 @@
 """The memory tier: images in the arena, found by address, filled and read by many threads at once.
 
-Separate from the inventory, which decides and knows neither locks nor bytes. This module makes every decision under one
-lock, and moves every byte outside it, in room that a claim or a reference reserves (kvstore/memory/MEMORY.md, rules I,
-A, E and L).
+The inventory decides, under one lock. Every byte is moved outside that lock, in space that a claim or a reference
+reserves (kvstore/memory/MEMORY.md, rules I, A, E and L).
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from kvstore.census.selection import NOTHING, ClearOrder, Standing
 from kvstore.counts import NodeCount
 from kvstore.format.header import FIXED_BYTES, incarnation_at
 from kvstore.hints import DEFAULT, Hints
+from kvstore.keyset import KeySet, leading
 from kvstore.memory.arena import Arena, Extents
 from kvstore.memory.inventory import DEFAULT_POLICY, DROP_COUNT, POLICIES, Admission, Entry, Inventory, Place, Policy
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.node.counters import Counters
 from kvstore.node.images import Images, ImagesIn, Mask, take_images, verify_images
-from kvstore.node.wanted import Wanted, image_bytes, leading, payload_bytes, payload_of, place_at
 from kvstore.sources import Clock
 from kvstore.tokens import TokenArray
 
@@ -85,7 +84,7 @@ class Slots(References):
     def __init__(
         self,
         memory: memoryview,
-        wanted: Wanted,
+        wanted: KeySet,
         first: int,
         entries: list[Entry | None],
         let_go: Callable[[References], None],
@@ -116,7 +115,7 @@ class Slots(References):
     def picked(self, indexes: Sequence[int]) -> Slots:
         """Returns the chunks at ``indexes``, as slots that refer to nothing: use them while these do."""
         entries = [self.entries[index - self.first] for index in indexes]
-        return Slots(self.memory, self.wanted.picked(indexes), 0, entries, lambda _: None)
+        return Slots(self.memory, self.wanted.take(indexes), 0, entries, lambda _: None)
 
     def present_images(self) -> Sequence[memoryview]:
         """The images of chunks that are there, in order; unverified (rule I1)."""
@@ -150,7 +149,7 @@ def images_of(memory: memoryview, entries: Sequence[Entry]) -> Sequence[memoryvi
 class MemoryTier:
     """The chunks of one node in its arena, which must be open. Thread-safe; nobody ever waits for room.
 
-    Chunks are those of a chain, or engine-hashed blocks (``Keyed``); an index is that of the chain or request.
+    Chunks are those of a chain, or engine-hashed blocks (``BlockKeys``); an index is that of the chain or request.
     """
 
     def __init__(
@@ -180,7 +179,6 @@ class MemoryTier:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the arena."""
         return self._room.size_bytes
 
     @property
@@ -192,7 +190,7 @@ class MemoryTier:
 
     # Looking and reading
 
-    def leading(self, wanted: Wanted, first: int = 0) -> int:
+    def leading(self, wanted: KeySet, first: int = 0) -> int:
         """Returns how many consecutive chunks from index ``first`` on are in memory."""
         packed = wanted.packed_addresses
         with self._lock:
@@ -203,7 +201,7 @@ class MemoryTier:
         with self._lock:
             return 0 if self._is_closed else len(self._inventory.match(namespace.digest, tokens.data.cast("B")))
 
-    def refer(self, wanted: Wanted, first: int, count: int) -> Slots:
+    def refer(self, wanted: KeySet, first: int, count: int) -> Slots:
         """Refers to ``count`` chunks from index ``first`` on; those in memory stay until the slots are released."""
         with self._lock:
             self._collect()
@@ -228,14 +226,14 @@ class MemoryTier:
         if there:
             with self._counters.timed("memory", "read") as timed:
                 taken = take_images(slots.wanted, there, images_of(slots.memory, entries), sections, borrowed)
-                timed.size_bytes = payload_bytes(slots.wanted, there)
+                timed.size_bytes = slots.wanted.payload_bytes(there)
             if not taken.all():
                 borrowed.check()  # the caller may have changed what was verified
                 self._damaged([entry for entry, right in zip(entries, taken, strict=True) if not right], fetched)
             done[np.asarray(there) - start] = taken
             right = [index for index, is_right in zip(there, taken, strict=True) if is_right]
             self._counters.add(NodeCount.MEMORY_HITS, len(right))
-            self._counters.add(NodeCount.MEMORY_BYTES, payload_bytes(slots.wanted, right))
+            self._counters.add(NodeCount.MEMORY_BYTES, slots.wanted.payload_bytes(right))
         if not done.all():
             self._counters.add(NodeCount.MEMORY_MISSES, int(np.count_nonzero(~done)))
         return done
@@ -246,7 +244,7 @@ class MemoryTier:
         if entry is None or not self._which_right(slots, [index], [entry], False).all():
             self._counters.add(NodeCount.MEMORY_MISSES)
             return None
-        payload = payload_of(slots.wanted, index, slots.image(index))
+        payload = slots.wanted.payload_of(index, slots.image(index))
         self._counters.add(NodeCount.MEMORY_HITS)
         self._counters.add(NodeCount.MEMORY_BYTES, len(payload))
         return payload
@@ -267,14 +265,14 @@ class MemoryTier:
     # Filling
 
     def claim(
-        self, wanted: Wanted, index: int, *, hints: Hints = DEFAULT, dirty: bool = False, replica: bool = False
+        self, wanted: KeySet, index: int, *, hints: Hints = DEFAULT, dirty: bool = False, replica: bool = False
     ) -> Slot | None:
         """Claims room for one chunk; pass it to ``ready`` or ``drop``.
 
         None if the chunk is there, if somebody else is bringing it, or if no room can be made.
         """
-        size_bytes, inventory = image_bytes(wanted, index), self._inventory
-        place = place_at(wanted, index)
+        size_bytes, inventory = wanted.image_bytes(index), self._inventory
+        place = wanted.place(index)
         with self._lock:
             self._collect()
             if self._is_closed:
@@ -319,30 +317,30 @@ class MemoryTier:
 
     # Keeping and letting go
 
-    def used(self, wanted: Wanted, count: int, hints: Hints | None = None) -> None:
+    def used(self, wanted: KeySet, count: int, hints: Hints | None = None) -> None:
         """Notes a use of those of the first ``count`` chunks that are here, and raises their hints to ``hints``."""
         with self._lock:
             entries = [self._inventory.find(address) for address in wanted.addresses[:count]]
             self._inventory.used([each for each in entries if each is not None], self._clock.monotonic_s(), hints)
 
-    def retire(self, wanted: Wanted, count: int) -> None:
+    def retire(self, wanted: KeySet, count: int) -> None:
         """Makes those of the first ``count`` chunks that are here the first to go, until they are used again."""
         with self._lock:
             entries = [self._inventory.find(address) for address in wanted.addresses[:count]]
             self._inventory.retire(entry for entry in entries if entry is not None)
 
-    def is_coming(self, wanted: Wanted, index: int) -> bool:
+    def is_coming(self, wanted: KeySet, index: int) -> bool:
         """True if somebody is bringing a chunk here at this moment."""
         with self._lock:
             return wanted.addresses[index] in self._filling
 
-    def is_taken(self, wanted: Wanted, index: int) -> bool:
+    def is_taken(self, wanted: KeySet, index: int) -> bool:
         """True if a chunk of this size is here or being brought: a claim of it fails then, even if there is room."""
         with self._lock:
             coming_bytes = self._filling.get(wanted.addresses[index])
-            return coming_bytes == image_bytes(wanted, index) or self._found(wanted, index) is not None
+            return coming_bytes == wanted.image_bytes(index) or self._found(wanted, index) is not None
 
-    def admits(self, wanted: Wanted, index: int) -> bool:
+    def admits(self, wanted: KeySet, index: int) -> bool:
         """True if a chunk that is asked for, and is elsewhere, is worth bringing here (rule R2); notes the request."""
         with self._lock:
             return self._admission.asked(wanted.addresses[index], self._clock.monotonic_s())
@@ -381,7 +379,6 @@ class MemoryTier:
             return Victims(self._readable, entries, self._let_go)
 
     def place(self, entry: Entry) -> Place:
-        """Returns which chunk an entry is."""
         with self._lock:
             return entry.place
 
@@ -458,7 +455,6 @@ class MemoryTier:
     # Looking after it
 
     def stats(self) -> dict[str, int | float]:
-        """Returns how full the memory is, and with what."""
         with self._lock:
             self._collect()
             inventory = self._inventory
@@ -508,10 +504,10 @@ class MemoryTier:
         image = self._memory[entry.offset : entry.offset + FIXED_BYTES]
         return any(order.forbids(entry.namespace, incarnation_at(image), last_use_s) for order in orders)
 
-    def _found(self, wanted: Wanted, index: int) -> Entry | None:
+    def _found(self, wanted: KeySet, index: int) -> Entry | None:
         entry = None if self._is_closed else self._inventory.find(wanted.addresses[index])
         # The request may give another size for a block than it has.
-        return entry if entry is not None and image_bytes(wanted, index) in (entry.size_bytes, 0) else None
+        return entry if entry is not None and wanted.image_bytes(index) in (entry.size_bytes, 0) else None
 
     def _which_right(self, slots: Slots, indexes: Sequence[int], entries: Sequence[Entry], fetched: bool) -> Mask:
         right = verify_images(slots.wanted, indexes, images_of(slots.memory, entries))

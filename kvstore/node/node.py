@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import numpy.typing as npt
 
-from kvstore.address import Chain, RecentChains
 from kvstore.buffers import Buffers, Pieces, Sections
 from kvstore.census.selection import ClearOrder, Standing
 from kvstore.counts import NodeCount
@@ -24,31 +23,28 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format import places
 from kvstore.format.header import Ancestry
 from kvstore.hints import DEFAULT, Hints
+from kvstore.keyset import BlockKeys, ChunkKeys, RecentChains, leading
 from kvstore.memory.arena import Arena
 from kvstore.meta.keys import Keys
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.node.blocks import Blocks
-from kvstore.node.chunks import Chunks
+from kvstore.node.chunk_store import ChunkStore, Incarnations
 from kvstore.node.counters import Counters
 from kvstore.node.encoded import Encodings
-from kvstore.node.gc_state import GcState
-from kvstore.node.handing import Handing
+from kvstore.node.gc_state import GcState, View
 from kvstore.node.holds import Hold, Holds
-from kvstore.node.incarnations import Incarnations
 from kvstore.node.known import Known
 from kvstore.node.lanes import Batch, Deadline, Lanes, moved_on
 from kvstore.node.layers import SINGLY, Bands, LayerReader, MemoryOf
 from kvstore.node.looking import Looking
-from kvstore.node.memory_tier import MemoryTier
+from kvstore.node.memory_tier import MemoryTier, Slots
 from kvstore.node.prefetch import Prefetcher, TierName
-from kvstore.node.puts import Puts, Written
-from kvstore.node.reader import TieredReads
+from kvstore.node.reader import Reader
 from kvstore.node.refresh import Refresher
 from kvstore.node.settings import NO_TIERS, CurrentLimits, Limits, TierSettings
 from kvstore.node.tier_stack import TierStack
-from kvstore.node.view import View
-from kvstore.node.views import Views
-from kvstore.node.wanted import keyed, leading
+from kvstore.node.write_behind import Job
+from kvstore.node.writer import Writer, Written
 from kvstore.operations import OperationRun, Operations, OperationState
 from kvstore.results import LayerMemory, PutResult
 from kvstore.root.identity import RootIdentity
@@ -78,7 +74,6 @@ class Staging:
         self._looked_at_count = 0
 
     def leave(self, session: bytes) -> None:
-        """Notes that nothing more is staged under this id."""
         self._before.append(session)
 
     def clear(self, lanes: Lanes, timeout_s: float) -> None:
@@ -167,7 +162,7 @@ class Node:
         self._session = session = session or (lambda: self.id)
         self.encodings = Encodings(keys, self.counters, ids, compress=compress)
         self.incarnations = Incarnations(root, session, self.id, clock, ids, label)
-        self._chunks = Chunks(
+        self._chunks = ChunkStore(
             root, identity.shard_bits, session, self.known, self.counters, self.incarnations, numbers,
             self.encodings, self.gc_view.usage,
         )  # fmt: skip
@@ -185,32 +180,28 @@ class Node:
                 self._limits,
                 clock,
                 ids,
+                publish=self._write_behind,
                 waits=durability.waits,
                 lanes=lanes,
                 incarnations=self.incarnations,
                 record=self._record_writer,
                 encodings=self.encodings,
             )
-        self.reads = TieredReads(self._chunks, self._lanes, self._refresher, self.counters, self.tiers)
-        self.blocks = Blocks(self._chunks, self.gc_view, self._lanes, self.counters, self.reads, self.holds)
-        self.handing = Handing(self._chunks, self._lanes, self.counters, self.reads, self.tiers)
-        self.puts = Puts(
-            self._chunks, self._lanes, self.gc_view, self._refresher, self.reads, self.tiers,
+        self.reader = Reader(self._chunks, self._lanes, self._refresher, self.counters, self.tiers)
+        self.blocks = Blocks(self._chunks, self.gc_view, self._lanes, self.counters, self.reader, self.holds)
+        self.writer = Writer(
+            self._chunks, self._lanes, self.gc_view, self._refresher, self.reader, self.tiers,
             self.counters, self._limits, clock, durable=durable,
         )  # fmt: skip
         self._prefetcher: Prefetcher | None = None
         self.operations = Operations(clock, ids, lambda: self.limits.operations_max, self._count_ended)
         if self.tiers is not None:
-            # Puts need the memory, and its queue needs the puts, which write what it has: so the queue starts last.
-            self.tiers.start(self.puts.publish)
-            self._prefetcher = Prefetcher(self.tiers, self.reads, self._lanes, self.gc_view, self._limits, clock)
+            self._prefetcher = Prefetcher(self.tiers, self.reader, self._lanes, self.gc_view, self._limits, clock)
         self.looking = Looking(self._chunks, self._lanes, self.gc_view, self.tiers, clock)
-        self._views = Views(self._chunks, self._lanes, self.counters, self.tiers, limits.open_files_max)
         self._closed = False
 
     @property
     def limits(self) -> Limits:
-        """What the node allows itself now."""
         return self._limits.now
 
     # Namespaces
@@ -228,22 +219,21 @@ class Node:
         return self._lanes.run(lambda: self._records.find(digest), self._deadline(None, self.limits.read_deadline_s))
 
     def namespaces(self, deadline_s: float | None = None) -> list[Namespace]:
-        """All namespaces recorded on the root."""
         return self._lanes.run(self._records.list, self._deadline(deadline_s, self.limits.read_deadline_s))
 
     # Prefixes
 
-    def match(self, chain: Chain, deadline_s: float | None = None, *, counts: bool = True) -> int:
+    def match(self, chain: ChunkKeys, deadline_s: float | None = None, *, counts: bool = True) -> int:
         """How many leading chunks are in the store. A miss, never an error, when the root does not answer."""
         deadline = self._deadline(deadline_s, self.limits.match_deadline_s)
-        count = self.reads.matched_count(chain.leading(self.gc_view.leading(chain)), deadline)
+        count = self.reader.matched_count(chain.leading(self.gc_view.leading(chain)), deadline)
         if counts:
             self.counters.add_lookup(len(chain), count, chain.namespace.layout.chunk_tokens, is_match=True)
         return count
 
     def hold(
         self,
-        chain: Chain,
+        chain: ChunkKeys,
         ttl_s: float | None = None,
         deadline_s: float | None = None,
         *,
@@ -252,7 +242,7 @@ class Node:
         """Holds the leading chunks that are in the store. Raises Overloaded where too many holds are alive."""
         hold = self.holds.take(chain, ttl_s)  # it has left out what is condemned
         try:
-            hold.count = self.reads.matched_count(hold.chain, self._deadline(deadline_s, self.limits.match_deadline_s))
+            hold.count = self.reader.matched_count(hold.chain, self._deadline(deadline_s, self.limits.match_deadline_s))
             if counts:
                 self.counters.add_lookup(len(chain), hold.count, chain.namespace.layout.chunk_tokens, is_match=False)
             hold.chain = chain.leading(hold.count)
@@ -272,9 +262,9 @@ class Node:
         self.holds.check(hold)
         deadline = self._deadline(deadline_s, self.limits.read_deadline_s)
         self.counters.add(NodeCount.REQUESTS_GET)
-        done = self.reads.begin(hold.chain, 0, hold.count, into, deadline).wait(deadline)
+        done = self.reader.begin(hold.chain, 0, hold.count, into, deadline).wait(deadline)
         count = leading(done)
-        self.reads.used(hold.chain.leading(count))
+        self.reader.used(hold.chain.leading(count))
         return count
 
     @property
@@ -289,7 +279,7 @@ class Node:
 
     def used(self, hold: Hold, count: int) -> None:
         """Notes a read of the ``count`` leading chunks of a hold, whose recency is renewed."""
-        self.reads.used(hold.chain.leading(count))
+        self.reader.used(hold.chain.leading(count))
 
     def read_layers(
         self, hold: Hold, memory: MemoryOf, deadline_s: float | None = None, bands: Bands = SINGLY
@@ -308,29 +298,29 @@ class Node:
         for layer, filled in reader.read(memory, partial(self._deadline, deadline_s, self.limits.read_deadline_s)):
             self.holds.check(hold)
             yield layer, filled
-        self.reads.used(hold.chain)
+        self.reader.used(hold.chain)
 
     def view(self, hold: Hold, deadline_s: float | None = None) -> list[npt.NDArray[Any]]:
         """The held chunks as read-only arrays of shape ``(layers, 2, chunk_tokens, kv_heads, head_dim)``.
 
-        Without a copy where they are in memory, or where the root can be mapped: as many at once as ``mapping.c``
-        allows, without native code ``open_files_max`` of each view.  Verified; fewer than held where one was lost.  An
-        array stays readable after the hold ends, and one in memory keeps its chunk there.  Nobody may truncate a file
+        Without a copy where they are in memory, or where native code can map the root, as many at once as ``mapping.c``
+        allows.  Verified; fewer than held where one was lost.  An array stays readable after the hold ends, and one in
+        memory keeps its chunk there.  Nobody may truncate a file
         that is mapped: whoever touches what it lost is killed (SIGBUS), as with any mapping.
         """
         self.holds.check(hold)
         self.counters.add(NodeCount.REQUESTS_GET)
         deadline = self._deadline(deadline_s, self.limits.read_deadline_s)
         self._bring_foreign(hold, deadline)
-        arrays = self._views.of(hold.chain, deadline)
-        self.reads.used(hold.chain.leading(len(arrays)))
+        arrays = self.reader.view(hold.chain, deadline)
+        self.reader.used(hold.chain.leading(len(arrays)))
         return arrays
 
     # Publishing
 
     def put(
         self,
-        chain: Chain,
+        chain: ChunkKeys,
         first: int,
         source: Sections,
         deadline_s: float | None = None,
@@ -344,7 +334,7 @@ class Node:
         Raises Overloaded (no space), PermissionDenied or Unavailable; what was published until then stays.
         """
         deadline = self._deadline(deadline_s, self.limits.write_deadline_s)
-        published = self.puts.put(chain, first, source, deadline, hints, write)
+        published = self.writer.put(chain, first, source, deadline, hints, write)
         return published.of_prompt(chain.namespace.layout.chunk_tokens)
 
     def put_blocks(
@@ -363,14 +353,14 @@ class Node:
         not look at the root: if that has a block of another size, it counts as there and a read misses. ``ancestry``
         says where in a prompt. Raises Overloaded while the root is full, else what the root raised; some may be stored.
         """
-        wanted = keyed(namespace, keys, list(map(len, buffers)), ancestry)
+        wanted = BlockKeys.of(namespace, keys, list(map(len, buffers)), ancestry)
         deadline = self._deadline(deadline_s, self.limits.write_deadline_s)
-        return self.puts.put(wanted, 0, Buffers(buffers), deadline, hints, write)
+        return self.writer.put(wanted, 0, Buffers(buffers), deadline, hints, write)
 
     # Ahead of reads
 
     def begin_prefetch(
-        self, chain: Chain, tier: TierName, identity: str = "", tenant_share: float = 1.0
+        self, chain: ChunkKeys, tier: TierName, identity: str = "", tenant_share: float = 1.0
     ) -> OperationRun:
         """Begins to bring what is stored of a prompt to a tier.
 
@@ -397,7 +387,7 @@ class Node:
             deadline_s=self.limits.prefetch_deadline_s,
         )
 
-    def evict_first(self, chain: Chain) -> None:
+    def evict_first(self, chain: ChunkKeys) -> None:
         """Makes the chunks of a prompt the first to go from this node's memory and disk, until they are used again."""
         if self._prefetcher is not None:
             self._prefetcher.evict_first(chain)
@@ -421,7 +411,6 @@ class Node:
         return self._lanes.start(count, work)
 
     def forget(self) -> None:
-        """Forgets what was known to be present; holds stay."""
         self.known.clear()
 
     def forget_namespace(self, digest: NamespaceDigest) -> None:
@@ -445,7 +434,6 @@ class Node:
             self.tiers.sweep_disk(orders)
 
     def stats(self) -> dict[str, int | float]:
-        """All counters, and how full the bounded things are."""
         return {
             **self.counters.snapshot(),
             "known_chunks": len(self.known),
@@ -483,11 +471,14 @@ class Node:
     def _bring_foreign(self, hold: Hold, deadline: Deadline) -> None:
         """Brings held chunks into memory that the root may not have, for those who read it or memory alone."""
         if self.tiers is not None and self.tiers.below and self.tiers.memory.leading(hold.chain, 0) < hold.count:
-            chain, count, reads = hold.chain, hold.count, self.reads
+            chain, count, reads = hold.chain, hold.count, self.reader
             with suppress(KVStoreError):  # what does not come is missed by the reader
                 self._lanes.run(
                     lambda: reads.bring(chain, 0, count, deadline, even_once=True, even_root=False), deadline
                 )
+
+    def _write_behind(self, job: Job, slots: Slots) -> int:
+        return self.writer.publish(job, slots)  # it is made after the tiers, which it needs
 
     def _count_ended(self, state: OperationState) -> None:
         self.counters.add(_ENDED[state])
@@ -533,7 +524,7 @@ def match_each(
             break
         chains = [node.chains.of(namespace, tokens) for tokens in group]
         addresses = [address for chain in chains for address in chain.addresses]
-        present = bytes(node.reads.remembered(addresses))
+        present = bytes(node.reader.remembered(addresses))
         for chain, remembered in zip(chains, _leading(present, chains), strict=True):
             if deadline.passed:
                 break
@@ -542,7 +533,7 @@ def match_each(
     return counts
 
 
-def _leading(present: bytes, chains: list[Chain]) -> Iterator[int]:
+def _leading(present: bytes, chains: list[ChunkKeys]) -> Iterator[int]:
     """Yields the number of leading chunks of each that are present, one byte for each chunk of all of them."""
     start = 0
     for chain in chains:

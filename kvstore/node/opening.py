@@ -22,12 +22,12 @@ from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.session import Presence, Session
 from kvstore.meta.store import Meta
 from kvstore.node.follower import Follower, StartFence
+from kvstore.node.gc_state import View
 from kvstore.node.host import Bound, Host
 from kvstore.node.lanes import Deadline, Lanes
-from kvstore.node.member import Member, Sharing, Syncing
+from kvstore.node.member import Member, Sharing
 from kvstore.node.node import Node
 from kvstore.node.settings import AS_SHIPPED, NO_TIERS, NOT_BOUNDED, AskedBound, Limits, NodeOptions, TierSettings
-from kvstore.node.view import View
 from kvstore.root.fences import begin_reserve, with_reserve
 from kvstore.root.identity import (
     BOUND_BYTES_MIN,
@@ -109,8 +109,10 @@ def open_member(
             raise _not_bounded(url, why)
         meta, sharing = cluster or MemoryMeta(clock=clock), Sharing.CLUSTER if cluster else Sharing.ALONE
         undo.callback(meta.close)
-        member = join(root, identity, meta, options, limits=limits, clock=clock, ids=ids, sharing=sharing, host=host)
-        member.is_beside_cluster = why == BESIDE_CLUSTER
+        member = join(
+            root, identity, meta, options, limits=limits, clock=clock, ids=ids, sharing=sharing, host=host,
+            is_beside_cluster=why == BESIDE_CLUSTER,
+        )  # fmt: skip
         undo.pop_all()
         return member
 
@@ -126,6 +128,7 @@ def join(
     ids: Ids,
     sharing: Sharing = Sharing.ALONE,
     host: Host | None = None,
+    is_beside_cluster: bool = False,
 ) -> Member:
     """A member over a root and metadata that are open; closes them when it is closed. Raises Unavailable.
 
@@ -163,20 +166,8 @@ def join(
             threading.Thread(target=follower.run, args=(session,), name="kvstore-follower", daemon=True).start()
 
         presence.attach(follow, follower.end)
-    member = Member(node, meta, presence, sharing=sharing, host=host)
-    if sharing is Sharing.CLUSTER:
-        member.follow_clears()
-    try:
-        if node.tiers is not None and options.tiers.disk_folder:
-            node.tiers.add_disk(options.tiers.disk_folder, options.tiers.disk_bytes)
-        # Metadata in memory are as slow as a busy host: a session begins in the end.
-        wait_s = limits.meta_deadline_s if sharing is Sharing.CLUSTER else limits.write_deadline_s
-        presence.start(wait_s=max(wait_s, limits.meta_deadline_s))
-    except BaseException:
-        node.close(timeout_s=0.5)
-        raise
-    if options.durability is Durability.EVERYSEC:
-        member.syncing = Syncing(root.sync, lambda: node.gc_view.usage.written_bytes)
+    member = Member(node, meta, presence, sharing=sharing, host=host, is_beside_cluster=is_beside_cluster)
+    member.start(options.tiers)
     return member
 
 

@@ -6,15 +6,14 @@ import threading
 from contextlib import nullcontext
 from typing import Literal
 
-from kvstore.address import Chain
 from kvstore.errors import InvalidRequest
+from kvstore.keyset import ChunkKeys
 from kvstore.node.disk_tier import DiskTier
 from kvstore.node.gc_state import GcState
 from kvstore.node.lanes import Deadline, Lanes
-from kvstore.node.reader import TieredReads
+from kvstore.node.reader import Reader
 from kvstore.node.settings import CurrentLimits
 from kvstore.node.tier_stack import TierStack
-from kvstore.node.wanted import image_bytes, place_at
 from kvstore.operations import OperationRun
 from kvstore.sources import Clock
 from kvstore.text import brief
@@ -45,7 +44,7 @@ class Prefetcher:
     def __init__(
         self,
         tiers: TierStack,
-        reads: TieredReads,
+        reads: Reader,
         lanes: Lanes,
         view: GcState,
         limits: CurrentLimits,
@@ -59,7 +58,7 @@ class Prefetcher:
         self._clock = clock
         self._writing = threading.Lock()
 
-    def run(self, chain: Chain, tier: TierName, operation: OperationRun) -> str:
+    def run(self, chain: ChunkKeys, tier: TierName, operation: OperationRun) -> str:
         """Does a whole prefetch; the work of an operation. Raises the root's errors, and what its steps raise."""
         chain = chain.leading(self._view.leading(chain))
         chain = chain.leading(self._reads.matched_count(chain, self._deadline(operation)))
@@ -72,13 +71,13 @@ class Prefetcher:
         left = len(chain) - steps.at
         return f"{left} of {len(chain)} stored chunks found no space, or were lost" if left else ""
 
-    def evict_first(self, chain: Chain) -> None:
+    def evict_first(self, chain: ChunkKeys) -> None:
         """Makes the chunks of a prompt the first to go from memory and disk, until they are used again."""
         self._tiers.memory.retire(chain, len(chain))
         if self._tiers.disk is not None:
             self._tiers.disk.retire(chain, len(chain))
 
-    def _to_memory(self, steps: _Steps, chain: Chain) -> None:
+    def _to_memory(self, steps: _Steps, chain: ChunkKeys) -> None:
         memory, operation = self._tiers.memory, steps.operation
         operation.pause(LEAD_S)
         try:
@@ -98,7 +97,7 @@ class Prefetcher:
             # Count a use: a prefetched chunk must not go before its request, as one to be evicted first would.
             memory.used(chain, steps.at)
 
-    def _to_disk(self, steps: _Steps, chain: Chain, disk: DiskTier) -> None:
+    def _to_disk(self, steps: _Steps, chain: ChunkKeys, disk: DiskTier) -> None:
         while steps.at < len(chain):
             self._copy(chain, steps.at, steps.stop, disk, steps.operation)
             found = min(disk.leading(chain, steps.at), steps.stop - steps.at)
@@ -112,7 +111,7 @@ class Prefetcher:
                 break
             operation.pause(LEAD_S)
 
-    def _bring(self, chain: Chain, first: int, stop: int, width: int, operation: OperationRun) -> int:
+    def _bring(self, chain: ChunkKeys, first: int, stop: int, width: int, operation: OperationRun) -> int:
         """Brings chunks into memory, on several lanes at once; returns how many leading ones are there then."""
         deadline = self._deadline(operation)
         size = -(-(stop - first) // width)
@@ -129,7 +128,7 @@ class Prefetcher:
             self._lanes.each(-(-(stop - first) // size), bring, deadline)
             return min(self._tiers.memory.leading(chain, first), stop - first)
 
-    def _copy(self, chain: Chain, first: int, stop: int, disk: DiskTier, operation: OperationRun) -> None:
+    def _copy(self, chain: ChunkKeys, first: int, stop: int, disk: DiskTier, operation: OperationRun) -> None:
         """Copies chunks to the local disk, up to the first that is nowhere, or that finds no room there."""
         self._tiers.encodings.learn(chain.namespace)  # these chunks do not pass through memory, which would learn it
         for start in range(first, stop, self._lanes.width):
@@ -139,14 +138,16 @@ class Prefetcher:
                 # One after the other, and in this thread: no other prefetch takes the room that one makes, and no lane
                 # waits.
                 with self._writing:
-                    place = place_at(chain, index)
+                    place = chain.place(index)
                     # Try twice: chunks that memory drops at this moment also go to the disk, and may take the room.
                     if not (disk.add(place, image) or disk.add(place, image) or disk.leading(chain, index)):
                         return
             if disk.leading(chain, start) < end - start:
                 return
 
-    def _read(self, chain: Chain, first: int, stop: int, disk: DiskTier, deadline: Deadline) -> dict[int, memoryview]:
+    def _read(
+        self, chain: ChunkKeys, first: int, stop: int, disk: DiskTier, deadline: Deadline
+    ) -> dict[int, memoryview]:
         """Returns the images of chunks that the disk lacks, by their index, up to the first that is nowhere."""
         images: dict[int, memoryview] = {}
 
@@ -155,7 +156,7 @@ class Prefetcher:
             if disk.leading(chain, index):
                 return True
             # Each image has memory of its own: a lane of a root that hangs may still write there after the deadline.
-            image = memoryview(bytearray(image_bytes(chain, index)))
+            image = memoryview(bytearray(chain.image_bytes(index)))
             is_right = self._reads.read_image(chain, index, image, deadline)
             if is_right:
                 images[index] = image
@@ -171,7 +172,7 @@ class Prefetcher:
 class _Steps:
     """The progress of one prefetch along its chain."""
 
-    def __init__(self, operation: OperationRun, chain: Chain) -> None:
+    def __init__(self, operation: OperationRun, chain: ChunkKeys) -> None:
         self.operation = operation
         self.at = 0
         """Leading chunks that are done."""
@@ -180,8 +181,7 @@ class _Steps:
 
     @property
     def stop(self) -> int:
-        """The end of the next step."""
-        return min(len(self._chain), self.at + max(1, STEP_BYTES // image_bytes(self._chain, 0)))
+        return min(len(self._chain), self.at + max(1, STEP_BYTES // self._chain.image_bytes(0)))
 
     def advance(self, chunks: int) -> None:
         """Counts chunks as done. Raises what ``OperationRun.check`` raises."""

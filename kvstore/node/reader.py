@@ -8,24 +8,29 @@ a node without memory.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from weakref import ReferenceType, ref
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import ADDRESS_BYTES, Address, Chain
-from kvstore.buffers import Borrowed, Sections, Withdrawn
+from kvstore.address import ADDRESS_BYTES, Address
+from kvstore.buffers import Borrowed, Sections, Withdrawn, cut_evenly
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
-from kvstore.format.header import Damaged, expected_chunk, header_bytes
-from kvstore.node.chunk_runs import SharedRead, Sizes
-from kvstore.node.chunks import Chunks
+from kvstore.format.header import Damaged, header_bytes
+from kvstore.keyset import BlockKeys, ChunkKeys, KeySet
+from kvstore.node.chunk_store import ChunkStore, SharedRead, Sizes
 from kvstore.node.counters import Counters
+from kvstore.node.gc_state import GcState
+from kvstore.node.holds import Hold, Holds
 from kvstore.node.images import verify_images
 from kvstore.node.lanes import (
     GROUP_BYTES_MAX,
@@ -37,10 +42,12 @@ from kvstore.node.lanes import (
     group_size,
     moved_on,
 )
-from kvstore.node.memory_tier import MemoryTier, Slot
+from kvstore.node.memory_tier import MemoryTier, Slot, Slots
 from kvstore.node.refresh import Refresher
 from kvstore.node.tier_stack import Tier, TierStack
-from kvstore.node.wanted import Keyed, Wanted, expected_of, mean_bytes
+from kvstore.root.posix import PosixReader
+
+Mask = npt.NDArray[np.bool_]
 
 TURN_CHUNKS_MAX = 512
 """Chunks that a lane reads in one call: opening takes a millisecond each on some roots, and a lane that is in one call
@@ -55,13 +62,13 @@ class Groups:
     size: int
     """Chunks in a group; the last may have fewer."""
     chunks: int
-    read: Callable[[int, int, Borrowed], npt.NDArray[np.bool_]]
+    read: Callable[[int, int, Borrowed], Mask]
     """Reads the chunks from one index up to another; True for those that are right. Raises Withdrawn."""
     turns: SharedRead | None = None
     """Reads the same chunks once, without fixed bounds between the lanes."""
 
 
-def gaps(done: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+def gaps(done: Mask) -> list[tuple[int, int]]:
     """Returns the runs of chunks that are not done, each from its first index to the one after its last."""
     edges = np.flatnonzero(np.diff(np.concatenate(([True], done, [True])).astype(np.int8)))
     starts: list[int] = edges[::2].tolist()
@@ -213,7 +220,7 @@ def read_chunks(
 
 
 def verified(
-    wanted: Wanted,
+    wanted: KeySet,
     indexes: Sequence[int],
     images: Sequence[memoryview],
     lanes: Lanes,
@@ -238,33 +245,56 @@ def verified(
     return right.tobytes()
 
 
-def root_groups(chunks: Chunks, lanes: Lanes, wanted: Wanted, first: int, count: int, into: Sections) -> Groups | None:
+def root_groups(
+    chunks: ChunkStore, lanes: Lanes, wanted: KeySet, first: int, count: int, into: Sections
+) -> Groups | None:
     """Returns chunks from ``first`` on on the root in groups, counted from 0; None if they are read one by one."""
     run = chunks.runs.of(wanted, first, count, into, fills=True)
     if run is None:
         return None
 
-    def read(start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
+    def read(start: int, stop: int, borrowed: Borrowed) -> Mask:
         return chunks.runs.read(run, first + start, first + stop, borrowed)
 
-    chunk_bytes = max(1, mean_bytes(wanted, first, count))
+    chunk_bytes = max(1, wanted.mean_bytes(first, count))
     size = group_size(count, chunk_bytes, lanes.width)
     step = max(1, min(size, GROUP_BYTES_MIN // chunk_bytes))
     most = max(step, min(GROUP_BYTES_MAX // chunk_bytes, TURN_CHUNKS_MAX))
     return Groups(size, count, read, chunks.runs.shared_read(run, Sizes(step, most, size)))
 
 
-Mask = npt.NDArray[np.bool_]
-
 RECENT_MAX = 64
 """Reads that are looked at to know whether lanes are busy with some."""
 
 
-class TieredReads:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The wanted chunks or engine-hashed blocks, and the hold to read them under, if any."""
+
+    wanted: KeySet
+    hold: Hold | None = None
+    memory_only: bool = False
+    """The client is a peer: give only what memory has (rule P2)."""
+
+    def allowed(self, holds: Holds, view: GcState, indexes: Sequence[int]) -> Sequence[int]:
+        """Return the indexes that may be given: all under a hold or of a prompt, else those not condemned.
+
+        Raises HoldBroken.
+        """
+        if self.hold is not None:
+            holds.check(self.hold)
+        elif not self.wanted.prefix_ordered:
+            allowed = view.allowed([self.wanted.addresses[index] for index in indexes])
+            if len(allowed) < len(indexes):
+                return [indexes[at] for at in allowed]
+        return indexes
+
+
+class Reader:
     """The chunks of one node, from the nearest place that has them. Thread-safe."""
 
     def __init__(
-        self, chunks: Chunks, lanes: Lanes, refresher: Refresher, counters: Counters, tiers: TierStack | None
+        self, chunks: ChunkStore, lanes: Lanes, refresher: Refresher, counters: Counters, tiers: TierStack | None
     ) -> None:
         self._chunks = chunks
         self._lanes = lanes
@@ -279,7 +309,7 @@ class TieredReads:
         """True while lanes work on what ``begin`` reads. Advice: of very many reads it sees the last ones."""
         return any(reading.is_running for each in tuple(self._recent) if (reading := each()) is not None)
 
-    def has(self, wanted: Wanted) -> list[bool]:
+    def has(self, wanted: KeySet) -> list[bool]:
         """Returns for each chunk whether it is there, looked for by itself."""
         there = [False] * len(wanted)
         at = 0
@@ -289,7 +319,7 @@ class TieredReads:
             at += max(1, found)
         return there
 
-    def sizes(self, wanted: Keyed) -> list[int]:
+    def sizes(self, wanted: BlockKeys) -> list[int]:
         """Returns the size of each block that memory has, without its header; 0 for the others."""
         if self._tiers is None:
             return [0] * len(wanted)
@@ -299,11 +329,11 @@ class TieredReads:
                 for key, entry in zip(wanted.keys, slots.entries, strict=True)
             ]
 
-    def remembered(self, addresses: Sequence[Address]) -> npt.NDArray[np.bool_]:
+    def remembered(self, addresses: Sequence[Address]) -> Mask:
         """Returns which chunks are known to be on the root, without a look at it."""
         return self._chunks.known.present(addresses, self._chunks.known.quantum())
 
-    def matched_count(self, chain: Chain, deadline: Deadline) -> int:
+    def matched_count(self, chain: KeySet, deadline: Deadline) -> int:
         """Returns how many leading chunks are anywhere (rule R1): on the root, or in a tier above it.
 
         On an error or a passed deadline the match ends where the remembered chunks end.
@@ -323,7 +353,7 @@ class TieredReads:
             self._counters.add(NodeCount.MISS_UNREADABLE)
         return count
 
-    def near(self, wanted: Wanted, count: int = 0) -> int:
+    def near(self, wanted: KeySet, count: int = 0) -> int:
         """Returns how many leading chunks are there without a look at the root, given that the first ``count`` are."""
         known = self._chunks.known
         while count < len(wanted):
@@ -334,13 +364,13 @@ class TieredReads:
                 break
         return count
 
-    def used(self, wanted: Wanted) -> None:
+    def used(self, wanted: KeySet) -> None:
         """Notes that all of these were read: a use in memory, and their recency is renewed."""
         if self._tiers is not None:
             self._tiers.memory.used(wanted, len(wanted))
         self._refresher.used(wanted)
 
-    def looked_up(self, wanted: Wanted) -> None:
+    def looked_up(self, wanted: KeySet) -> None:
         """Notes that all of these were found.
 
         An engine looks up whole prompts, and reads what it does not have itself. What it has is renewed with the rest:
@@ -348,7 +378,7 @@ class TieredReads:
         """
         self._refresher.used(wanted)
 
-    def superseded(self, wanted: Wanted, first: int, unused_s: float) -> None:
+    def superseded(self, wanted: KeySet, first: int, unused_s: float) -> None:
         """Notes that the chunks from ``first`` on are of an abandoned branch that its user left ``unused_s`` ago.
 
         They go first on the root until somebody uses them again; memory and local disk go by their own uses. Returns at
@@ -356,13 +386,13 @@ class TieredReads:
         """
         self._refresher.superseded(wanted, first, self._chunks.known.quantum(unused_s))
 
-    def begin(self, wanted: Wanted, first: int, count: int, into: Sections, deadline: Deadline) -> Reading:
+    def begin(self, wanted: KeySet, first: int, count: int, into: Sections, deadline: Deadline) -> Reading:
         """Begins to read ``count`` chunks from index ``first`` on into ``into(index)``. A miss ends a prompt."""
-        stop_at_miss = isinstance(wanted, Chain)
+        stop_at_miss = wanted.prefix_ordered
         tiers, from_root = self._tiers, root_groups(self._chunks, self._lanes, wanted, first, count, into)
 
         def read(at: int, borrowed: Borrowed) -> bool:
-            return self._chunks.read(expected_of(wanted, first + at), into(first + at), borrowed)
+            return self._chunks.read(wanted.expected(first + at), into(first + at), borrowed)
 
         if tiers is None or not count:
             return Reading(self._lanes, self._counters, count, read, stop_at_miss, from_root)
@@ -381,13 +411,13 @@ class TieredReads:
                     done[at:end] = from_root.read(start + at, start + end, borrowed)
             return done
 
-        groups = Groups(group_size(count, mean_bytes(wanted, first, count), lanes.width), count, read_group)
+        groups = Groups(group_size(count, wanted.mean_bytes(first, count), lanes.width), count, read_group)
         # The caller does no share: a chunk that proves wrong in memory is fetched from devices, which may hang.
         reading = Reading(lanes, self._counters, count, read, stop_at_miss, groups, ended=slots.release)
         self._recent.append(ref(reading))
         return reading
 
-    def _bisect(self, chain: Chain, known: int) -> int:
+    def _bisect(self, chain: KeySet, known: int) -> int:
         """Returns the number of leading chunks present, given that the first ``known`` are.
 
         An ancestor outlives its descendants, so presence along a chain is a step: O(log n) looks. The first look is at
@@ -398,7 +428,7 @@ class TieredReads:
         present, absent, epoch = known, len(chain), chunks.known.epoch
 
         def is_present(index: int) -> bool:
-            return chunks.is_present(expected_chunk(chain, index))
+            return chunks.is_present(chain.expected(index))
 
         with self._counters.timed("root", "look"):
             if not is_present(known):
@@ -415,7 +445,7 @@ class TieredReads:
             chunks.known.add_all(chain.addresses[known:present], chunks.known.quantum(), renewed=False, epoch=epoch)
         return present
 
-    def _leading(self, wanted: Wanted, first: int) -> int:
+    def _leading(self, wanted: KeySet, first: int) -> int:
         assert self._tiers is not None
         at = first
         while at < len(wanted):
@@ -428,7 +458,7 @@ class TieredReads:
         return at - first
 
     def bring(
-        self, wanted: Wanted, first: int, stop: int, deadline: Deadline, *, even_once: bool, even_root: bool
+        self, wanted: KeySet, first: int, stop: int, deadline: Deadline, *, even_once: bool, even_root: bool
     ) -> None:
         """Brings chunks ``first`` to ``stop - 1`` into memory from below. Called on a lane.
 
@@ -448,7 +478,7 @@ class TieredReads:
                     if is_wrong and tier is not None:
                         tier.damaged(wanted, index)
 
-    def read_image(self, wanted: Wanted, index: int, image: memoryview, deadline: Deadline) -> bool:
+    def read_image(self, wanted: KeySet, index: int, image: memoryview, deadline: Deadline) -> bool:
         """Reads the whole image of one chunk from wherever it is, past memory; True if it came and is right. Called on
         a lane.
 
@@ -471,7 +501,7 @@ class TieredReads:
     def _read_fetched(
         self,
         tiers: TierStack,
-        wanted: Wanted,
+        wanted: KeySet,
         first: int,
         done: Mask,
         into: Sections,
@@ -493,7 +523,7 @@ class TieredReads:
                     tier.damaged(wanted, index)
 
     def _sources(
-        self, tiers: TierStack, wanted: Wanted, indexes: Sequence[int], *, even_once: bool
+        self, tiers: TierStack, wanted: KeySet, indexes: Sequence[int], *, even_once: bool
     ) -> list[tuple[Tier | None, list[int]]]:
         """Returns where each chunk comes from into memory, grouped by tier; None is the root."""
         left, found = list(indexes), list[tuple[Tier | None, list[int]]]()
@@ -512,7 +542,7 @@ class TieredReads:
         return [*found, (None, left)] if left else found
 
     def _fetch(
-        self, memory: MemoryTier, wanted: Wanted, tier: Tier | None, indexes: Sequence[int], deadline: Deadline
+        self, memory: MemoryTier, wanted: KeySet, tier: Tier | None, indexes: Sequence[int], deadline: Deadline
     ) -> list[int]:
         """Brings chunks into memory; returns those that came, unverified. The others are left to the root."""
         slots: list[Slot] = []
@@ -522,7 +552,7 @@ class TieredReads:
             if slot is not None:
                 slots.append(slot)
                 claimed.append(index)
-            elif isinstance(wanted, Chain) and not memory.is_taken(wanted, index):
+            elif wanted.prefix_ordered and not memory.is_taken(wanted, index):
                 break  # no room: the next chunks would only take the room of those before them
         came = [False] * len(slots)
         try:
@@ -537,17 +567,17 @@ class TieredReads:
         return [index for index, whole in zip(claimed, came, strict=True) if whole]
 
     def _fetch_from(
-        self, tier: Tier, wanted: Wanted, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
+        self, tier: Tier, wanted: KeySet, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
     ) -> list[bool]:
         with self._counters.timed(tier.name, "read") as timed:
             came = tier.fetch(wanted, indexes, images, deadline)
             timed.size_bytes = sum(len(image) for image, whole in zip(images, came, strict=True) if whole)
         return came
 
-    def _from_root(self, wanted: Wanted, index: int, image: memoryview) -> bool:
+    def _from_root(self, wanted: KeySet, index: int, image: memoryview) -> bool:
         try:
             with self._counters.timed("root", "read") as timed:
-                opened = self._chunks.open(expected_of(wanted, index))
+                opened = self._chunks.open(wanted.expected(index))
                 if opened is None:
                     return False
                 with opened[0] as reader:
@@ -555,3 +585,203 @@ class TieredReads:
                 return timed.size_bytes == len(image)
         except (KVStoreError, Damaged):
             return False  # a reader of the chunk itself finds out, and counts it
+
+    # Views
+
+    def view(self, chain: ChunkKeys, deadline: Deadline) -> list[npt.NDArray[Any]]:
+        """Returns read-only arrays of shape ``(layers, 2, chunk_tokens, kv_heads, head_dim)``; fewer after a loss.
+
+        Without a copy where possible: verified images in memory, or files that native code maps. An array keeps its
+        chunk in memory, or its file mapped, as long as it or any slice of it lives.
+        """
+        found = self._leased_payloads(self._tiers, chain, deadline) if self._tiers is not None else {}
+        mapped = self._mapped(chain, deadline, found) if len(found) < len(chain) else found
+        layout = chain.namespace.layout
+        arrays: list[npt.NDArray[Any]] = []
+        while (array := mapped.get(len(arrays))) is not None:
+            arrays.append(array.view(layout.numpy_dtype).reshape(layout.shape(layout.chunk_tokens)))
+        return arrays
+
+    def _leased_payloads(
+        self, tiers: TierStack, chain: ChunkKeys, deadline: Deadline
+    ) -> dict[int, npt.NDArray[np.uint8]]:
+        """Returns payloads in memory, each of which keeps its chunk there; as many as may be leased (rule L1)."""
+        memory = tiers.memory
+        leased: list[tuple[int, Slots]] = []
+        for index in range(len(chain)):
+            slots = memory.refer(chain, index, 1)
+            if slots.entries[0] is not None and memory.lease(slots):
+                leased.append((index, slots))
+            else:
+                slots.release()
+        indexes = [index for index, _ in leased]
+        images = [slots.image(index) for index, slots in leased]
+        right = verified(chain, indexes, images, tiers.copiers, deadline)
+        self._counters.add(NodeCount.MEMORY_HITS, sum(right))
+        self._counters.add(NodeCount.MEMORY_BYTES, sum(right) * chain.namespace.layout.chunk_bytes)
+        found: dict[int, npt.NDArray[np.uint8]] = {}
+        for (index, slots), image, is_right in zip(leased, images, right, strict=True):
+            # The tier verifies a wrong image once more and drops it (rule I1). Not past the deadline: this one thread
+            # would then verify everything that was not verified by then.
+            if is_right or (not deadline.passed and memory.view(slots, index) is not None):
+                found[index] = _leased(chain.payload_of(index, image), slots.release)
+            else:
+                slots.release()
+        return found
+
+    def _mapped(
+        self, chain: ChunkKeys, deadline: Deadline, found: dict[int, npt.NDArray[np.uint8]]
+    ) -> dict[int, npt.NDArray[np.uint8]]:
+        """Returns the other payloads, mapped from the root if possible, copied otherwise."""
+        layout, count = chain.namespace.layout, len(chain)
+        payloads: list[memoryview | None] = [None] * count
+        run = self._chunks.runs.of(chain, 0, count) if self._chunks.root.traits.mapped else None
+
+        def read(index: int, borrowed: Borrowed) -> bool:
+            if index in found:
+                return True
+            payloads[index] = self._copied(chain, index)
+            if payloads[index] is not None:
+                return True
+            memory = memoryview(bytearray(layout.chunk_bytes))
+            payloads[index] = memory.toreadonly()
+            return self._chunks.read(chain.expected(index), cut_evenly(memory, layout.section_bytes), borrowed)
+
+        groups = None
+        if run is not None:
+
+            def map_group(start: int, stop: int, _: Borrowed) -> Mask:
+                done = np.array([index in found for index in range(start, stop)], np.bool_)
+                for at, end in gaps(done):
+                    part = slice(start + at, start + end)
+                    done[at:end], payloads[part] = self._chunks.runs.map(run, part.start, part.stop)
+                return done
+
+            groups = Groups(group_size(count, layout.chunk_bytes, self._lanes.width), count, map_group)
+        done = read_chunks(self._lanes, self._counters, count, read, deadline, groups=groups)
+        arrays = {
+            index: np.frombuffer(payload, np.uint8)
+            for index, payload in enumerate(payloads)
+            if payload is not None and done[index]
+        }
+        return arrays | found
+
+    def _copied(self, chain: ChunkKeys, index: int) -> memoryview | None:
+        """Returns a copy of a chunk that memory has and may not lease (rule L1): the root may not have it yet."""
+        if self._tiers is None:
+            return None
+        memory = self._tiers.memory
+        with memory.refer(chain, index, 1) as slots:
+            payload = memory.view(slots, index)
+            return None if payload is None else memoryview(bytes(payload))
+
+    # Chunks for clients that verify them
+
+    def in_memory(
+        self, wanted: KeySet, indexes: Sequence[int], deadline: Deadline, *, brings: bool = True
+    ) -> Slots | None:
+        """Refer to those chunks that are in memory, one entry for each index. None if this node has no memory.
+
+        With ``brings``, chunks that are worth it are brought to memory first.
+        """
+        if self._tiers is None:
+            return None
+        memory = self._tiers.memory
+        part, first = wanted.run(indexes)
+        slots = memory.refer(part, first, len(indexes))
+        if not brings or None not in slots.entries:
+            return slots
+        slots.release()
+        with suppress(KVStoreError):
+            self._lanes.run(
+                lambda: self.bring(part, first, first + len(indexes), deadline, even_once=False, even_root=True),
+                deadline,
+            )
+        return memory.refer(part, first, len(indexes))
+
+    def open_files(self, wanted: KeySet, indexes: Sequence[int], deadline: Deadline) -> dict[int, PosixReader]:
+        """Open the files of chunks, and verify their headers. The caller closes them.
+
+        Chunks that the root does not have, or has encoded, are left out. A prompt ends at the first of them.
+        """
+        stop_at_miss = wanted.prefix_ordered
+        opened = self._opened(wanted, indexes, deadline, stop_at_miss=stop_at_miss)
+        places = range(len(indexes))
+        if stop_at_miss:
+            end = next((at for at in places if at not in opened), len(indexes))
+            for at in places[end:]:
+                if at in opened:
+                    opened.pop(at).close()
+        return {indexes[at]: opened[at] for at in sorted(opened)}
+
+    def begin_copy(self, wanted: KeySet, indexes: Sequence[int], into: Callable[[int], memoryview]) -> Reading:
+        """Begin to read whole files into ``into(index)``, which has the size of the file.
+
+        A prompt ends at its first miss.
+        """
+
+        def read(at: int, borrowed: Borrowed) -> bool:
+            expected = wanted.expected(indexes[at])
+            opened = self._chunks.open(expected)
+            if opened is None:
+                return False
+            reader, _ = opened
+            with self._chunks.noted(expected), reader, self._counters.timed("root", "read") as timed:
+                memory = into(indexes[at])
+                timed.size_bytes = len(memory)
+                try:
+                    if reader.read([memory], 0, borrowed) != len(memory):
+                        self._counters.add(NodeCount.MISS_UNREADABLE)
+                        return False
+                except Damaged as damaged:  # of an encoded file, which is verified as it is decoded
+                    borrowed.check()
+                    self._chunks.set_aside(expected, damaged.damage)
+                    return False
+            self._counters.add_read(expected.payload_bytes)
+            return True
+
+        return Reading(self._lanes, self._counters, len(indexes), read, wanted.prefix_ordered)
+
+    def _opened(
+        self, wanted: KeySet, indexes: Sequence[int], deadline: Deadline, *, stop_at_miss: bool
+    ) -> dict[int, PosixReader]:
+        """Open files by their place among ``indexes``."""
+        lock = threading.Lock()
+        opened: dict[int, PosixReader] = {}
+        given_up = False
+
+        def work(at: int) -> bool:
+            try:
+                found = self._chunks.open_file(wanted.expected(indexes[at]))
+            except KVStoreError:
+                self._counters.add(NodeCount.MISS_UNREADABLE)
+                return not stop_at_miss
+            if found is None:
+                return not stop_at_miss
+            with lock:
+                # Opened after the caller gave up: nobody else would close it.
+                keep = not given_up
+                if keep:
+                    opened[at] = found
+            if not keep:
+                found.close()
+            return keep
+
+        try:
+            self._lanes.each(len(indexes), work, deadline)
+        except DeadlinePassed:
+            self._counters.add(NodeCount.MISS_DEADLINE)
+        except KVStoreError:
+            self._counters.add(NodeCount.MISS_SHED)
+        finally:
+            with lock:
+                given_up = True
+        return opened
+
+
+def _leased(payload: memoryview, release: Callable[[], None]) -> npt.NDArray[np.uint8]:
+    """Returns an array over ``payload``; ``release`` is called when neither it nor any slice of it lives any more."""
+    array = np.frombuffer(payload, np.uint8)
+    # Every slice of it has this very array as its base: numpy follows bases up to the last one that is an array.
+    weakref.finalize(array, release).atexit = False
+    return array

@@ -14,16 +14,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvstore.address import ADDRESS_BYTES, Address, Chain
+from kvstore.address import ADDRESS_BYTES, Address
 from kvstore.background import Decision, Loop
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.format.places import Name
 from kvstore.hints import LEAST, Hints
+from kvstore.keyset import KeySet
 from kvstore.namespace import NamespaceId
-from kvstore.node.chunks import Chunks
+from kvstore.node.chunk_store import ChunkStore
 from kvstore.node.counters import Counters
-from kvstore.node.wanted import Wanted
 from kvstore.recency import decode, is_coarse, quantum_of, renewed_ns, superseded_ns
 
 
@@ -71,7 +71,7 @@ class _Plan:
 class Refresher:
     """A bounded queue of used chunks."""
 
-    def __init__(self, chunks: Chunks, counters: Counters, queue_max: int) -> None:
+    def __init__(self, chunks: ChunkStore, counters: Counters, queue_max: int) -> None:
         self._chunks = chunks
         self._counters = counters
         self._queue_max = queue_max
@@ -83,7 +83,7 @@ class Refresher:
         self._keeps_hints: bool | None = None
         self._loop.start()
 
-    def used(self, wanted: Wanted, hints: Hints = LEAST, lacking: frozenset[int] = frozenset()) -> None:
+    def used(self, wanted: KeySet, hints: Hints = LEAST, lacking: frozenset[int] = frozenset()) -> None:
         """Notes that all of these were read or found. Never blocks.
 
         A put raises the hints of found chunks to its ``hints``: ``lacking`` are the positions of those whose hints were
@@ -92,7 +92,7 @@ class Refresher:
         if not self._enabled or not len(wanted) or self._loop.closed:
             return
         # Neither tokens nor keys are kept.
-        depths = None if isinstance(wanted, Chain) else wanted.depths or range(len(wanted))
+        depths = None if wanted.prefix_ordered else wanted.depths()
         renewal = _Renewal(wanted.namespace.id, wanted.packed_addresses, depths, hints, lacking)
         if not self._places(renewal, self._chunks.known.quantum()):
             return
@@ -104,11 +104,11 @@ class Refresher:
         if is_full:
             self._counters.add(NodeCount.REFRESH_DROPPED, len(wanted))
 
-    def superseded(self, wanted: Wanted, first: int, left_s: int) -> None:
+    def superseded(self, wanted: KeySet, first: int, left_s: int) -> None:
         """Notes that nobody needs the chunks from ``first`` on since the quantum ``left_s``. Never blocks."""
         if not self._enabled or first >= len(wanted) or self._loop.closed:
             return
-        depths = range(first, len(wanted)) if isinstance(wanted, Chain) else None
+        depths = range(first, len(wanted)) if wanted.prefix_ordered else None
         branch = _Branch(wanted.namespace.id, tuple(wanted.addresses[first:]), depths, left_s)
         with self._changed:  # not shared with ``used``, whose every call is on the path of a read
             if len(self._waiting) + self._is_busy < self._queue_max:
@@ -117,7 +117,7 @@ class Refresher:
                 return
         self._counters.add(NodeCount.REFRESH_DROPPED, len(branch.addresses))
 
-    def renew(self, chain: Wanted, hints: Hints, lacking: frozenset[int], start_s: float) -> None:
+    def renew(self, chain: KeySet, hints: Hints, lacking: frozenset[int], start_s: float) -> None:
         """Renews the leading chunks of a chain on the calling lane, before a child of theirs gets a fresh stamp."""
         if self._enabled and len(chain):
             try:
@@ -126,7 +126,6 @@ class Refresher:
                 self._counters.add(NodeCount.REFRESH_DROPPED)
 
     def drain(self) -> None:
-        """Returns when everything queued so far is done."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting and not self._is_busy)
 

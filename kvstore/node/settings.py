@@ -90,7 +90,7 @@ class Limits:
     prefetch_deadline_s: float = 600.0
     """A prefetch that takes longer fails; what it has brought stays."""
     open_files_max: int = 256
-    """Files that one layer-by-layer read keeps open, and, without native code, one view."""
+    """Files that one layer-by-layer read keeps open."""
 
     def __post_init__(self) -> None:
         check_limits(self)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from kvstore.address import Address, Chain
+from kvstore.address import Address
 from kvstore.background import Loop
 from kvstore.buffers import Sections
 from kvstore.census.selection import ClearOrder, Standing
 from kvstore.counts import NodeCount
 from kvstore.errors import Overloaded, Unavailable
 from kvstore.hints import Hints
+from kvstore.keyset import KeySet
 from kvstore.memory.arena import Arena
 from kvstore.memory.inventory import Entry
 from kvstore.namespace import NamespaceDigest
@@ -24,7 +26,6 @@ from kvstore.node.images import make_images
 from kvstore.node.lanes import Batch, Deadline, Lanes
 from kvstore.node.memory_tier import MemoryTier, Slot
 from kvstore.node.settings import CurrentLimits, TierSettings
-from kvstore.node.wanted import Wanted, image_bytes, image_sizes
 from kvstore.node.write_behind import Publish, WriteBehind
 from kvstore.sources import Clock, Ids
 from kvstore.writes import WriteMode
@@ -40,19 +41,19 @@ class Tier(Protocol):
         """Its name in counters and reports."""
         ...
 
-    def leading(self, wanted: Wanted, first: int) -> int:
+    def leading(self, wanted: KeySet, first: int) -> int:
         """Returns how many consecutive chunks from index ``first`` on it has, or says it has.
 
         Answers from what is known here at this moment: waits for nobody, does no I/O, may be wrong (rule R4).
         """
         ...
 
-    def holders(self, wanted: Wanted, index: int) -> tuple[str, ...]:
+    def holders(self, wanted: KeySet, index: int) -> tuple[str, ...]:
         """Returns who in this tier has one chunk, or is said to have it, for reports; answers as ``leading`` does."""
         ...
 
     def fetch(
-        self, wanted: Wanted, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
+        self, wanted: KeySet, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
     ) -> list[bool]:
         """Fills ``images``, each of exactly the size of its chunk's file, with the chunks at ``indexes``.
 
@@ -61,13 +62,11 @@ class Tier(Protocol):
         """
         ...
 
-    def damaged(self, wanted: Wanted, index: int) -> None:
+    def damaged(self, wanted: KeySet, index: int) -> None:
         """Notes that a chunk it gave was not right: it does not give it again."""
         ...
 
-    def drop_namespace(self, digest: NamespaceDigest) -> None:
-        """Forgets all chunks of a namespace, as after ``clear``."""
-        ...
+    def drop_namespace(self, digest: NamespaceDigest) -> None: ...
 
     def stats(self) -> dict[str, int | float]:
         """Returns its gauges, whose names begin with the tier's name."""
@@ -88,6 +87,21 @@ COPY_S = 10.0
 PART_BYTES_MIN, PART_BYTES_MAX = 16 << 20, 32 << 20
 """Bytes that one thread copies at once. For less than the smaller one it is not worth waking another."""
 PARTS_PER_LANE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """The ``count`` chunks of a put from index ``first`` on, on their way into memory."""
+
+    keys: KeySet
+    first: int
+    count: int
+    source: Sections
+    hints: Hints
+    deadline: Deadline
+
+    def rest(self, at: int) -> Incoming:
+        return replace(self, first=self.first + at, count=self.count - at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +133,17 @@ class TierStack:
         clock: Clock,
         ids: Ids,
         *,
+        publish: Publish,
         waits: bool,
         incarnations: Ids,
         record: Callable[[], None],
         encodings: Encodings,
         lanes: Lanes | None = None,
     ) -> None:
-        """``start`` it before anything comes in.
+        """``publish`` writes to the root what is put behind.
 
-        ``incarnations`` gives those of the images made here; ``record`` has it said on the root whose they are, soon,
-        whether or not a put brings them there.
+        ``incarnations`` gives those of the images made here; ``record`` has it recorded on the root whose they are,
+        soon, whether or not a put brings them there.
         """
         now = limits.now
         self._limits = limits
@@ -146,14 +161,10 @@ class TierStack:
         self._record = record
         self.encodings = encodings
         self._incarnations = incarnations
-        self.behind = WriteBehind(self.memory, counters, limits, clock)
+        self.behind = WriteBehind(self.memory, publish, counters, limits, clock)
         self._changed = threading.Condition()  # guards that chunks came into memory
         self._is_filled = False
         self._demoting = Loop("kvstore-demote", self._changed, lambda: self._turn)
-
-    def start(self, publish: Publish) -> None:
-        """Has ``publish`` write to the root what is put behind."""
-        self.behind.start(publish)
 
     def add_disk(self, folder: str, size_bytes: int) -> None:
         """Puts a local disk below the memory. Raises InvalidRequest, PermissionDenied, Unavailable."""
@@ -173,110 +184,84 @@ class TierStack:
         mode = asked or self.settings.write
         return WriteMode.THROUGH if self._waits and mode is WriteMode.BEHIND else mode
 
-    def keep(self, wanted: Wanted, first: int, count: int, source: Sections, hints: Hints, deadline: Deadline) -> Kept:
+    def keep(self, put: Incoming) -> None:
         """Copies chunks that the root has into memory as well, as far as there is room and time."""
-        self.filling(wanted)
-        try:
-            return self._take(wanted, first, count, source, hints, deadline, dirty=False)
-        except (Overloaded, Unavailable):
-            return Kept([False] * count, [])  # too late; they are stored all the same
+        self.filling(put.keys)
+        with suppress(Overloaded, Unavailable):  # too late; they are stored all the same
+            self._take(put, dirty=False)
 
-    def absorb(
-        self,
-        wanted: Wanted,
-        first: int,
-        count: int,
-        source: Sections,
-        hints: Hints,
-        deadline: Deadline,
-        *,
-        waits: bool,
-    ) -> Kept:
+    def absorb(self, put: Incoming, *, waits: bool) -> Kept:
         """Copies chunks into memory that are written to the root later (rule W1); fewer where there is no room.
 
         With ``waits``, waits for the queue to have room, at most ``behind_wait_s``.
         """
-        self.filling(wanted)
-        kept = self._absorb(wanted, first, count, source, hints, deadline)
-        patience = Deadline(self._clock, min(deadline.left_s(), self._limits.now.behind_wait_s))
+        self.filling(put.keys)
+        kept = self._absorb(put)
+        patience = Deadline(self._clock, min(put.deadline.left_s(), self._limits.now.behind_wait_s))
         while (
             waits
             and (at := kept.waits_at) is not None
-            and self.behind.wait_for_room(image_bytes(wanted, first + at), patience.left_s())
+            and self.behind.wait_for_room(put.keys.image_bytes(put.first + at), patience.left_s())
         ):
-            kept = kept.then(at, self._absorb(wanted, first + at, count - at, source, hints, deadline))
+            kept = kept.then(at, self._absorb(put.rest(at)))
         self._record()
         return kept
 
-    def _absorb(
-        self, wanted: Wanted, first: int, count: int, source: Sections, hints: Hints, deadline: Deadline
-    ) -> Kept:
-        kept = self._take(wanted, first, count, source, hints, deadline, dirty=True)
+    def _absorb(self, put: Incoming) -> Kept:
+        kept = self._take(put, dirty=True)
         if kept.fresh:
             # From the first that is fresh on: its parents are on the root, or in the queue before it.
-            start, stop = first + kept.fresh[0], first + kept.fresh[-1] + 1
-            size_bytes = sum(image_bytes(wanted, first + at) for at in kept.fresh)
-            self.behind.add(_leading(wanted, stop), start, stop - start, hints, size_bytes)
+            start, stop = put.first + kept.fresh[0], put.first + kept.fresh[-1] + 1
+            size_bytes = sum(put.keys.image_bytes(put.first + at) for at in kept.fresh)
+            self.behind.add(put.keys.needed(stop), start, stop - start, put.hints, size_bytes)
         return kept
 
-    def _take(
-        self,
-        wanted: Wanted,
-        first: int,
-        count: int,
-        source: Sections,
-        hints: Hints,
-        deadline: Deadline,
-        *,
-        dirty: bool,
-    ) -> Kept:
-        """Copies ``count`` chunks from index ``first`` on, as far as there is room (rule E2); waits for no room.
+    def _take(self, put: Incoming, *, dirty: bool) -> Kept:
+        """Copies chunks as far as there is room (rule E2); waits for no room.
 
-        If ``dirty``, it reserves room for fresh chunks in the queue of those to be written to the root. Of a chain it
+        If ``dirty``, it reserves room for fresh chunks in the queue of those to be written to the root. Of a prompt it
         copies nothing after the first chunk that finds no room. Raises DeadlinePassed.
         """
-        with self.memory.refer(wanted, first, count) as found:
+        with self.memory.refer(put.keys, put.first, put.count) as found:
             there = [entry is not None for entry in found.entries]
-            slots, waits_at = self._claim(wanted, first, there, hints, dirty=dirty)
+            slots, waits_at = self._claim(put, there, dirty=dirty)
             try:
-                self._copy(wanted, slots, source, deadline)
+                self._copy(put, slots)
             except BaseException:
                 if dirty:
                     self.behind.give_back(sum(slot.entry.size_bytes for _, slot in slots))
                 raise
             self.memory.ready([slot for _, slot in slots])
-        return Kept(there, [index - first for index, _ in slots], waits_at)
+        return Kept(there, [index - put.first for index, _ in slots], waits_at)
 
-    def _claim(
-        self, wanted: Wanted, first: int, there: list[bool], hints: Hints, *, dirty: bool
-    ) -> tuple[list[tuple[int, Slot]], int | None]:
+    def _claim(self, put: Incoming, there: list[bool], *, dirty: bool) -> tuple[list[tuple[int, Slot]], int | None]:
         """Claims room for chunks that are not ``there``, which it updates; returns slots with their indexes.
 
         Also returns the position of the first that the write-behind queue has no room for.
         """
-        slots = list[tuple[int, Slot]]()
+        keys, first, slots = put.keys, put.first, list[tuple[int, Slot]]()
         own: dict[Address, int] = {}  # a block that is given twice is claimed once
         missing = [at for at, is_there in enumerate(there) if not is_there]
-        sizes = image_sizes(wanted, [first + at for at in missing])
+        sizes = keys.image_sizes([first + at for at in missing])
         room_count = self.behind.reserve(sizes) if dirty else len(missing)
         unused_bytes = sum(sizes[:room_count]) if dirty else 0
         for number, (at, size_bytes) in enumerate(zip(missing, sizes, strict=True)):
             has_room = number < room_count
-            slot = self.memory.claim(wanted, first + at, hints=hints, dirty=dirty) if has_room else None
+            slot = self.memory.claim(keys, first + at, hints=put.hints, dirty=dirty) if has_room else None
             if slot is not None:
                 there[at] = True
                 slots.append((first + at, slot))
                 own[slot.entry.address] = size_bytes
                 unused_bytes -= size_bytes if dirty else 0
-            elif isinstance(wanted, Chain):
+            elif keys.prefix_ordered:
                 there[at:] = [False] * (len(there) - at)
                 break
             else:
-                there[at] = own.get(wanted.addresses[first + at]) == size_bytes
+                there[at] = own.get(keys.addresses[first + at]) == size_bytes
         self.behind.give_back(unused_bytes)  # soon: no put waits for the room of a chunk that another put is bringing
         return slots, missing[room_count] if room_count < len(missing) else None
 
-    def _copy(self, wanted: Wanted, slots: list[tuple[int, Slot]], source: Sections, deadline: Deadline) -> None:
+    def _copy(self, put: Incoming, slots: list[tuple[int, Slot]]) -> None:
         """Copies the chunks, or drops the slots and raises."""
         if not slots:
             return
@@ -288,7 +273,7 @@ class TierStack:
         def copy(number: int) -> bool:
             part = slots[number * size : (number + 1) * size]
             images = [slot.memory for _, slot in part]
-            make_images(wanted, [index for index, _ in part], source, images, self._incarnations)
+            make_images(put.keys, [index for index, _ in part], put.source, images, self._incarnations)
             return True
 
         batch: Batch | None = None
@@ -297,8 +282,8 @@ class TierStack:
                 copy(0)  # too little work for another thread
             else:
                 batch = self.copiers.start(-(-len(slots) // size), copy, helped=True)
-                batch.help(deadline)
-                batch.wait(deadline)
+                batch.help(put.deadline)
+                batch.wait(put.deadline)
         except BaseException:
             # Copying never waits for a device, so this is short. If it takes too long, the room is lost: given back, a
             # lane would write into it while it belongs to another chunk.
@@ -306,7 +291,7 @@ class TierStack:
                 self.memory.drop([slot for _, slot in slots])
             raise
 
-    def filling(self, wanted: Wanted) -> None:
+    def filling(self, wanted: KeySet) -> None:
         """Chunks are about to come into memory: where there is little room, some are demoted meanwhile."""
         self.encodings.learn(wanted.namespace)
         if self.disk is not None and self.memory.free_bytes < self.memory.size_bytes * FREE_SHARE:
@@ -315,7 +300,6 @@ class TierStack:
                 self._changed.notify_all()
 
     def drop_namespace(self, digest: NamespaceDigest) -> None:
-        """Forgets all chunks of a namespace, as after ``clear``."""
         self.behind.forget(digest, FORGET_S)
         self.memory.drop_namespace(digest)
         for tier in self.below:
@@ -342,7 +326,6 @@ class TierStack:
             self.disk.drop_ordered(orders)
 
     def stats(self) -> dict[str, int | float]:
-        """Gauges of all tiers."""
         found: dict[str, int | float] = {
             **self.memory.stats(),
             "behind_bytes": self.behind.size_bytes,
@@ -388,8 +371,3 @@ class TierStack:
             if entry.is_gone:
                 # Cleared meanwhile: memory was told before the disk, and both perhaps before this came to the disk.
                 self.disk.drop(entry.address)
-
-
-def _leading(wanted: Wanted, count: int) -> Wanted:
-    """Without what is behind, which a queue must not keep alive."""
-    return wanted.leading(count) if isinstance(wanted, Chain) else wanted

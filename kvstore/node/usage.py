@@ -96,18 +96,15 @@ class NodeUsage:
     # Called by I/O threads
 
     def wrote(self, size_bytes: int) -> None:
-        """Counts a published file."""
         with self._lock:
             self._written += size_bytes
 
     def removed(self, size_bytes: int) -> None:
-        """Counts a deleted file."""
         with self._lock:
             self._removed += size_bytes
 
     @property
     def written_bytes(self) -> int:
-        """Bytes of the files that this node published."""
         with self._lock:
             return self._written
 
@@ -150,7 +147,6 @@ class NodeUsage:
         raise StoreFull(WAITS)
 
     def refusal(self, full: DiskFull) -> Overloaded:
-        """Returns the caller's error for a write that failed on a full disk."""
         return full
 
     def _reserved(self, size_bytes: int) -> Reserved:

@@ -1,7 +1,7 @@
 """The queue of chunks that memory has and the root lacks: written soon, parents first; no caller waits for it.
 
-Separate from memory, which keeps a dirty image until it is told that the root has it, and from puts, which do the
-writing. Rules W1 to W3 of kvstore/memory/MEMORY.md.
+Memory keeps a dirty image until the root has it; the writer does the writing. Rules W1 to W3 of
+kvstore/memory/MEMORY.md.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from kvstore.background import Decision, Loop
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
 from kvstore.hints import Hints
+from kvstore.keyset import KeySet
 from kvstore.namespace import NamespaceDigest
 from kvstore.node.counters import Counters
 from kvstore.node.memory_tier import MemoryTier, Slots
 from kvstore.node.settings import CurrentLimits
-from kvstore.node.wanted import Wanted
 from kvstore.sources import Clock
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ parents.
 class Job:
     """Chunks ``first`` to ``first + count - 1`` of what is wanted, most of them dirty in memory when it was queued."""
 
-    wanted: Wanted
+    wanted: KeySet
     first: int
     count: int
     hints: Hints
@@ -75,14 +75,14 @@ Raises the root's errors, after which some chunks may be there.
 
 
 class WriteBehind:
-    """Bounded by ``bytes_max``; what cannot be written within ``behind_give_up_s`` is lost, and counted. Thread-safe.
+    """Bounded by ``bytes_max``; loses, and counts, what cannot be written within ``behind_give_up_s``. Thread-safe."""
 
-    ``start`` it before anything is added.
-    """
-
-    def __init__(self, memory: MemoryTier, counters: Counters, limits: CurrentLimits, clock: Clock) -> None:
+    def __init__(
+        self, memory: MemoryTier, publish: Publish, counters: Counters, limits: CurrentLimits, clock: Clock
+    ) -> None:
+        """``publish`` writes each job to the root."""
         self._memory = memory
-        self._publish: Publish | None = None
+        self._publish = publish
         self._counters = counters
         self._limits = limits
         self._clock = clock
@@ -98,10 +98,6 @@ class WriteBehind:
         self._close_said = False
         """True once ``close`` has logged its losses; a job that a hanging root loses later logs its own."""
         self._loop = Loop("kvstore-behind", self._changed, self._next, threads_max=WRITERS)
-
-    def start(self, publish: Publish) -> None:
-        """Has ``publish`` write each job: it needs the memory that this queue belongs to, so it is made after both."""
-        self._publish = publish
 
     @property
     def bytes_max(self) -> int:
@@ -136,15 +132,12 @@ class WriteBehind:
         return self._bytes + size_bytes <= self.bytes_max
 
     def give_back(self, size_bytes: int) -> None:
-        """Returns room that was reserved and is not needed."""
         if size_bytes:
             with self._changed:
                 self._bytes -= size_bytes
                 self._changed.notify_all()
 
-    def add(self, wanted: Wanted, first: int, count: int, hints: Hints, size_bytes: int) -> None:
-        """Queues chunks that are dirty in memory, for which ``size_bytes`` are reserved."""
-        assert self._publish is not None
+    def add(self, wanted: KeySet, first: int, count: int, hints: Hints, size_bytes: int) -> None:
         now_s = self._clock.monotonic_s()
         ends_s = now_s + self._limits.now.behind_give_up_s
         job = Job(wanted, first, count, hints, size_bytes, ends_s, now_s + AFTER_S)
@@ -179,7 +172,7 @@ class WriteBehind:
             now = [*self._writing]
             return self._changed.wait_for(lambda: not any(job in self._writing for job in now), timeout_s)
 
-    def settle(self, wanted: Wanted, first: int, count: int, timeout_s: float) -> bool:
+    def settle(self, wanted: KeySet, first: int, count: int, timeout_s: float) -> bool:
         """Waits for ``count`` chunks from index ``first`` on; True if none is dirty any more within the time."""
 
         def is_settled() -> bool:
@@ -264,7 +257,6 @@ class WriteBehind:
 
     def _write(self, job: Job) -> bool:
         """Writes what it can; False if the job should be tried again."""
-        assert self._publish is not None
         with self._memory.refer(job.wanted, job.first, job.count) as slots:
             if not any(slots.entries):
                 return True  # memory has none of it any more: cleared, or damaged

@@ -15,13 +15,14 @@ from threading import Lock
 
 import grpc
 
-from kvstore.address import Address, Chain
+from kvstore.address import Address
 from kvstore.background import Decision, Loop
 from kvstore.client.bulk.links import BulkRefused, Link
 from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.endpoints import Endpoint
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
+from kvstore.keyset import ChunkKeys, KeySet
 from kvstore.meta.session import Presence, Session
 from kvstore.meta.store import KeyValue, Watch, WatchLost
 from kvstore.meta.workers import ClearedTold, Digests, WorkerRecord
@@ -29,7 +30,6 @@ from kvstore.namespace import NamespaceDigest
 from kvstore.node.counters import Counters, TierName
 from kvstore.node.lanes import Deadline
 from kvstore.node.member import Member
-from kvstore.node.wanted import Wanted
 from kvstore.peers.limits import PeerLimits
 from kvstore.peers.reports import EMPTY, Directory, Publisher, Source, Told
 from kvstore.peers.selection import Peer, Roster
@@ -55,7 +55,7 @@ class Answer:
 
 
 def ask(
-    endpoint: Endpoint, chain: Chain, first: int, images: Sequence[memoryview], idle_s: float, most_s: float
+    endpoint: Endpoint, chain: ChunkKeys, first: int, images: Sequence[memoryview], idle_s: float, most_s: float
 ) -> Answer:
     """Fills ``images``, each of the size of its file, with the chunks from index ``first`` on, unverified.
 
@@ -81,7 +81,9 @@ def ask(
     return Answer(count, took_s=time.monotonic() - began_s)
 
 
-def _received(link: Link, chain: Chain, first: int, images: Sequence[memoryview], timeout_s: float) -> Iterator[int]:
+def _received(
+    link: Link, chain: ChunkKeys, first: int, images: Sequence[memoryview], timeout_s: float
+) -> Iterator[int]:
     """Yields after each image how many have come. Raises LinkBroken, LinkLate, BulkRefused."""
     stop = first + len(images)
     size = chain.namespace.layout.chunk_tokens
@@ -148,7 +150,9 @@ class Clearing:
 class Fetch:
     """Reads runs of one chain, one after the other, until ``ends``."""
 
-    def __init__(self, directory: Directory, roster: Roster, limits: PeerLimits, chain: Chain, ends: Deadline) -> None:
+    def __init__(
+        self, directory: Directory, roster: Roster, limits: PeerLimits, chain: ChunkKeys, ends: Deadline
+    ) -> None:
         self.failures = 0
         """Number of peers that failed."""
         self._directory = directory
@@ -457,28 +461,29 @@ class Peers:
             publisher.start()
             self._presence.attach(publisher.begin, publisher.end)
 
-    def leading(self, wanted: Wanted, first: int) -> int:
+    def leading(self, wanted: KeySet, first: int) -> int:
         """See ``Tier``. Counts peers that answer, as far as is known; never has engine-hashed blocks."""
-        if self._follower is None or not isinstance(wanted, Chain) or self._is_cleared(wanted):
+        if self._follower is None or not wanted.prefix_ordered or self._is_cleared(wanted):
             return 0
         return self._follower.directory.leading(wanted.addresses, first, self._roster.aside)
 
-    def holders(self, wanted: Wanted, index: int) -> tuple[str, ...]:
+    def holders(self, wanted: KeySet, index: int) -> tuple[str, ...]:
         """See ``Tier``. Returns the addresses of peers, including those that are left alone for a while."""
-        if self._follower is None or not isinstance(wanted, Chain) or self._is_cleared(wanted):
+        if self._follower is None or not wanted.prefix_ordered or self._is_cleared(wanted):
             return ()
         return tuple(sorted(self._follower.directory.coverage(wanted.addresses[index : index + 1])))
 
     def fetch(
-        self, wanted: Wanted, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
+        self, wanted: KeySet, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
     ) -> list[bool]:
         """See ``Tier``. Takes at most ``answer_s`` plus the time for so many bytes at the slowest allowed rate."""
         came = [False] * len(indexes)
-        if self._follower is None or not indexes or not isinstance(wanted, Chain) or self._is_cleared(wanted):
+        prompt = wanted.as_prompt()
+        if self._follower is None or not indexes or prompt is None or self._is_cleared(wanted):
             return came
         slowest_s = self.limits.answer_s + sum(map(len, images)) / self.limits.bytes_per_s_min
         ends = Deadline(self._clock, min(slowest_s, deadline.left_s()))
-        fetch = Fetch(self._follower.directory, self._roster, self.limits, wanted, ends)
+        fetch = Fetch(self._follower.directory, self._roster, self.limits, prompt, ends)
         for start, stop in runs(indexes):
             for at, address in fetch.run(indexes[start], images[start:stop]):
                 came[start + at] = True
@@ -492,7 +497,7 @@ class Peers:
         self._counters.add(NodeCount.PEERS_FAILED, fetch.failures)
         return came
 
-    def damaged(self, wanted: Wanted, index: int) -> None:
+    def damaged(self, wanted: KeySet, index: int) -> None:
         """See ``Tier``. Leaves the peer that gave it alone for a while."""
         with self._lock:
             address = self._given.pop(wanted.addresses[index], None)
@@ -543,7 +548,7 @@ class Peers:
             self._cleared[namespace] = now_s + self.limits.cleared_s
         self._on_cleared(namespace)
 
-    def _is_cleared(self, wanted: Wanted) -> bool:
+    def _is_cleared(self, wanted: KeySet) -> bool:
         until_s = self._cleared.get(wanted.namespace.digest)
         return until_s is not None and self._clock.monotonic_s() < until_s
 

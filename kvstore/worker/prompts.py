@@ -7,14 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvstore.address import Chain
 from kvstore.errors import HoldBroken, InvalidRequest, Overloaded
 from kvstore.format.header import Ancestry
+from kvstore.keyset import BlockKeys, ChunkKeys, KeySet
 from kvstore.namespace import DIGEST_BYTES, Namespace, NamespaceDigest
-from kvstore.node.handing import Asked
 from kvstore.node.holds import Hold
 from kvstore.node.member import Member
-from kvstore.node.wanted import Keyed, Wanted, keyed
+from kvstore.node.reader import Asked
 from kvstore.sources import Clock
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.messages import unpack_descents, unpack_keys, unpack_sizes, unpack_tokens
@@ -155,7 +154,7 @@ class Prompts:
         call.allow(namespace.tenant, namespace.name)
         return namespace
 
-    def chain(self, digest: bytes, packed_tokens: bytes, call: Call, chunks_max: int = 0) -> Chain:
+    def chain(self, digest: bytes, packed_tokens: bytes, call: Call, chunks_max: int = 0) -> ChunkKeys:
         """Returns the full chunks of a prompt, at most ``chunks_max`` unless that is 0."""
         namespace = self.namespace(digest, call)
         tokens = unpack_tokens(packed_tokens)
@@ -163,14 +162,14 @@ class Prompts:
             tokens = tokens[: chunks_max * namespace.layout.chunk_tokens]
         return self._member.node.chains.of(namespace, tokens)
 
-    def to_put(self, start: pb.PutStart, call: Call) -> tuple[Wanted, int]:
+    def to_put(self, start: pb.PutStart, call: Call) -> tuple[KeySet, int]:
         """Returns the full chunks of a prompt, or blocks, and the first one that is put. Raises as ``chain`` does."""
         if start.keys:
             if start.tokens:
                 raise InvalidRequest("a Put has both keys of blocks and tokens: expected one of them")
             namespace, keys = self.namespace(start.namespace, call), unpack_keys(start.keys)
             ancestry = Ancestry(start.first, unpack_descents(start.descents, len(keys)) if start.descents else ())
-            return keyed(namespace, keys, unpack_sizes(start.sizes, len(keys)), ancestry), 0
+            return BlockKeys.of(namespace, keys, unpack_sizes(start.sizes, len(keys)), ancestry), 0
         chain = self.chain(start.namespace, start.tokens, call)
         if start.first > len(chain):
             raise InvalidRequest(
@@ -178,10 +177,10 @@ class Prompts:
             )
         return chain, start.first
 
-    def blocks(self, digest: bytes, packed_keys: bytes, packed_sizes: bytes, call: Call) -> Keyed:
+    def blocks(self, digest: bytes, packed_keys: bytes, packed_sizes: bytes, call: Call) -> BlockKeys:
         """Returns the blocks of a request. Raises as ``namespace`` does."""
         namespace, keys = self.namespace(digest, call), unpack_keys(packed_keys)
-        return keyed(namespace, keys, unpack_sizes(packed_sizes, len(keys)))
+        return BlockKeys.of(namespace, keys, unpack_sizes(packed_sizes, len(keys)))
 
     def block_hold(self, hold_id: bytes, namespace: Namespace) -> Hold | None:
         """Returns the hold to read blocks of ``namespace`` under; None if the request names none.
@@ -196,7 +195,7 @@ class Prompts:
         self._member.node.holds.check(hold)
         return hold
 
-    def known_chain(self, request: pb.GetRequest, call: Call) -> Chain:
+    def known_chain(self, request: pb.GetRequest, call: Call) -> ChunkKeys:
         """Returns the full chunks of a prompt that another worker asks for, from what this node knows.
 
         It reads no namespace from the root (rule P2). Raises UnknownNamespace, InvalidRequest.

@@ -5,15 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from kvstore.address import Chain
 from kvstore.buffers import Buffers, Pieces, aligned, cut_evenly
 from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Expected
+from kvstore.keyset import KeySet
 from kvstore.node.lanes import Deadline
 from kvstore.node.node import Node
-from kvstore.node.puts import Written
-from kvstore.node.wanted import Wanted, expected_of, sizes_of
+from kvstore.node.writer import Written
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.images import receive_images
 from kvstore.wire.limits import MESSAGE_BYTES_MAX
@@ -45,22 +44,22 @@ class PutStreams:
         def deadline() -> Deadline:
             return Deadline(self._node.clock, seconds_left(context, self._node.limits.write_deadline_s))
 
-        sizes = sizes_of(wanted)[first:]
+        sizes = wanted.payload_sizes()[first:]
         in_memory_bytes = min(sum(sizes), RUNS_IN_MEMORY * (RUN_BYTES + max(sizes, default=0)))
         with self._in_flight.reserved(in_memory_bytes + MESSAGE_BYTES_MAX):
-            write = self._node.puts.begin(wanted, first, deadline(), hints_of(start.hints), write_of(start.write))
+            write = self._node.writer.begin(wanted, first, deadline(), hints_of(start.hints), write_of(start.write))
             try:
                 if not write.refused:
                     for index, run in self._runs(wanted, first, itertools.chain([opening], messages)):
                         write.add(buffers_of(wanted, index, run), index, len(run), deadline())
             except BaseException:
                 # The client is gone, or sent wrong or damaged bytes: only what was verified before may be published.
-                write.abandon()
+                write.abort()
                 raise
-            return put_answer(wanted, write.finish(deadline()))
+            return put_answer(wanted, write.commit(deadline()))
 
     def _runs(
-        self, wanted: Wanted, first: int, messages: Iterator[pb.PutRequest]
+        self, wanted: KeySet, first: int, messages: Iterator[pb.PutRequest]
     ) -> Iterator[tuple[int, list[memoryview]]]:
         """Yields chunks in runs, each with its first index; a chunk is a buffer with its sections."""
         run: list[memoryview] = []
@@ -71,7 +70,7 @@ class PutStreams:
                 raise InvalidRequest(
                     f"an image of {_unit(wanted)} {index} came: expected {first + len(run)}, of {len(wanted)}"
                 )
-            expected = expected_of(wanted, index)
+            expected = wanted.expected(index)
             run.append(aligned(expected.payload_bytes))
             return expected, cut_evenly(run[-1], expected.section_bytes)
 
@@ -87,10 +86,10 @@ class PutStreams:
             )
 
 
-def put_answer(wanted: Wanted, written: Written) -> bytes:
+def put_answer(wanted: KeySet, written: Written) -> bytes:
     """Encodes the answer to a put."""
     result = written.of_prompt(wanted.namespace.layout.chunk_tokens)
-    is_chain = isinstance(wanted, Chain)
+    is_chain = wanted.prefix_ordered
     return pb.PutResponse(
         tokens_present=result.tokens_present if is_chain else 0,
         chunks_written=result.chunks_written,
@@ -101,10 +100,10 @@ def put_answer(wanted: Wanted, written: Written) -> bytes:
     ).SerializeToString()
 
 
-def buffers_of(wanted: Wanted, first: int, buffers: Sequence[memoryview]) -> Buffers:
+def buffers_of(wanted: KeySet, first: int, buffers: Sequence[memoryview]) -> Buffers:
     """The sections of chunks or blocks from index ``first`` on, in a buffer for each."""
-    return Buffers(buffers, first, wanted.namespace.layout.section_bytes if isinstance(wanted, Chain) else None)
+    return Buffers(buffers, first, wanted.namespace.layout.section_bytes if wanted.prefix_ordered else None)
 
 
-def _unit(wanted: Wanted) -> str:
-    return "chunk" if isinstance(wanted, Chain) else "block"
+def _unit(wanted: KeySet) -> str:
+    return "chunk" if wanted.prefix_ordered else "block"

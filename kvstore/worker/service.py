@@ -10,19 +10,17 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from kvstore.address import Chain
 from kvstore.buffers import Pieces, aligned, cut, grouped
 from kvstore.counts import STARTED, NodeCount, WorkerCount
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.header import Expected
 from kvstore.hints import checked_unused_s
+from kvstore.keyset import BlockKeys, KeySet
 from kvstore.node.counters import Latencies, Step
-from kvstore.node.handing import Asked
 from kvstore.node.lanes import Deadline
 from kvstore.node.member import Member
 from kvstore.node.node import Node, match_each
-from kvstore.node.reader import Reading
-from kvstore.node.wanted import Wanted, expected_of, keyed, sizes_of
+from kvstore.node.reader import Asked, Reading
 from kvstore.results import PinRecord
 from kvstore.root.interface import Space
 from kvstore.security.access import EVERY, OverQuota, Role
@@ -243,7 +241,7 @@ class GetStreams:
             if not request.uncounted:
                 self._node.counters.add(NodeCount.REQUESTS_GET)
             chunk_tokens = asked.wanted.namespace.layout.chunk_tokens
-            tokens = count * chunk_tokens if isinstance(asked.wanted, Chain) else 0
+            tokens = count * chunk_tokens if asked.wanted.prefix_ordered else 0
             yield pb.GetResponse(start=pb.GetStart(chunks=count, tokens=tokens)).SerializeToString()
             if request.first < count:
                 yield from self._images(asked, request.first, count, context)
@@ -261,8 +259,8 @@ class GetStreams:
 
     def _images(self, asked: Asked, first: int, stop: int, context: Call) -> Iterator[bytes]:
         """The messages of the images from ``first`` on, of a prompt up to the first missing one."""
-        wanted, is_chain = asked.wanted, isinstance(asked.wanted, Chain)
-        sizes = sizes_of(wanted)
+        wanted, is_chain = asked.wanted, asked.wanted.prefix_ordered
+        sizes = wanted.payload_sizes()
         windows = [range(first, stop)[part] for part in grouped(sizes[first:stop], self._limits.window_bytes)]
         largest = max((sum(sizes[window.start : window.stop]) for window in windows), default=0)
         sent: list[int] = []
@@ -289,20 +287,17 @@ class GetStreams:
                 # Before the memory is freed: a lane may be reading into it for a client that is gone.
                 for window in begun:
                     window.reading.withdraw()
-                if isinstance(wanted, Chain):
-                    self._node.reads.used(wanted.leading(first + len(sent)))
-                else:
-                    self._node.reads.used(wanted.picked(sent))
+                self._node.reader.used(wanted.take([*range(first), *sent] if is_chain else sent))
 
     def _begin(self, asked: Asked, indexes: range, memory: memoryview, context: Call) -> _Window:
         """Begins to read those of ``indexes`` that may be given, into ``memory``."""
         wanted, node = asked.wanted, self._node
         allowed = asked.allowed(node.holds, node.gc_view, indexes)
-        expected = [expected_of(wanted, index) for index in allowed]
+        expected = [wanted.expected(index) for index in allowed]
         buffers = cut(memory, [each.payload_bytes for each in expected])
-        part, first = (wanted, indexes.start) if isinstance(wanted, Chain) else (wanted.picked(allowed), 0)
+        part, first = wanted.run(allowed)
         sections = buffers_of(part, first, buffers)
-        reading = node.reads.begin(part, first, len(allowed), sections, self._deadline(context))
+        reading = node.reader.begin(part, first, len(allowed), sections, self._deadline(context))
         places = range(first, first + len(allowed))
         return _Window(list(zip(allowed, expected, map(sections, places), strict=True)), reading)
 
@@ -472,12 +467,12 @@ class Service:
         unused_s = checked_unused_s(request.unused_s)
         if request.keys and request.tokens:
             raise InvalidRequest("a Supersede has both keys of blocks and tokens: expected one of them")
-        wanted: Wanted
+        wanted: KeySet
         if request.keys:
-            wanted = keyed(self.prompts.namespace(request.namespace, call), unpack_keys(request.keys), ())
+            wanted = BlockKeys.of(self.prompts.namespace(request.namespace, call), unpack_keys(request.keys), ())
         else:
             wanted = self.prompts.chain(request.namespace, request.tokens, call)
-        self._node.reads.superseded(wanted, request.first, unused_s)
+        self._node.reader.superseded(wanted, request.first, unused_s)
         return pb.SupersedeResponse()
 
     def _hold(self, request: pb.HoldRequest, call: Call) -> Message:

@@ -17,9 +17,9 @@ from typing import Any, NoReturn, cast
 import grpc
 
 from kvstore import tracing
-from kvstore.address import chunk_count
 from kvstore.background import Loop
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied
+from kvstore.keyset import chunk_count
 from kvstore.meta.session import Session
 from kvstore.meta.workers import WorkerRecord, Workers
 from kvstore.namespace import Namespace

@@ -16,11 +16,11 @@ from kvstore.client.cache import Cache
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import Unavailable
 from kvstore.format import places
+from kvstore.keyset import BlockKeys
 from kvstore.meta.keys import Keys, SweepId
 from kvstore.meta.store import NO_LEASE, Event, KeyValue
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
-from kvstore.node.view import View
-from kvstore.node.wanted import keyed
+from kvstore.node.gc_state import View
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.wire.bulk.channel import LinkLate
 from kvstore.worker.limits import WorkerLimits
@@ -59,14 +59,14 @@ def got(cache: Cache) -> list[bool]:
 
 def in_memory(served: Served, cache: Cache) -> list[bool]:
     memory = memory_of(served)
-    with memory.refer(keyed(cache.namespace, KEYS, [len(each) for each in BLOCKS]), 0, COUNT) as slots:
+    with memory.refer(BlockKeys.of(cache.namespace, KEYS, [len(each) for each in BLOCKS]), 0, COUNT) as slots:
         return [entry is not None for entry in slots.entries]
 
 
 def lose(served: Served, cache: Cache, lost: range) -> None:
     """Takes blocks out of memory."""
     memory = memory_of(served)
-    wanted = keyed(cache.namespace, KEYS, [len(each) for each in BLOCKS])
+    wanted = BlockKeys.of(cache.namespace, KEYS, [len(each) for each in BLOCKS])
     with memory.refer(wanted, 0, COUNT) as slots, memory._lock:
         for at in lost:
             entry = slots.entries[at]
@@ -130,7 +130,7 @@ def test_a_damaged_image_is_never_used(hot: Served, way: str, place: int) -> Non
         cache = store.namespace("m", MEDIUM)
         cache.blocks.put(KEYS, BLOCKS, write="through")
         memory = memory_of(hot)
-        with memory.refer(keyed(cache.namespace, KEYS[80:81], [len(BLOCKS[80])]), 0, 1) as slots:
+        with memory.refer(BlockKeys.of(cache.namespace, KEYS[80:81], [len(BLOCKS[80])]), 0, 1) as slots:
             assert slots.entries[0] is not None
             memory.arena.memory[slots.entries[0].offset + place] ^= 1
         assert got(cache) == [True] * COUNT

@@ -19,9 +19,9 @@ from kvstore.client.bulk.links import Link, WorkerMemory
 from kvstore.client.bulk.receiving import Ask, ImageReceiver
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Incarnation, checksum, encode, expected_block
+from kvstore.keyset import BlockKeys
 from kvstore.namespace import Namespace
 from kvstore.node.lanes import Deadline
-from kvstore.node.wanted import keyed
 from kvstore.sources import SystemClock
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
@@ -238,7 +238,7 @@ def stream_to(
     """The first blocks on their way into ``buffers``."""
     clock = SystemClock()
     count = len(buffers)
-    wanted = keyed(namespace, keys_of(1, count), list(map(len, buffers)))
+    wanted = BlockKeys.of(namespace, keys_of(1, count), list(map(len, buffers)))
     asked = Ask(1, wanted, 0, count, Buffers([each.data for each in buffers]), range(count))
     return ImageReceiver(link, asked, done, lanes or FileLanes(clock), Deadline(clock, WAIT_S))
 

@@ -21,7 +21,7 @@ from kvstore.client.limits import ClientLimits
 from kvstore.client.remote import remote_port
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.namespace import Namespace
-from kvstore.node.chunk_runs import Run
+from kvstore.node.chunk_store import Run
 from kvstore.node.reader import Reading
 from kvstore.root.posix import PosixReader
 from kvstore.v1 import kvstore_pb2 as pb

@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.address import Chain
 from kvstore.client.bulk import links
 from kvstore.client.bulk.links import Bulk, Dialler, Links, NoAnswer, NoBulkPath
 from kvstore.client.cache import Cache
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import Overloaded, Unavailable
 from kvstore.format import places
+from kvstore.keyset import ChunkKeys
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.v1 import kvstore_pb2 as pb
@@ -111,7 +111,7 @@ def test_the_first_file_of_a_run_that_is_damaged_ends_the_read(served: Served, t
             with connected(served, bulk="shared") as store:
                 cache = store.namespace("m", MEDIUM)
                 cache.put(TOKENS, KV)
-                chain = Chain.of(cache.namespace, TOKENS.astype(np.uint32))
+                chain = ChunkKeys.of(cache.namespace, TOKENS.astype(np.uint32))
                 shard_bits = served.member.node.identity.shard_bits
                 with open(
                     tmp_root / places.chunk(chain.addresses[index], cache.namespace.id, shard_bits), "r+b"

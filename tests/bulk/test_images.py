@@ -12,17 +12,16 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore.address import Chain
 from kvstore.buffers import Planes
 from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.links import BulkRefused, Link
 from kvstore.client.bulk.receiving import Ask, ImageReceiver
 from kvstore.client.fetching import ChunkFetch
 from kvstore.client.remote import remote_port
+from kvstore.keyset import ChunkKeys, leading
 from kvstore.namespace import Namespace
 from kvstore.node.images import make_images
 from kvstore.node.lanes import Deadline
-from kvstore.node.wanted import image_bytes, leading
 from kvstore.sources import RandomIds, SystemClock
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel, LinkBroken
@@ -31,7 +30,7 @@ from tests.kit.transports import MEDIUM, linked, same, tokens_and_kv
 
 COUNT, NUMBER, FIRST = 20, 3, 2
 TOKENS, KV = tokens_and_kv(COUNT)
-CHAIN = Chain.of(Namespace("m", MEDIUM), TOKENS.astype(np.uint32))
+CHAIN = ChunkKeys.of(Namespace("m", MEDIUM), TOKENS.astype(np.uint32))
 END = encode_head(Kind.END, NUMBER, 0)
 REASON = pb.BulkRefusal(code=14, message="x" * 40_000).SerializeToString()
 REFUSED = encode_head(Kind.REFUSED, NUMBER, len(REASON)) + REASON
@@ -39,7 +38,7 @@ REFUSED = encode_head(Kind.REFUSED, NUMBER, len(REASON)) + REASON
 
 def images(first: int, count: int, said: int | None = None) -> bytes:
     """A frame with the images of some chunks."""
-    made = [memoryview(bytearray(image_bytes(CHAIN, index))) for index in range(first, first + count)]
+    made = [memoryview(bytearray(CHAIN.image_bytes(index))) for index in range(first, first + count)]
     make_images(CHAIN, range(first, first + count), Planes(KV, MEDIUM.section_bytes), made, RandomIds())
     content = encode_span(first if said is None else said, count) + b"".join(made)
     return encode_head(Kind.IMAGES, NUMBER, len(content)) + content

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore.address import Chain
 from kvstore.client.cache import Cache
 from kvstore.errors import HoldBroken
 from kvstore.format import places
+from kvstore.keyset import ChunkKeys
 from tests.kit.arenas import all_let_go, filled, leases_end, lose, memory_of, serving_memory
 from tests.kit.cases import for_each
 from tests.kit.transports import MEDIUM, WAYS, bulk_files_of, same, tokens_and_kv
@@ -82,7 +82,7 @@ def test_i1_damaged_chunk_ends_the_layers_before_it(tmp_root: Path, way: str) ->
     with serving(tmp_root) as served, connected(served, bulk=way) as store:
         cache = store.namespace("m", MEDIUM)
         cache.put(TOKENS, KV)
-        address = Chain.of(cache.namespace, TOKENS.astype(np.uint32)).addresses[3]
+        address = ChunkKeys.of(cache.namespace, TOKENS.astype(np.uint32)).addresses[3]
         file = tmp_root / places.chunk(address, cache.namespace.id, served.member.node.identity.shard_bits)
         content = bytearray(file.read_bytes())
         content[-1] ^= 1

@@ -11,12 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.address import Chain
 from kvstore.format import places
 from kvstore.format.places import Name
+from kvstore.keyset import ChunkKeys, KeySet
 from kvstore.node.counters import TierName
 from kvstore.node.lanes import Deadline
-from kvstore.node.wanted import Wanted
 from kvstore.results import PutResult
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.worker.limits import WorkerLimits
@@ -376,7 +375,7 @@ def test_w1_a_put_behind_that_finds_the_queue_full_is_shed_and_waits_for_nothing
             hang.release.set()
 
 
-def names_of(served: Served, chain: Chain) -> list[Name]:
+def names_of(served: Served, chain: ChunkKeys) -> list[Name]:
     bits = served.member.node.identity.shard_bits
     return [places.chunk(address, chain.namespace.id, bits) for address in chain.addresses]
 
@@ -386,24 +385,24 @@ class Below:
 
     name: TierName = "disk"
 
-    def __init__(self, chain: Chain, images: list[bytes]) -> None:
+    def __init__(self, chain: ChunkKeys, images: list[bytes]) -> None:
         self._images = dict(zip(chain.addresses, images, strict=True))
 
-    def leading(self, wanted: Wanted, first: int) -> int:
+    def leading(self, wanted: KeySet, first: int) -> int:
         addresses = list(wanted.addresses)[first:]
         return next((at for at, each in enumerate(addresses) if each not in self._images), len(addresses))
 
-    def holders(self, wanted: Wanted, index: int) -> tuple[str, ...]:
+    def holders(self, wanted: KeySet, index: int) -> tuple[str, ...]:
         return ()
 
     def fetch(
-        self, wanted: Wanted, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
+        self, wanted: KeySet, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
     ) -> list[bool]:
         for index, image in zip(indexes, images, strict=True):
             image[:] = self._images[wanted.addresses[index]]
         return [True] * len(indexes)
 
-    def damaged(self, wanted: Wanted, index: int) -> None:
+    def damaged(self, wanted: KeySet, index: int) -> None:
         raise AssertionError("nothing here is damaged")
 
     def drop_namespace(self, digest: bytes) -> None:

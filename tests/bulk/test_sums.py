@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import pytest
 
-from kvstore.address import Chain
 from kvstore.buffers import Pieces
 from kvstore.errors import InvalidRequest
-from kvstore.format.header import Damaged, expected_chunk
+from kvstore.format.header import Damaged
+from kvstore.keyset import ChunkKeys
 from kvstore.wire.bulk.channel import Channel, LinkBroken
 from kvstore.wire.bulk.frames import Kind, decode_head, decode_request, encode_arena, encode_head
 from kvstore.wire.images import fill_verified
@@ -40,9 +40,9 @@ def given(content: bytes) -> Callable[[Pieces], int]:
     return fill
 
 
-def received(chain: Chain, index: int, content: bytes) -> bytes:
+def received(chain: ChunkKeys, index: int, content: bytes) -> bytes:
     sections = [memoryview(bytearray(SMALL.section_bytes)) for _ in range(SMALL.section_count)]
-    fill_verified(given(content), expected_chunk(chain, index), sections)
+    fill_verified(given(content), chain.expected(index), sections)
     return b"".join(sections)
 
 

@@ -19,7 +19,7 @@ from kvstore.fsck import Options, fsck
 from kvstore.fsck.check import WRITER_AGE_S
 from kvstore.fsck.report import Kind
 from kvstore.meta.memory import MemoryStore
-from kvstore.node.incarnations import RETRY_S, Incarnations
+from kvstore.node.chunk_store import RETRY_S, Incarnations
 from kvstore.recency import NS_PER_S
 from kvstore.root.identity import read_writers
 from kvstore.root.memory import MemoryFiles, MemoryRoot

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvstore.address import Chain
 from kvstore.buffers import planes_of
 from kvstore.census.selection import ClearOrder, Selection, Standing
 from kvstore.errors import Unavailable
 from kvstore.format.header import incarnation, lineage_id
+from kvstore.keyset import ChunkKeys
 from kvstore.memory.arena import Arena
 from kvstore.meta.clears import ORDERS_MAX, Clears
 from kvstore.meta.keys import Keys
@@ -280,11 +280,11 @@ def test_what_a_peer_still_has_does_not_come_into_memory_but_own_puts_do() -> No
     tier.close()
 
 
-def chain_of(number: int, chunks: int) -> Chain:
-    return Chain.of(Namespace.of("m", LAYOUT), np.asarray(tokens(number, chunks), np.uint32))
+def chain_of(number: int, chunks: int) -> ChunkKeys:
+    return ChunkKeys.of(Namespace.of("m", LAYOUT), np.asarray(tokens(number, chunks), np.uint32))
 
 
-def make(chain: Chain, index: int, image: memoryview) -> None:
+def make(chain: ChunkKeys, index: int, image: memoryview) -> None:
     """The image of a chunk as the bad one wrote it."""
 
     class Bad:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import Layout
-from kvstore.address import Chain
+from kvstore.keyset import ChunkKeys
 from kvstore.namespace import Namespace
 from tests.kit.stores import kv_of
 
@@ -24,7 +24,7 @@ OWN_CHUNKS_MAX = 6
 
 
 @lru_cache(256)
-def chain_of(number: int) -> Chain:
+def chain_of(number: int) -> ChunkKeys:
     """Returns the chain of prompt ``number``: chunks shared by its family, then its own."""
     family = random.Random(number // FAMILY)
     shared = family.randint(1, SHARED_CHUNKS_MAX) * LAYOUT.chunk_tokens
@@ -32,7 +32,7 @@ def chain_of(number: int) -> Chain:
     tokens = np.empty(shared + own, np.uint32)
     tokens[:shared] = np.arange(shared) + 1_000 * (number // FAMILY)
     tokens[shared:] = np.arange(own) + 1_000_000 + 1_000 * number
-    return Chain.of(SPACE, tokens)
+    return ChunkKeys.of(SPACE, tokens)
 
 
 @lru_cache(256)

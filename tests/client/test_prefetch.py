@@ -102,7 +102,7 @@ def test_prefetch_lets_reads_go_first_but_not_forever(monkeypatch: pytest.Monkey
         assert finished(acting.cache.prefetch(acting.prompts.tokens(1, 8))) == 8 * acting.size, "the read still hangs"
         hang.release.set()
         reading.join(PATIENCE_S)
-        assert not acting.member.node.reads.is_busy
+        assert not acting.member.node.reader.is_busy
 
 
 def test_dropped_read_delays_no_prefetch() -> None:
@@ -111,12 +111,12 @@ def test_dropped_read_delays_no_prefetch() -> None:
         node, tokens = acting.member.node, acting.prompts.tokens(1, 8)
         out = np.empty_like(acting.prompts.kv(1, 8))
         hold = node.hold(node.chains.of(acting.cache.namespace, token_array(tokens)))
-        done = node.reads.begin(hold.chain, 0, 8, planes_of(out, acting.prompts.layout), Deadline(node.clock, WAIT_S))
-        eventually(lambda: not node.reads.is_busy)
+        done = node.reader.begin(hold.chain, 0, 8, planes_of(out, acting.prompts.layout), Deadline(node.clock, WAIT_S))
+        eventually(lambda: not node.reader.is_busy)
         dropped = weakref.ref(done)
         del done
         gc.collect()
-        assert dropped() is None and not node.reads.is_busy
+        assert dropped() is None and not node.reader.is_busy
         node.holds.release(hold)
 
 

@@ -19,8 +19,8 @@ import pytest
 from kvstore import Layout
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import KVStoreError, Unavailable
+from kvstore.keyset import BlockKeys
 from kvstore.namespace import Namespace
-from kvstore.node.wanted import keyed
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreServicer, add_KVStoreServicer_to_server
 from kvstore.wire.bulk.sockets import dial_tcp
@@ -36,7 +36,7 @@ KV = kv_of(SMALL, TOKENS)
 NAMESPACE = Namespace.of("m", SMALL)
 IMAGES = images_of(chain_of(SMALL, TOKENS), sections_of(KV, SMALL))
 KEYS = [bytes(16), bytes(range(16))]
-BLOCK_IMAGES = images_of(keyed(NAMESPACE, KEYS, [3, 3]), [b"abc", b"def"])
+BLOCK_IMAGES = images_of(BlockKeys.of(NAMESPACE, KEYS, [3, 3]), [b"abc", b"def"])
 HASTY = stretched(
     ClientLimits(match_s=2.0, read_s=0.5, write_s=2.0, pin_s=5.0), "match_s", "read_s", "write_s", "pin_s"
 )

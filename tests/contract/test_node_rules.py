@@ -10,10 +10,11 @@ from typing import cast
 import numpy as np
 import pytest
 
-from kvstore.address import Address, Chain, block_addresses
+from kvstore.address import Address, block_addresses
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.format import places
+from kvstore.keyset import ChunkKeys
 from kvstore.meta.keys import SweepId
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.session import SessionRecord
@@ -41,9 +42,9 @@ class Swept:
     addresses: Sequence[Address]
 
 
-def sweep_of(c: Cluster, swept: Swept | Chain) -> threading.Thread:
+def sweep_of(c: Cluster, swept: Swept | ChunkKeys) -> threading.Thread:
     """Starts a sweep in a thread."""
-    plans = c.plans(cast(Chain, swept))
+    plans = c.plans(cast(ChunkKeys, swept))
     thread = threading.Thread(target=lambda: c.collector().sweep(plans))
     thread.start()
     return thread
@@ -59,7 +60,7 @@ def test_h1_condemned_blocks_of_every_shard_are_misses(c: Cluster) -> None:
     sweep = sweep_of(c, swept)
     eventually(lambda: node.presence.current().announced > 0)
     assert not any(blocks.present(keys)), "it has announced the sweep, so it knows every condemned block (A1)"
-    assert blocks.match(keys) == 0 and c.present(cast(Chain, swept)) == BLOCKS
+    assert blocks.match(keys) == 0 and c.present(cast(ChunkKeys, swept)) == BLOCKS
     other.node.holds.release(hold)
     sweep.join(PATIENCE_S)
 
@@ -132,7 +133,7 @@ class Lost(Silent):
         return super().next(timeout_s)
 
 
-def condemn(c: Cluster, chain: Chain) -> None:
+def condemn(c: Cluster, chain: ChunkKeys) -> None:
     """Begins a sweep of the first chunk of a chain, which no collector continues."""
     first = chain.addresses[0]
     sweep = Condemned.of_victims(SweepId(b"s" * 16), b"c" * 16, [first])

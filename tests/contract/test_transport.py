@@ -18,7 +18,7 @@ from kvstore.layout import DTYPES, DType
 from kvstore.results import PutResult
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.kit.cases import for_each
-from tests.kit.faulty_root import EIO, ENOSPC, EROFS, FaultyRoot, Flipped, Lost, Missing, Rule
+from tests.kit.faulty_root import EIO, ENOSPC, EROFS, FaultyRoot, Flipped, Missing, Rule
 from tests.kit.stores import SMALL, TINY, kv_of, member_on, same
 from tests.kit.workers import connected, eventually, serving
 
@@ -67,13 +67,6 @@ def test_what_was_put_is_matched_and_read_back(cache: Cache) -> None:
     assert same(array, KV)
 
 
-def test_nothing_is_there_at_first(cache: Cache) -> None:
-    assert cache.match(TOKENS) == 0
-    count, array = cache.get(TOKENS)
-    assert (count, array.shape) == (0, SMALL.shape(0))
-    assert cache.get(TOKENS, out=np.empty_like(KV)) == 0
-
-
 @for_each("tokens", [0, 1, SIZE - 1])
 def test_less_than_a_chunk_is_never_stored(cache: Cache, tokens: int) -> None:
     assert cache.put(TOKENS[:tokens], KV[:, :, :tokens]) == PutResult(0, 0, 0, 0)
@@ -85,11 +78,6 @@ def test_less_than_a_chunk_is_never_stored(cache: Cache, tokens: int) -> None:
         assert list(hold.layers()) == []
     assert cache.pin(TOKENS[:tokens]).tokens == 0
     assert cache.refcount(TOKENS[:tokens]) == 0
-
-
-def test_a_trailing_part_chunk_is_not_stored(cache: Cache) -> None:
-    assert cache.put(TOKENS[:-3], KV[:, :, :-3]).tokens_present == 7 * SIZE
-    assert cache.match(TOKENS) == 7 * SIZE
 
 
 def test_a_shared_prefix_is_found_and_what_differs_is_not(cache: Cache) -> None:
@@ -127,13 +115,6 @@ def test_put_stores_nothing_behind_a_hole(cache: Cache) -> None:
     cache.put(TOKENS[: 2 * SIZE], KV[:, :, : 2 * SIZE])
     assert cache.put(TOKENS, KV[:, :, half:], prefix=half) == PutResult(2 * SIZE, 0, 0, 0)
     assert cache.match(TOKENS) == 2 * SIZE
-
-
-def test_put_with_everything_as_prefix_says_what_is_there(cache: Cache) -> None:
-    nothing = KV[:, :, :0]
-    assert cache.put(TOKENS, nothing, prefix=8 * SIZE).tokens_present == 0
-    cache.put(TOKENS, KV)
-    assert cache.put(TOKENS, nothing, prefix=8 * SIZE) == PutResult(8 * SIZE, 0, 0, 0)
 
 
 def test_put_keeps_no_reference(cache: Cache) -> None:
@@ -189,14 +170,6 @@ def test_chunks_larger_than_a_message(store: Store) -> None:
         for layer, k, v in hold.layers():
             assert same(k, kv[layer, 0])
             assert same(v, kv[layer, 1])
-
-
-def test_thousands_of_chunks_in_a_message(store: Store) -> None:
-    tokens = np.arange(3000 * TINY.chunk_tokens)
-    kv = np.random.default_rng(1).integers(-128, 128, TINY.shape(len(tokens)), dtype=np.int8)
-    cache = store.namespace("tiny", TINY)
-    assert cache.put(tokens, kv).chunks_written == 3000
-    assert same(cache.get(tokens)[1], kv)
 
 
 def test_a_million_tokens(store: Store) -> None:
@@ -313,19 +286,6 @@ def test_layers_are_read_into_memory_of_the_caller_in_turn(cache: Cache) -> None
                 for late in range(max(0, layer - count + 3), layer + 1):  # those that must still be there
                     assert same(read[late][0], KV[late, 0]) and same(read[late][1], KV[late, 1])
         assert len(read) == SMALL.layers
-
-
-def test_layers_are_read_into_parts_of_one_array(cache: Cache) -> None:
-    cache.put(TOKENS, KV)
-    by_place = np.empty((2, 3, *KV.shape[2:]), KV.dtype)
-    by_tokens = np.empty((2, 3 * len(TOKENS), *KV.shape[3:]), KV.dtype)
-    for out in (
-        [by_place[:, at] for at in range(3)],
-        [by_tokens[:, at * len(TOKENS) : (at + 1) * len(TOKENS)] for at in range(3)],
-    ):
-        with cache.hold(TOKENS) as hold:
-            for layer, k, v in hold.layers(out):
-                assert same(k, KV[layer, 0]) and same(v, KV[layer, 1])
 
 
 def test_memory_that_layers_cannot_be_read_into_is_refused(cache: Cache) -> None:
@@ -506,19 +466,6 @@ def test_a_chunk_lost_under_a_layer_by_layer_read(cache: Cache, root: FaultyRoot
     assert f"from token {valid} on" in str(broken.value)
 
 
-def test_a_chunk_that_vanished_is_put_again(cache: Cache, root: FaultyRoot) -> None:
-    """A worker may remember a vanished chunk as present; a put that trusts it must notice, and close the hole."""
-    cache.put(TOKENS, KV)
-    assert cache.match(TOKENS) == 8 * SIZE
-    root.set_rules([Rule("stat", Lost(), is_chunk, nth=3, times=1)])
-    result = cache.put(TOKENS, KV)
-    root.set_rules([])
-    assert result.tokens_present == 8 * SIZE
-    assert result.chunks_written >= 1
-    assert result.chunks_written + result.chunks_found == 8
-    assert same(cache.get(TOKENS)[1], KV)
-
-
 def test_put_full_root_returns_the_reason(cache: Cache, root: FaultyRoot) -> None:
     half = 4 * SIZE
     cache.put(TOKENS[:half], KV[:, :, :half])
@@ -534,15 +481,6 @@ def test_put_full_root_returns_the_reason(cache: Cache, root: FaultyRoot) -> Non
         cache.put(TOKENS, KV, required=True)
     with pytest.raises(StoreFull, match="injected"):
         cache.blocks.put(KEYS, BLOCKS, required=True)
-
-
-def test_put_loop_on_a_full_store_never_raises(cache: Cache, files: MemoryFiles) -> None:
-    used_bytes = files.used_bytes
-    results = [cache.put(TOKENS, KV)]
-    files.capacity_bytes = used_bytes + 5 * (files.used_bytes - used_bytes) // 2
-    results += [cache.put(TOKENS + number * 1000, KV) for number in range(1, 10)]
-    assert [each.reason for each in results] == 2 * [""] + 8 * ["full"]
-    assert [cache.match(TOKENS + number * 1000) for number in range(10)] == [each.tokens_present for each in results]
 
 
 @pytest.mark.parametrize(("fault", "error"), [(EROFS, PermissionDenied), (EIO, Unavailable)], ids=["ro", "io"])

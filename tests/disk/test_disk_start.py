@@ -6,21 +6,16 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from kvstore import recency
 from kvstore.errors import InvalidRequest, RootMismatch
 from kvstore.format import places
-from kvstore.format.header import decode, expected_chunk
 from kvstore.hints import Hints
-from kvstore.memory.inventory import DEFAULT_POLICY, POLICIES, place_of
 from kvstore.node.counters import Counters
-from kvstore.node.disk_tier import DiskShelf, DiskTier, Found
-from kvstore.recency import QUANTUM_S
+from kvstore.node.disk_tier import DiskTier
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.posix import PosixRoot
@@ -29,11 +24,9 @@ from tests.kit.descriptors import open_before, open_now
 from tests.kit.disks import (
     FILE_BYTES,
     IMAGE_BYTES,
-    MIB,
     NAMESPACE,
     OTHER,
     Disk,
-    FakeClock,
     bytes_under,
     chain_of,
     disk_on,
@@ -41,7 +34,7 @@ from tests.kit.disks import (
     image_of,
 )
 from tests.kit.faulty_root import Hang, Rule
-from tests.kit.patience import PATIENCE_S, returns
+from tests.kit.patience import PATIENCE_S
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The next start
@@ -65,22 +58,6 @@ def test_a_restart_finds_everything_with_its_order_uses_and_hints(folder: Path) 
         disk.add(filler, *range(5))  # two fit, three evict the leaves of the least used chain
         assert disk.tier.leading(chain, 0) == 1
         assert disk.has(chain, 0) and disk.has(precious, 0) and disk.has(other, 0) and disk.has(filler, 0, 1, 2, 3, 4)
-
-
-def test_what_a_file_says_of_its_use_is_what_the_shelf_goes_by() -> None:
-    chain, clock = chain_of(), FakeClock()
-    shelf = DiskShelf(MIB, POLICIES[DEFAULT_POLICY](), Counters(), clock)
-    expected = expected_chunk(chain, 3)
-    header = decode(image_of(chain, 3))
-    quantum_s = recency.quantum_of(clock.wall_s - 5000, QUANTUM_S)
-    hints = Hints(priority=80, ttl_s=43_200)
-    stamp_ns = recency.stamp_ns(quantum_s, 3, hints, uses=2)
-    shelf.counted(FILE_BYTES)
-    assert shelf.admit(Found(stamp_ns, IMAGE_BYTES, expected.address, NAMESPACE.id), header)
-    entry = shelf.refer(expected.address)
-    assert entry is not None and entry.place == place_of(chain, 3)
-    assert (entry.used_s, entry.uses, entry.hints) == (quantum_s, 2, hints)
-    assert shelf.stats()["disk_held_bytes"] == FILE_BYTES
 
 
 def test_a_smaller_bound_takes_the_most_recent_and_removes_the_rest(folder: Path) -> None:
@@ -131,7 +108,7 @@ def add_for_ever(path: str) -> None:
     for seed in range(10_000):
         chain = chain_of(seed, 3)
         for index in range(3):
-            tier.add(place_of(chain, index), image_of(chain, index))
+            tier.add(chain.place(index), image_of(chain, index))
 
 
 def _dying(path: str) -> Root:
@@ -208,48 +185,6 @@ def test_nothing_is_written_before_all_is_counted_and_nothing_counted_twice(fold
         disk.tier.close()
 
 
-def test_closed_while_it_is_refilled(folder: Path) -> None:
-    chain = chain_of()
-    with disk_on(folder) as disk:
-        disk.add(chain, *range(8))
-    for point in ("list", "read"):
-        hang = Hang()
-        tier = Disk(folder, rules=[Rule(point, hang, lambda name: "chunks" in name)]).tier
-        tier.open()
-        assert hang.reached.wait(PATIENCE_S)
-        returns(lambda tier=tier: tier.close(0.05))  # type: ignore[misc]
-        with pytest.raises(InvalidRequest, match="in use"):
-            Disk(folder).tier.open()  # somebody hangs in it, who could still remove a file
-        hang.release.set()
-        until_s = time.monotonic() + PATIENCE_S
-        while any(thread.name == "kvstore-disk-refill" for thread in threading.enumerate()):
-            assert time.monotonic() < until_s
-            time.sleep(0.002)
-        assert len(files_under(folder)) == 8, "a refill that was stopped removes nothing"
-    with disk_on(folder) as disk:
-        assert disk.has(chain, *range(8))
-
-
-def test_after_close_nothing_is_done(folder: Path) -> None:
-    chain = chain_of()
-    with disk_on(folder) as disk:
-        disk.add(chain, 0)
-        disk.tier.close()
-        assert disk.tier.leading(chain, 0) == 0
-        assert disk.fetch(chain, 0) == [None]
-        assert disk.add(chain, 1) == [False]
-        assert not disk.tier.drop(chain.addresses[0])
-        disk.tier.close()
-    assert len(files_under(folder)) == 1
-
-
-def test_a_tier_that_was_never_opened_has_nothing(folder: Path) -> None:
-    disk = Disk(folder)
-    assert disk.tier.leading(chain_of(), 0) == 0 and disk.add(chain_of(), 0) == [False]
-    disk.tier.close()
-    assert not folder.exists(), "a constructor does no I/O"
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Whose folder it is
 
@@ -273,15 +208,6 @@ def test_a_root_is_no_disk_tier_and_a_disk_tier_no_root(tmp_root: Path, folder: 
     with disk_on(folder):
         with pytest.raises(RootMismatch):
             create_or_open(PosixRoot(folder), RandomIds())
-
-
-@pytest.mark.parametrize("content", [b"", b"{}", b'{"format": "kvstore-disk", "version": 2}', b"\xff"])
-def test_another_format_is_refused(folder: Path, content: bytes) -> None:
-    folder.mkdir()
-    (folder / "FORMAT").write_bytes(content)
-    with pytest.raises(InvalidRequest):
-        Disk(folder).tier.open()
-    assert [entry.name for entry in folder.iterdir()] == ["FORMAT"]
 
 
 def test_d2_a_folder_within_a_root_or_another_tier_is_refused_and_not_made(tmp_root: Path, folder: Path) -> None:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvstore.address import NO_PARENT, block_address
-from kvstore.format.header import Damaged, decode, expected_block
-from kvstore.memory.inventory import Place, place_of
+from kvstore.format.header import expected_block
+from kvstore.memory.inventory import Place
 from kvstore.node import disk_tier
-from kvstore.node import disk_tier as disk_refill
 from kvstore.node.counters import Counters
 from kvstore.node.disk_tier import DiskTier
 from kvstore.node.lanes import Deadline
@@ -44,42 +42,6 @@ from tests.kit.patience import PATIENCE_S, eventually, returns
 # What goes in comes out
 
 
-def test_what_was_added_is_said_and_read(disk: Disk) -> None:
-    chain = chain_of()
-    assert disk.tier.leading(chain, 0) == 0
-    assert disk.add(chain, *range(5)) == [True] * 5
-    assert [disk.tier.leading(chain, first) for first in (0, 2, 5)] == [5, 3, 0]
-    assert disk.has(chain, 0, 1, 2, 3, 4)
-    assert disk.fetch(chain, 5) == [None]
-    assert disk.add(chain, 2) == [False], "first writer wins"
-    stats = disk.tier.stats()
-    assert (stats["disk_entries"], stats["disk_held_bytes"]) == (5, 5 * FILE_BYTES)
-    assert disk.count("disk_hits") == 5 and disk.count("disk_bytes") == 5 * IMAGE_BYTES
-    assert disk.count("disk_writes") == 5 and disk.count("disk_write_bytes") == 5 * IMAGE_BYTES
-
-
-def test_asking_does_no_io(disk: Disk) -> None:
-    chain = chain_of()
-    disk.add(chain, *range(5))
-    assert disk.root is not None
-    before = sum(disk.root.calls.values())
-    disk.tier.leading(chain, 0)
-    assert sum(disk.root.calls.values()) == before
-
-
-def test_blocks_that_an_engine_hashed_are_kept_too(folder: Path) -> None:
-    key = b"k" * 32
-    image = image_as(expected_block(NAMESPACE, key, 100))
-    address = block_address(NAMESPACE, key)
-    place = Place(NAMESPACE.digest, address, NO_PARENT, b"")
-    with disk_on(folder) as disk:
-        assert disk.tier.add(place, image)
-    with disk_on(folder) as disk:
-        assert disk.tier.stats()["disk_entries"] == 1
-        assert disk.tier.drop(address) and not disk.tier.drop(address)
-        assert not files_under(folder)
-
-
 def test_an_image_of_another_size_is_not_filled_and_the_file_stays(disk: Disk) -> None:
     chain = chain_of()
     disk.add(chain, 0)
@@ -90,59 +52,18 @@ def test_an_image_of_another_size_is_not_filled_and_the_file_stays(disk: Disk) -
     assert disk.has(chain, 0)
 
 
-def test_past_the_deadline_nothing_is_read(disk: Disk) -> None:
-    chain = chain_of()
-    disk.add(chain, 0, 1)
-    assert disk.fetch(chain, 0, 1, deadline_s=0.0) == [None, None]
-    assert disk.has(chain, 0, 1)
-
-
 def test_an_image_whose_header_is_wrong_is_not_written(disk: Disk) -> None:
     chain = chain_of()
     broken = bytearray(image_of(chain, 0))
     broken[200] ^= 1
-    assert not disk.tier.add(place_of(chain, 0), memoryview(broken))
-    assert not disk.tier.add(place_of(chain, 0), image_of(chain, 1)), "of another chunk"
-    assert not disk.tier.add(place_of(chain, 0), image_of(chain, 0)[:-1])
+    assert not disk.tier.add(chain.place(0), memoryview(broken))
+    assert not disk.tier.add(chain.place(0), image_of(chain, 1)), "of another chunk"
+    assert not disk.tier.add(chain.place(0), image_of(chain, 0)[:-1])
     assert not files_under(disk.path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The bound
-
-
-def test_the_bound_holds_at_each_moment_under_random_adds(folder: Path) -> None:
-    """E1, E2: watched from outside while it works; leaves go before their parents."""
-    rng = random.Random(7)
-    chains = [chain_of(seed) for seed in range(12)]
-    limit = 30 * FILE_BYTES
-    over: list[int] = []
-    with disk_on(folder, 30) as disk:
-        assert disk.root is not None
-
-        def step(operation: Callable[[], object]) -> None:
-            operation()
-            held = bytes_under(folder)
-            if held > limit or held > disk.tier.stats()["disk_held_bytes"]:
-                over.append(held)
-
-        for _ in range(400):
-            disk.clock.pass_s(rng.random() * 40)
-            chain = rng.choice(chains)
-            index = disk.tier.leading(chain, 0)
-            if index < CHUNKS and rng.random() < 0.7:
-                step(lambda: disk.add(chain, index))  # noqa: B023 - called at once
-            else:
-                step(lambda: disk.fetch(chain, rng.randrange(CHUNKS)))  # noqa: B023
-        assert disk.count("disk_evicted") > 50
-        stats = disk.tier.stats()
-        assert stats["disk_held_bytes"] == len(files_under(folder)) * FILE_BYTES <= limit
-        assert stats["disk_entries"] == len(files_under(folder)) > 20
-        for chain in chains:
-            count = disk.tier.leading(chain, 0)
-            assert disk.tier.leading(chain, count + 1) == 0, "a child outlived its parent"
-            assert disk.has(chain, *range(count))
-    assert not over
 
 
 def test_the_bound_holds_between_two_system_calls(folder: Path) -> None:
@@ -169,7 +90,7 @@ def test_the_bound_holds_between_two_system_calls(folder: Path) -> None:
             time.sleep(0.002)
         for seed in range(6):
             single = chain_of(seed, 1)
-            assert tier.add(place_of(single, 0), image_of(single, 0))
+            assert tier.add(single.place(0), image_of(single, 0))
         assert len(files_under(folder)) == 3
         assert tier.leading(chain, 0) == 0, "the least recently used went"
     finally:
@@ -336,26 +257,3 @@ def test_no_descriptor_and_no_thread_is_left(folder: Path) -> None:
     assert open_now() <= before
     # A thread that is done with the folder ends a moment after it has said so.
     eventually(lambda: "kvstore-disk-refill" not in {each.name for each in threading.enumerate()}, "no thread is left")
-
-
-def test_a_listing_that_fails_is_tried_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_refill, "RETRY_S", 0.01)
-    chain = chain_of()
-    with disk_on(folder) as disk:
-        disk.add(chain, 0, 1)
-    disk = Disk(folder, rules=[Rule("list", EIO, lambda name: "chunks" in name, times=2), Rule("remove", EIO, times=1)])
-    disk.tier.open()
-    try:
-        disk.wait_refilled()
-        assert disk.has(chain, 0, 1) and disk.tier.stats()["disk_held_bytes"] == 2 * FILE_BYTES
-    finally:
-        disk.tier.close()
-
-
-def test_images_are_whole_chunk_files(disk: Disk) -> None:
-    chain = chain_of()
-    disk.add(chain, 0)
-    header = decode(files_under(disk.path)[0].read_bytes())
-    assert header.address == chain.addresses[0] and header.file_bytes == IMAGE_BYTES
-    with pytest.raises(Damaged):
-        decode(bytes(IMAGE_BYTES))

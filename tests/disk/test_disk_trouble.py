@@ -19,22 +19,6 @@ from tests.kit.faulty_root import EIO, ENOSPC, Hang, Rule
 from tests.kit.patience import PATIENCE_S, returns
 
 
-def test_flipped_bytes_are_given_as_they_are_and_dropped_when_told(disk: Disk) -> None:
-    """I1: the caller verifies."""
-    chain = chain_of()
-    disk.add(chain, 0, 1)
-    file = next(file for file in files_under(disk.path) if file.name.startswith(chain.addresses[0].hex()))
-    flipped = bytearray(file.read_bytes())
-    flipped[-1] ^= 0xFF
-    file.write_bytes(flipped)
-    assert disk.fetch(chain, 0) == [flipped]
-    disk.tier.damaged(chain, 0)
-    assert disk.tier.leading(chain, 0) == 0 and disk.fetch(chain, 0) == [None] and not file.exists()
-    disk.tier.damaged(chain, 0)
-    assert disk.count("disk_damaged") == 1
-    assert disk.add(chain, 0) == [True] and disk.has(chain, 0, 1), "the next demotion repairs it"
-
-
 @pytest.mark.parametrize("size", [None, 0, 100, IMAGE_BYTES - 1, IMAGE_BYTES + 1])
 def test_a_missing_or_short_file_is_a_miss_and_forgotten(disk: Disk, size: int | None) -> None:
     chain = chain_of()
@@ -77,17 +61,6 @@ def test_a_dead_disk_is_left_alone_for_a_while(disk: Disk) -> None:
     assert disk.tier.stats()["disk_held_bytes"] >= len(files_under(disk.path)) * FILE_BYTES
 
 
-def test_failures_between_which_it_works_are_no_reason_to_leave_it_alone(disk: Disk) -> None:
-    chain = chain_of(chunks=30)
-    disk.add(chain, *range(30))
-    for index in range(29, 15, -2):
-        disk.rules(Rule("read", EIO))
-        assert disk.fetch(chain, index) == [None]
-        disk.rules()
-        assert disk.has(chain, index - 1)
-    assert disk.count("disk_failed") == 7
-
-
 def test_what_cannot_be_removed_keeps_its_room_until_it_is(folder: Path) -> None:
     chain = chain_of(chunks=3)
     with disk_on(folder, 3) as disk:
@@ -103,15 +76,6 @@ def test_what_cannot_be_removed_keeps_its_room_until_it_is(folder: Path) -> None
         assert disk.tier.leading(chain, 0) == 2 and len(files_under(folder)) == 3
 
 
-@pytest.mark.parametrize("operation", ["stage", "publish", "stat"])
-def test_a_write_that_fails_leaves_nothing(disk: Disk, operation: str) -> None:
-    chain = chain_of()
-    disk.rules(Rule(operation, EIO, nth=1, times=1))
-    assert disk.add(chain, 0) == [False]
-    assert not files_under(disk.path) and disk.tier.stats()["disk_held_bytes"] == 0
-    assert disk.count("disk_failed") == 1 and disk.add(chain, 0) == [True] and disk.has(chain, 0)
-
-
 def test_a_full_disk_is_counted_and_turns_over_in_the_room_there_is(disk: Disk) -> None:
     chain, new = chain_of(), chain_of(1)
     disk.add(chain, 0, 1)
@@ -124,15 +88,6 @@ def test_a_full_disk_is_counted_and_turns_over_in_the_room_there_is(disk: Disk) 
         assert disk.add(new, index) == [False]
     assert disk.count("disk_failed") == 3
     assert disk.tier.stats()["disk_held_bytes"] == len(files_under(disk.path)) * FILE_BYTES
-
-
-def test_too_few_descriptors_cost_no_file(disk: Disk) -> None:
-    chain = chain_of()
-    disk.add(chain, 0)
-    emfile = type(ENOSPC)(ENOSPC.error, errno.EMFILE)
-    disk.rules(Rule("open", emfile, times=1))
-    assert disk.fetch(chain, 0) == [None]
-    assert disk.has(chain, 0)
 
 
 def test_a_disk_that_hangs_takes_half_of_the_lanes_at_most_and_nobody_asks_it_again(disk: Disk) -> None:

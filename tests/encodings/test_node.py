@@ -15,11 +15,10 @@ from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.encodings.codec import KeyFile
 from kvstore.errors import WrongSize
-from kvstore.format.header import Encoding, checksum, decode_any, is_encoded
+from kvstore.format.header import Encoding, decode_any, is_encoded
 from kvstore.format.places import Name
 from kvstore.fsck.check import Options, fsck
 from kvstore.meta.memory import MemoryMeta
-from kvstore.node import encoded as encoded_module
 from kvstore.node.member import Member
 from kvstore.node.opening import join
 from kvstore.node.settings import NO_TIERS, Limits, NodeOptions, TierSettings
@@ -30,7 +29,6 @@ from kvstore.sources import RandomIds, SystemClock
 from tests.kit.cases import for_each
 from tests.kit.keyed import LAYOUT, TENANT, chunk_files, key_file, kv_of, same, write_keys
 from tests.kit.patience import PATIENCE_S
-from tests.kit.stores import TINY
 
 COUNT = 5
 TOKENS = np.arange(1_000_000, 1_000_000 + COUNT * LAYOUT.chunk_tokens)
@@ -185,27 +183,6 @@ def test_a_flipped_bit_is_a_miss_is_set_aside_and_is_put_again(tmp_root: Path, t
             assert cache.get(TOKENS)[0] == len(TOKENS)
 
 
-def test_a_chunk_of_another_prompt_under_this_name_is_a_miss(tmp_root: Path, tmp_path: Path) -> None:
-    with opened(tmp_root, key_file(tmp_path / "keys.json", "a")) as (member, store):
-        cache = put_all(store)
-        first, second = sorted(
-            (
-                path
-                for path in chunk_files(tmp_root)
-                if decode_any(path.read_bytes()).section_bytes == LAYOUT.section_bytes
-            ),
-            key=lambda path: decode_any(path.read_bytes()).depth,
-        )[:2]
-        moved = bytearray(second.read_bytes())
-        moved[20:72], moved[104:120] = first.read_bytes()[20:72], first.read_bytes()[104:120]
-        size = int.from_bytes(moved[16:20], "little")
-        moved[size - 8 : size] = checksum(memoryview(moved)[: size - 8]).to_bytes(8, "little")
-        first.write_bytes(moved)
-        member.node.forget()
-        assert cache.get(TOKENS)[0] == 0
-        assert store.stats()["damage_seal"] == 1
-
-
 def test_fsck_verifies_encrypted_files_without_a_key(tmp_root: Path, tmp_path: Path) -> None:
     with opened(tmp_root, key_file(tmp_path / "keys.json", "a")) as (member, store):
         put_all(store)
@@ -285,20 +262,6 @@ def test_what_cannot_be_decrypted_is_not_promised_after_a_put_that_came_second(t
             assert store.stats()["miss_key"] > 0 and store.stats()["quarantined"] == 0
     with opened(tmp_root, key_file(tmp_path / "one.json", "a")) as (_, store):
         reads_right(namespace(store))
-
-
-def test_a_tenant_of_many_namespaces_takes_a_bounded_part_of_a_nodes_memory(
-    tmp_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(encoded_module, "NAMESPACES_MAX", 4)
-    with opened(tmp_root, key_file(tmp_path / "keys.json", "a")) as (member, store):
-        encodings = member.node.encodings
-        every = [store.namespace(f"model-{number}", TINY, tenant=TENANT).namespace for number in range(9)]
-        for namespace in every:
-            encodings.learn(namespace)
-            encodings.learn(namespace)
-        known = [encodings.namespace_of(each.digest) for each in every]
-        assert known == [None] * 5 + every[5:]
 
 
 def mapped_chunk_files() -> list[str]:

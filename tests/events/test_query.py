@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.address import Chain
 from kvstore.errors import InvalidRequest, Unauthenticated
 from kvstore.events.http import Answers, application, decode
 from kvstore.events.index import Model
 from kvstore.events.inventory import Identities, Inventory
+from kvstore.keyset import ChunkKeys
 from kvstore.security.access import Identity, Presented, Role
 from kvstore.text import parse_json
 from kvstore.wire.query import Question
@@ -25,7 +25,7 @@ from tests.kit.clusters import SPACE
 from tests.kit.stores import TINY
 
 
-def known(chain: Chain) -> Inventory:
+def known(chain: ChunkKeys) -> Inventory:
     inventory = Inventory(TINY.chunk_tokens)
     numbers = np.frombuffer(b"".join(chain.addresses), ">u8").astype(np.uint64).reshape(-1, 2)
     above = np.concatenate([np.zeros((1, 2), np.uint64), numbers[:-1]])
@@ -49,7 +49,7 @@ def answers(inventory: Inventory) -> Answers:
 @for_each("stored", [0, 1, 2, 3, 8, 15, 16, 17, 99, 100])
 def test_the_longest_prefix_is_found_by_tokens_and_by_hashes(stored: int) -> None:
     tokens = np.arange(100 * TINY.chunk_tokens, dtype=np.uint32)
-    chain = Chain.of(SPACE, tokens)
+    chain = ChunkKeys.of(SPACE, tokens)
     inventory = known(chain)
     if stored < 100:
         inventory.left(np.frombuffer(chain.addresses[stored], ">u8")[:1].astype(np.uint64))
@@ -66,7 +66,7 @@ def test_the_longest_prefix_is_found_by_tokens_and_by_hashes(stored: int) -> Non
 
 def test_a_tenant_sees_nothing_of_another() -> None:
     tokens = np.arange(8, dtype=np.uint32)
-    asked = answers(known(Chain.of(SPACE, tokens)))
+    asked = answers(known(ChunkKeys.of(SPACE, tokens)))
     assert asked.answer(Question("m", "", tokens, None))["blocks"] == 2
     assert asked.answer(Question("m", "other", tokens, None))["blocks"] == 0
 

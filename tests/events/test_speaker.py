@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvstore.address import Chain
 from kvstore.errors import Unavailable
 from kvstore.events import stream as messages
 from kvstore.events.index import Doomed, Truth
@@ -15,6 +14,7 @@ from kvstore.events.limits import EventLimits
 from kvstore.events.publisher import Speaker, Told
 from kvstore.events.stream import TERM_BITS, Batch, Naming, Stream
 from kvstore.format.places import Name
+from kvstore.keyset import ChunkKeys
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta, MemoryStore
 from kvstore.meta.store import Compare, Delete, Put, TxnResult
@@ -66,7 +66,7 @@ def clock(clustered: Cluster) -> Ticking:
     return Ticking()
 
 
-def expected(*chains: Chain) -> dict[int, tuple[int | None, list[int]]]:
+def expected(*chains: ChunkKeys) -> dict[int, tuple[int | None, list[int]]]:
     """What an index has of some chains."""
     found: dict[int, tuple[int | None, list[int]]] = {}
     for chain in chains:
@@ -78,7 +78,7 @@ def expected(*chains: Chain) -> dict[int, tuple[int | None, list[int]]]:
     return found
 
 
-def _stored(node: Member, *chains: Chain) -> None:
+def _stored(node: Member, *chains: ChunkKeys) -> None:
     for chain in chains:
         put(node, chain)
 

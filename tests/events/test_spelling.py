@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore.address import Chain
 from kvstore.events import inventory
 from kvstore.events.columns import NO_ROW, Spellings
 from kvstore.events.http import Answers
+from kvstore.keyset import ChunkKeys
 from kvstore.wire.query import Question
 from tests.events.engines import SIZE, Prompt, prompt_of, put_blocks
 from tests.events.test_speaker import Publishing
@@ -65,7 +65,7 @@ def test_chunks_and_blocks_of_one_prompt_both_answer(asking: Asking) -> None:
     tokens = np.array([token for each in prompt.descents for token in each.tokens], np.uint32)
     put_blocks(node, prompt, range(2))
     assert asking.blocks(prompt) == 2
-    chain = Chain.of(SPACE, tokens[: 4 * SIZE])
+    chain = ChunkKeys.of(SPACE, tokens[: 4 * SIZE])
     put(node, chain)
     asking.publishing.catch_up()
     assert asking.answers.answer(Question(SPACE.name, SPACE.tenant, tokens, None))["blocks"] == 4
@@ -96,7 +96,7 @@ def spelled(spellings: Spellings, row: int, first_token: int) -> npt.NDArray[np.
     tokens = np.arange(first_token, first_token + SIZE, dtype=np.uint32)
     rows = np.array([row], np.int32)
     spellings.spell(rows, np.array([NO_ROW], np.int32), tokens.reshape(1, SIZE), [True])
-    return np.frombuffer(Chain.of(SPACE, tokens).addresses[0], ">u8")[:1].astype(np.uint64)
+    return np.frombuffer(ChunkKeys.of(SPACE, tokens).addresses[0], ">u8")[:1].astype(np.uint64)
 
 
 def test_blocks_are_spelled_some_at_a_time_and_meanwhile_too_little_is_answered(

@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.address import Address, Chain
+from kvstore.address import Address
 from kvstore.census.selection import ClearOrder
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.events.index import Folders
 from kvstore.events.limits import EventLimits
 from kvstore.format import places
+from kvstore.keyset import ChunkKeys
 from kvstore.meta.keys import Keys, SweepId
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.sweeps import EXACT_MAX, Condemned, Members
@@ -182,7 +183,7 @@ def test_only_wanted_namespaces_are_told(clustered: Cluster) -> None:
     tokens = np.arange(8, dtype=np.uint32)
     cache.put(tokens, np.zeros(TINY.shape(8), np.int8))
     following.catch_up()
-    assert following.heard == addresses(Chain.of(other, tokens).addresses)
+    assert following.heard == addresses(ChunkKeys.of(other, tokens).addresses)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -261,7 +262,7 @@ def test_etcd_pays_nothing_per_chunk(tmp_root: Path) -> None:
         assert meta.operations_count == before
 
 
-def _readable(node: Member, chain: Chain) -> int:
+def _readable(node: Member, chain: ChunkKeys) -> int:
     eventually(lambda: node.node.gc_view.protects)
     # A match finds the end of a prefix by bisection, and so believes in what lies behind a hole.
     return Store(LocalPort(node)).namespace(SPACE.name, TINY).get(chain.tokens)[0] // TINY.chunk_tokens

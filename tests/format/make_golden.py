@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.address import Chain
 from kvstore.encodings.codec import Key, Wish, encode_chunk
-from kvstore.format.header import VERSION, Expected, Incarnation, checksum, encode, expected_block, expected_chunk
+from kvstore.format.header import VERSION, Expected, Incarnation, checksum, encode, expected_block
+from kvstore.keyset import ChunkKeys
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace
 from kvstore.tokens import token_array
@@ -63,9 +63,9 @@ LONG = Namespace.of("golden-long", Layout(layers=1, kv_heads=1, head_dim=1, dtyp
 
 def goldens() -> list[Golden]:
     """The second chunk of a chain, a block, and a chunk whose header takes two pages."""
-    chunk = expected_chunk(Chain.of(SMALL, token_array([1, 2, 3, 4, 0xFFFFFFFF, 6, 7, 8, 9])), 1)
+    chunk = ChunkKeys.of(SMALL, token_array([1, 2, 3, 4, 0xFFFFFFFF, 6, 7, 8, 9])).expected(1)
     block = expected_block(SMALL, bytes(range(32)), 100)
-    long = expected_chunk(Chain.of(LONG, token_array(np.arange(1500) * 77)), 0)
+    long = ChunkKeys.of(LONG, token_array(np.arange(1500) * 77)).expected(0)
     return [
         Golden(f"chunk.v{VERSION}.bin", chunk, Incarnation(bytes(range(16))), bytes(range(128))),
         Golden(f"block.v{VERSION}.bin", block, Incarnation(bytes(range(16, 32))), bytes(range(100, 200))),

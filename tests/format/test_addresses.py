@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.address import NO_PARENT, Address, Chain, block_address, chunk_address
+from kvstore.address import NO_PARENT, Address, block_address, chunk_address
 from kvstore.errors import InvalidRequest
+from kvstore.keyset import ChunkKeys
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace
 from kvstore.tokens import TOKEN_ID_MAX, TOKENS_MAX, TokenArray, token_array
@@ -23,7 +24,7 @@ from tests.kit.strategies import namespaces, token_ids
 def test_addresses_are_those_of_the_definition(namespace: Namespace, tokens: list[int]) -> None:
     """FORMAT.md, section 4.1, which files are checked with."""
     size, parent = namespace.layout.chunk_tokens, bytes(16)
-    chain = Chain.of(namespace, token_array(tokens))
+    chain = ChunkKeys.of(namespace, token_array(tokens))
     assert len(chain) == len(tokens) // size
     for index, address in enumerate(chain.addresses):
         packed = struct.pack(f"<{size}I", *tokens[index * size : (index + 1) * size])
@@ -37,7 +38,7 @@ def test_addresses_are_those_of_the_definition(namespace: Namespace, tokens: lis
 def test_a_longer_prompt_begins_with_the_addresses_of_its_prefix(
     namespace: Namespace, tokens: list[int], more: list[int]
 ) -> None:
-    short, long = Chain.of(namespace, token_array(tokens)), Chain.of(namespace, token_array(tokens + more))
+    short, long = ChunkKeys.of(namespace, token_array(tokens)), ChunkKeys.of(namespace, token_array(tokens + more))
     assert long.addresses[: len(short)] == short.addresses
     assert len(short) == len(tokens) // namespace.layout.chunk_tokens
     assert [short.parent(n) for n in range(len(short))] == [NO_PARENT, *short.addresses][: len(short)]
@@ -50,7 +51,7 @@ def test_a_changed_token_changes_its_chunk_and_all_after_it_and_none_before(
     position = data.draw(st.integers(0, len(tokens) - 1))
     other = list(tokens)
     other[position] ^= 1 << data.draw(st.integers(0, 31))
-    a, b = Chain.of(namespace, token_array(tokens)), Chain.of(namespace, token_array(other))
+    a, b = ChunkKeys.of(namespace, token_array(tokens)), ChunkKeys.of(namespace, token_array(other))
     first = position // namespace.layout.chunk_tokens
     assert a.addresses[:first] == b.addresses[:first]
     assert not set(a.addresses[first:]) & set(b.addresses[first:])
@@ -61,7 +62,7 @@ def test_two_namespaces_share_no_address(one: Namespace, other: Namespace, token
     if one.digest == other.digest:
         return
     array = token_array(tokens)
-    assert not set(Chain.of(one, array).addresses) & set(Chain.of(other, array).addresses)
+    assert not set(ChunkKeys.of(one, array).addresses) & set(ChunkKeys.of(other, array).addresses)
     assert block_address(one, key) != block_address(other, key)
 
 
@@ -122,9 +123,12 @@ def test_random_bytes_are_no_namespace_record_and_nothing_crashes(content: bytes
 def test_a_token_boundary_is_no_byte_boundary() -> None:
     # The same bytes cut into other tokens are other tokens: every id takes four bytes.
     namespace = Namespace.of("m", Layout(layers=1, kv_heads=1, head_dim=1, chunk_tokens=1))
-    assert Chain.of(namespace, token_array([0x01020304])).addresses != Chain.of(namespace, token_array([4])).addresses
-    a = Chain.of(namespace, token_array([1, 0])).addresses
-    b = Chain.of(namespace, token_array([0, 1])).addresses
+    assert (
+        ChunkKeys.of(namespace, token_array([0x01020304])).addresses
+        != ChunkKeys.of(namespace, token_array([4])).addresses
+    )
+    a = ChunkKeys.of(namespace, token_array([1, 0])).addresses
+    b = ChunkKeys.of(namespace, token_array([0, 1])).addresses
     assert not set(a) & set(b)
 
 
@@ -132,10 +136,10 @@ def test_the_type_of_the_tokens_does_not_matter() -> None:
     kinds: tuple[Any, ...] = (np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64)
     for kind in kinds:
         namespace = Namespace.of("m", Layout(layers=1, kv_heads=1, head_dim=1, chunk_tokens=4))
-        wanted = Chain.of(namespace, token_array([1, 2, 3, 400])).addresses
-        assert Chain.of(namespace, token_array(np.array([1, 2, 3, 400], dtype=kind))).addresses == wanted
+        wanted = ChunkKeys.of(namespace, token_array([1, 2, 3, 400])).addresses
+        assert ChunkKeys.of(namespace, token_array(np.array([1, 2, 3, 400], dtype=kind))).addresses == wanted
         backwards: TokenArray = np.array([400, 3, 2, 1], dtype=kind)[::-1]
-        assert Chain.of(namespace, token_array(backwards)).addresses == wanted
+        assert ChunkKeys.of(namespace, token_array(backwards)).addresses == wanted
 
 
 def test_a_block_key_of_another_size_is_refused() -> None:
@@ -148,7 +152,7 @@ def test_a_block_key_of_another_size_is_refused() -> None:
 def test_a_block_never_has_the_address_of_a_chunk() -> None:
     # A chunk whose parent and tokens together are the block's key: 16 zero bytes, then one token.
     namespace = Namespace.of("m", Layout(layers=1, kv_heads=1, head_dim=1, chunk_tokens=1))
-    chunk = Chain.of(namespace, token_array([7])).addresses[0]
+    chunk = ChunkKeys.of(namespace, token_array([7])).addresses[0]
     assert block_address(namespace, bytes(16) + (7).to_bytes(4, "little")) != chunk
 
 

@@ -13,10 +13,10 @@ from kvstore.address import block_addresses
 from kvstore.buffers import Buffers
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import DESCENT_BYTES_MAX, PAGE_BYTES, Descent, checksum, decode, decode_as, expected_block
+from kvstore.keyset import BlockKeys
 from kvstore.namespace import Namespace
 from kvstore.native import library as native
 from kvstore.node.images import make_images, verify_images
-from kvstore.node.wanted import Keyed, image_bytes
 from tests.kit.stores import TINY
 from tests.kit.strategies import chunk_file, token_ids
 
@@ -142,11 +142,11 @@ def test_a_size_that_cannot_be_is_no_descent() -> None:
 def test_native_code_writes_the_same_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     space, keys = Namespace.of("m", TINY), [bytes([at]) * (16 + at) for at in range(4)]
     said = [b"", b"a", bytes(range(256)) * 14, b"last"]
-    wanted = Keyed(space, keys, block_addresses(space, keys), [5] * 4, (), said)
+    wanted = BlockKeys(space, keys, block_addresses(space, keys), [5] * 4, (), said)
     source = Buffers([memoryview(bytes([at]) * 5) for at in range(4)])
 
     def made() -> list[bytes]:
-        images = [memoryview(bytearray(image_bytes(wanted, at))) for at in range(4)]
+        images = [memoryview(bytearray(wanted.image_bytes(at))) for at in range(4)]
         make_images(wanted, range(4), source, images, _Zeros())
         assert verify_images(wanted, range(4), images).all()
         return [bytes(image) for image in images]

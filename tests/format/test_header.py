@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvstore.address import Address, Chain
+from kvstore.address import Address
 from kvstore.format.header import (
     PAGE_BYTES,
     Damage,
@@ -17,10 +17,10 @@ from kvstore.format.header import (
     checksum,
     decode,
     decode_as,
-    expected_chunk,
     header_bytes,
     is_self_consistent,
 )
+from kvstore.keyset import ChunkKeys
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.tokens import token_array
@@ -63,7 +63,7 @@ def test_a_truncated_header_is_damage(file: ChunkFile, data: st.DataObject) -> N
 
 def test_a_header_of_several_pages_truncated_at_any_page_is_damage() -> None:
     layout = Layout(layers=1, kv_heads=1, head_dim=1, dtype="int8", chunk_tokens=3000)
-    expected = expected_chunk(Chain.of(Namespace.of("long", layout), token_array(range(3000))), 0)
+    expected = ChunkKeys.of(Namespace.of("long", layout), token_array(range(3000))).expected(0)
     file = chunk_file(expected, bytes(16), bytes(6000))
     assert expected.header_bytes == 3 * PAGE_BYTES
     for size in (PAGE_BYTES, 2 * PAGE_BYTES, 3 * PAGE_BYTES - 1):
@@ -152,7 +152,7 @@ def test_each_reason_is_told_apart() -> None:
         (4088, b"\x00\x00", Damage.HEADER_CHECKSUM),
     ):
         layout = Layout(layers=1, kv_heads=1, head_dim=1, dtype="int8", chunk_tokens=2)
-        expected = expected_chunk(Chain.of(Namespace.of("reasons", layout), token_array([1, 2])), 0)
+        expected = ChunkKeys.of(Namespace.of("reasons", layout), token_array([1, 2])).expected(0)
         content = bytearray(chunk_file(expected, bytes(16), bytes(4)).content)
         content[offset : offset + len(value)] = value
         with pytest.raises(Damaged) as caught:

@@ -434,14 +434,13 @@ def test_reading_keeps_to_its_rate(memory: Filled) -> None:
 def test_a_header_of_several_pages_and_sections_larger_than_the_buffer_are_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from kvstore.address import Chain
-    from kvstore.format.header import expected_chunk
+    from kvstore.keyset import ChunkKeys
     from kvstore.layout import Layout
 
     monkeypatch.setattr("kvstore.root.inspect.READ_BYTES", 20_000)
     filled = fill(MemoryRoot(), 0)
     namespace = Namespace.of("long", Layout(layers=1, kv_heads=1, head_dim=50, dtype="int8", chunk_tokens=3000))
-    expected = expected_chunk(Chain.of(namespace, token_array(range(3000))), 0)
+    expected = ChunkKeys.of(namespace, token_array(range(3000))).expected(0)
     assert expected.header_bytes == 3 * 4096 and expected.section_bytes == 150_000
     name = places.chunk(expected.address, NamespaceId(namespace.digest[:8]), SHARD_BITS)
     content = bytearray(chunk_bytes(expected))

@@ -12,13 +12,13 @@ import grpc
 import numpy as np
 import pytest
 
-from kvstore.address import Chain, block_address
+from kvstore.address import block_address
 from kvstore.client.cache import Cache
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.errors import HoldBroken
+from kvstore.keyset import BlockKeys, ChunkKeys
 from kvstore.node.lanes import Deadline
-from kvstore.node.wanted import Keyed
 from kvstore.root.posix import PosixRoot
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.messages import pack_keys, sealed
@@ -31,7 +31,7 @@ from tests.kit.workers import connected
 
 KEYS = [bytes([number]) * 32 for number in range(4)]
 BLOCKS = [bytes([number]) * 5000 for number in range(4)]
-AS_CHAIN = Chain(SPACE, np.empty(0, np.uint32), b"".join(block_address(SPACE, key) for key in KEYS))
+AS_CHAIN = ChunkKeys(SPACE, np.empty(0, np.uint32), b"".join(block_address(SPACE, key) for key in KEYS))
 PATHS = ("embedded", "grpc", "tcp", "shared")
 
 
@@ -88,7 +88,7 @@ def test_a_sweep_waits_for_a_look_that_goes_on(c: Cluster) -> None:
     cache.blocks.put(KEYS, BLOCKS)
     real = node.node.blocks._present
 
-    def present(asked: Keyed, deadline: Deadline, **how: bool) -> list[bool]:
+    def present(asked: BlockKeys, deadline: Deadline, **how: bool) -> list[bool]:
         found = real(asked, deadline, **how)
         sweep.start()
         eventually(lambda: node.node.gc_view.leading(AS_CHAIN) == 0)

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from kvstore.address import Chain
 from kvstore.errors import PermissionDenied, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.format.places import Name
+from kvstore.keyset import ChunkKeys
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta, MemoryStore
 from kvstore.meta.store import Compare, Delete, Put, TxnResult
@@ -363,7 +363,7 @@ def test_a_wait_for_a_node_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog:
 # Two runs of one sweep
 
 
-def abandon_after_another_made_it_final(c: Cluster, chain: Chain) -> None:
+def abandon_after_another_made_it_final(c: Cluster, chain: ChunkKeys) -> None:
     """One run abandons a sweep at the moment at which another has made its list final, and has deleted three."""
     node = c.node()
     put(node, chain)
@@ -483,7 +483,7 @@ class Died(Exception):
     """Killed, as far as anybody else can tell."""
 
 
-def leave_in_flight(c: Cluster, node: Member, chain: Chain) -> None:
+def leave_in_flight(c: Cluster, node: Member, chain: ChunkKeys) -> None:
     """A collector condemns a chain and dies while it waits for the node."""
 
     def die(_: float) -> None:
@@ -519,7 +519,7 @@ def assert_set_aside(root: Path, sweep: bytes) -> None:
     assert os.readlink(f"{prefix}nowhere") == "/does/not/exist"
 
 
-def twin_without_ref(c: Cluster, chain: Chain) -> Name:
+def twin_without_ref(c: Cluster, chain: ChunkKeys) -> Name:
     """Pins a chain and makes etcd forget it; returns the twin's name."""
     node = c.node()
     put(node, chain)
@@ -529,13 +529,13 @@ def twin_without_ref(c: Cluster, chain: Chain) -> Name:
     return places.twin(owner, bytes.fromhex(pin))
 
 
-def trash_all(c: Cluster, chain: Chain) -> None:
+def trash_all(c: Cluster, chain: ChunkKeys) -> None:
     """A collector that etcd has forgotten had taken all of a chain."""
     for address in chain.addresses:
         assert c.root.move(c.name(address), places.trashed(SWEEP, c.name(address), b"r" * 8))
 
 
-def assert_back_once(c: Cluster, chain: Chain, root: Path) -> None:
+def assert_back_once(c: Cluster, chain: ChunkKeys, root: Path) -> None:
     """Every chunk has its name, and no other."""
     assert c.present(chain) == len(chain.addresses) and c.leftovers() == []
     assert {(root / c.name(address)).stat().st_nlink for address in chain.addresses} == {1}

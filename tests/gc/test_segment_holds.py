@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.address import Chain
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.format import places
+from kvstore.keyset import ChunkKeys
 from kvstore.layout import Layout
 from kvstore.segments import Match, Rope
 from kvstore_gc.deletion import SweepPlan, Victim
@@ -28,9 +28,9 @@ def test_held_segments_outlive_a_sweep_that_takes_the_others() -> None:
             kv = np.ones(LAYOUT.shape(len(document)), np.float32)
             assert segments.put(document, kv).chunks_written == 3
         space = segments.namespace
-        chains = [Chain.of(space, document) for document in documents]
+        chains = [ChunkKeys.of(space, document) for document in documents]
 
-        def victims(chain: Chain) -> list[Victim]:
+        def victims(chain: ChunkKeys) -> list[Victim]:
             names = [(places.chunk(address, space.id, 0), address) for address in chain.addresses]
             found = [(name, address, c.root.stat(name)) for name, address in names]
             return [

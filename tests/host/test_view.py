@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.address import ADDRESS_BYTES, Chain
+from kvstore.address import ADDRESS_BYTES
 from kvstore.host.tables import BATCH_MAX, RING, Number
+from kvstore.keyset import ChunkKeys
 from kvstore.node.host import HostView
 from tests.kit.host_parts import CHUNKS, SPACE, Parts, address
 from tests.kit.host_process import tokens
 
-CHAIN = Chain.of(SPACE, np.array(tokens(1), np.uint32))
+CHAIN = ChunkKeys.of(SPACE, np.array(tokens(1), np.uint32))
 
 
 def remember(parts: Parts, epoch: int | None = None) -> None:

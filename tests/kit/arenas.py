@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import Layout
-from kvstore.address import Chain
 from kvstore.buffers import Planes
+from kvstore.keyset import ChunkKeys
 from kvstore.meta.memory import MemoryMeta
 from kvstore.namespace import Namespace
 from kvstore.node.memory_tier import MemoryTier
@@ -74,18 +74,18 @@ def memory_of(served: Served) -> MemoryTier:
 
 def filled(
     served: Served, tokens: npt.NDArray[np.int64], kv: npt.NDArray[np.float16], layout: Layout, name: str = "m"
-) -> Chain:
+) -> ChunkKeys:
     """Puts a prompt on the root and in memory, from within the worker; its chain."""
     namespace = Namespace(name, layout)
     served.member.claim_namespace(namespace)
-    chain = Chain.of(namespace, tokens.astype(np.uint32))
+    chain = ChunkKeys.of(namespace, tokens.astype(np.uint32))
     planes = Planes(kv, layout.section_bytes)
     served.member.node.put(chain, 0, planes, write=WriteMode.THROUGH)
     assert memory_of(served).leading(chain) == len(chain)
     return chain
 
 
-def lose(served: Served, chain: Chain, start: int, stop: int) -> None:
+def lose(served: Served, chain: ChunkKeys, start: int, stop: int) -> None:
     """Takes chunks ``start`` to ``stop - 1`` out of memory, whatever comes behind them."""
     memory = memory_of(served)
     with memory.refer(chain, start, stop - start) as slots, memory._lock:

@@ -19,13 +19,13 @@ import numpy.typing as npt
 
 import kvstore
 from kvstore import Layout
-from kvstore.address import Chain
 from kvstore.client import Cache, Store
 from kvstore.client.bulk.links import Bulk
 from kvstore.client.limits import ClientLimits
 from kvstore.client.local import LocalPort
 from kvstore.format import places
 from kvstore.format.places import Name
+from kvstore.keyset import ChunkKeys
 from kvstore.meta.memory import MemoryMeta, MemoryStore
 from kvstore.meta.store import Meta
 from kvstore.namespace import Namespace
@@ -179,8 +179,8 @@ class Backend:
 
     # Chunks
 
-    def chain(self, cache: Cache, tokens: npt.NDArray[Any] | Sequence[int]) -> Chain:
-        return Chain.of(cache.namespace, np.asarray(tokens, np.uint32))
+    def chain(self, cache: Cache, tokens: npt.NDArray[Any] | Sequence[int]) -> ChunkKeys:
+        return ChunkKeys.of(cache.namespace, np.asarray(tokens, np.uint32))
 
     def names(self, cache: Cache, tokens: npt.NDArray[Any] | Sequence[int]) -> list[Name]:
         """The names of a prompt's chunk files."""
@@ -319,7 +319,7 @@ _numbers = itertools.count()
 
 def names_of(store: Store, cache: Cache, tokens: npt.NDArray[Any]) -> list[Name]:
     """The names of a prompt's chunk files on the root of a store in this process."""
-    chain = Chain.of(cache.namespace, tokens.astype(np.uint32))
+    chain = ChunkKeys.of(cache.namespace, tokens.astype(np.uint32))
     shard_bits = member_of(store).node.identity.shard_bits
     return [places.chunk(each, cache.namespace.id, shard_bits) for each in chain.addresses]
 

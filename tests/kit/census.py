@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import Layout
-from kvstore.address import Chain
 from kvstore.census.walk import Found, walk
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.format.header import lineage_id, written
+from kvstore.keyset import ChunkKeys
 from kvstore.meta.memory import MemoryMeta, MemoryStore
 from kvstore.node.member import Sharing
 from kvstore.node.opening import join
@@ -81,8 +81,8 @@ class RolledOut:
         assert kv.tobytes() == np.ascontiguousarray(wrote.kv(number, chunks)[:, :, :count]).tobytes(), "another's bytes"
         return count // SIZE
 
-    def chain(self, number: int, chunks: int = 4) -> Chain:
-        return Chain.of(self.cache.namespace, np.asarray(tokens(number, chunks), np.uint32))
+    def chain(self, number: int, chunks: int = 4) -> ChunkKeys:
+        return ChunkKeys.of(self.cache.namespace, np.asarray(tokens(number, chunks), np.uint32))
 
     def in_memory(self, number: int, chunks: int = 4) -> int:
         assert self.node.memory is not None

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvstore.address import Address, Chain
+from kvstore.address import Address
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.format import places
 from kvstore.format.places import Name
+from kvstore.keyset import ChunkKeys
 from kvstore.meta.memory import MemoryMeta, MemoryStore
 from kvstore.meta.store import Meta
 from kvstore.namespace import Namespace
@@ -42,10 +43,10 @@ def site_of(meta: Meta, root_id: bytes = bytes(16), clock: Clock | None = None, 
     return Site(MemoryRoot(), RootIdentity(RootId(root_id), 0, 2), meta, clock or SystemClock(), ids or RandomIds())
 
 
-def prompt(seed: int, chunks: int) -> Chain:
+def prompt(seed: int, chunks: int) -> ChunkKeys:
     """Returns a chain that no other number has."""
     tokens = np.arange(chunks * TINY.chunk_tokens, dtype=np.uint32) + 1_000_000 * seed
-    return Chain.of(SPACE, tokens)
+    return ChunkKeys.of(SPACE, tokens)
 
 
 @dataclass
@@ -110,7 +111,7 @@ class Cluster:
             pause=pause,
         )
 
-    def plans(self, *chains: Chain) -> list[SweepPlan]:
+    def plans(self, *chains: ChunkKeys) -> list[SweepPlan]:
         """A plan to take all of some chains."""
         shards: dict[int, list[Victim]] = {}
         for chain in chains:
@@ -126,7 +127,7 @@ class Cluster:
         """Returns the name of a chunk's file."""
         return places.chunk(address, SPACE.id, self.identity.shard_bits)
 
-    def present(self, chain: Chain) -> int:
+    def present(self, chain: ChunkKeys) -> int:
         """Counts its chunks on the root."""
         return sum(self.root.stat(self.name(address)) is not None for address in chain.addresses)
 
@@ -146,16 +147,16 @@ def cluster(root: Root | None = None, shard_bits: int = 2) -> Iterator[Cluster]:
         yield Cluster(root, store, create_or_open(root, RandomIds(), shard_bits=shard_bits), undo)
 
 
-def looking(member: Member, chain: Chain) -> Hold:
+def looking(member: Member, chain: ChunkKeys) -> Hold:
     """A hold whose look goes on: nobody knows yet which chunks it is on, so sweeps wait for it (rule A2)."""
     return member.node.holds.take(chain, whatever=True)
 
 
-def put(member: Member, chain: Chain) -> int:
+def put(member: Member, chain: ChunkKeys) -> int:
     """Stores a chain; the leading chunks that are there then."""
     return put_result(member, chain).tokens_present // TINY.chunk_tokens
 
 
-def put_result(member: Member, chain: Chain) -> PutResult:
+def put_result(member: Member, chain: ChunkKeys) -> PutResult:
     """Stores a chain."""
     return Store(LocalPort(member)).namespace(SPACE.name, TINY).put(chain.tokens, kv_of(TINY, chain.tokens))

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.address import Address, Chain
+from kvstore.address import Address
 from kvstore.buffers import Borrowed
 from kvstore.format import places
-from kvstore.format.header import Expected, Incarnation, checksum, encode, expected_block, expected_chunk
+from kvstore.format.header import Expected, Incarnation, checksum, encode, expected_block
 from kvstore.format.places import Name
+from kvstore.keyset import ChunkKeys
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace, NamespaceId
 from kvstore.root.identity import RootIdentity, create_or_open
@@ -34,10 +35,10 @@ class Filled:
     root: Root
     identity: RootIdentity
     namespace: Namespace
-    chain: Chain
+    chain: ChunkKeys
 
     def expected(self, index: int) -> Expected:
-        return expected_chunk(self.chain, index)
+        return self.chain.expected(index)
 
     def name(self, index: int) -> Name:
         return self.name_of(self.chain.addresses[index])
@@ -80,7 +81,7 @@ def fill(root: Root, chunks_count: int = 6, name: str = "model") -> Filled:
     session = RandomIds().fresh()
     NamespaceRecords(root, lambda: session, _numbers, SystemClock()).claim(namespace)
     root.remove_folder(places.staging_folder(session))
-    filled = Filled(root, identity, namespace, Chain.of(namespace, token_array(range(4 * chunks_count))))
+    filled = Filled(root, identity, namespace, ChunkKeys.of(namespace, token_array(range(4 * chunks_count))))
     for index in range(chunks_count):
         write(root, filled.name(index), filled.content(index))
     block = expected_block(namespace, b"k" * 16, 500)

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.address import Chain
-from kvstore.format.header import Expected, Incarnation, checksum, encode, expected_chunk
+from kvstore.format.header import Expected, Incarnation, checksum, encode
 from kvstore.hints import Hints
-from kvstore.memory.inventory import place_of
+from kvstore.keyset import ChunkKeys
 from kvstore.namespace import Namespace
 from kvstore.node.counters import Counters
 from kvstore.node.disk_tier import DiskTier
@@ -48,8 +47,8 @@ class FakeClock:
         self.mono_s += seconds
 
 
-def chain_of(seed: int = 0, chunks: int = CHUNKS, namespace: Namespace = NAMESPACE) -> Chain:
-    return Chain.of(namespace, np.arange(chunks * TINY.chunk_tokens, dtype=np.uint32) + np.uint32(seed * 1_000_000))
+def chain_of(seed: int = 0, chunks: int = CHUNKS, namespace: Namespace = NAMESPACE) -> ChunkKeys:
+    return ChunkKeys.of(namespace, np.arange(chunks * TINY.chunk_tokens, dtype=np.uint32) + np.uint32(seed * 1_000_000))
 
 
 def image_as(expected: Expected) -> memoryview:
@@ -61,11 +60,11 @@ def image_as(expected: Expected) -> memoryview:
     return memoryview(bytes(encode(expected, Incarnation(bytes(16)), sums)) + payload)
 
 
-def image_of(chain: Chain, index: int) -> memoryview:
-    return image_as(expected_chunk(chain, index))
+def image_of(chain: ChunkKeys, index: int) -> memoryview:
+    return image_as(chain.expected(index))
 
 
-def is_right(image: bytearray, chain: Chain, index: int) -> bool:
+def is_right(image: bytearray, chain: ChunkKeys, index: int) -> bool:
     return bytes(image) == bytes(image_of(chain, index))
 
 
@@ -98,17 +97,17 @@ class Disk:
         self.root = FaultyRoot(PosixRoot(path), self._rules)
         return self.root
 
-    def add(self, chain: Chain, *indexes: int, hints: Hints | None = None) -> list[bool]:
+    def add(self, chain: ChunkKeys, *indexes: int, hints: Hints | None = None) -> list[bool]:
         given = {} if hints is None else {"hints": hints}
-        return [self.tier.add(place_of(chain, index), image_of(chain, index), **given) for index in indexes]
+        return [self.tier.add(chain.place(index), image_of(chain, index), **given) for index in indexes]
 
-    def fetch(self, chain: Chain, *indexes: int, deadline_s: float = 10.0) -> list[bytearray | None]:
+    def fetch(self, chain: ChunkKeys, *indexes: int, deadline_s: float = 10.0) -> list[bytearray | None]:
         images = [bytearray(IMAGE_BYTES) for _ in indexes]
         deadline = Deadline(self.clock, deadline_s)
         came = self.tier.fetch(chain, indexes, [memoryview(image) for image in images], deadline)
         return [image if whole else None for image, whole in zip(images, came, strict=True)]
 
-    def has(self, chain: Chain, *indexes: int) -> bool:
+    def has(self, chain: ChunkKeys, *indexes: int) -> bool:
         """True if these chunks are there, and their bytes right."""
         found = self.fetch(chain, *indexes)
         pairs = zip(found, indexes, strict=True)

@@ -10,9 +10,9 @@ from kvstore.meta.memory import MemoryMeta, MemoryStore
 from kvstore.meta.session import Session
 from kvstore.meta.store import Event, Watch
 from kvstore.node.follower import Follower, StartFence
+from kvstore.node.gc_state import View
 from kvstore.node.node import Node
 from kvstore.node.settings import Limits
-from kvstore.node.view import View
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot

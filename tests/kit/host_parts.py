@@ -14,12 +14,13 @@ from pathlib import Path
 import numpy as np
 
 import kvstore
-from kvstore.address import Address, Chain
+from kvstore.address import Address
 from kvstore.host import tables as shared_file
 from kvstore.host.eviction import Evicted, Eviction, Victim
 from kvstore.host.pins import HostPins
 from kvstore.host.room import Room
 from kvstore.host.tables import COLLECTOR, HoldTable, Number, Shared
+from kvstore.keyset import ChunkKeys
 from kvstore.meta.pins import PinQuota
 from kvstore.namespace import Namespace
 from kvstore.node.host import HostView
@@ -66,19 +67,19 @@ class Parts:
             made.table.close()
             root.close()
 
-    def chain(self, prompt: int) -> Chain:
+    def chain(self, prompt: int) -> ChunkKeys:
         """Puts a prompt of CHUNKS chunks; returns it. A tick passes, so that no later listing counts it as used."""
         with kvstore.open(self.folder, max_bytes=None) as store:
             store.namespace("model", LAYOUT).put(tokens(prompt), kv(prompt))
         time.sleep(TICK_S)
-        return Chain.of(SPACE, np.array(tokens(prompt), np.uint32))
+        return ChunkKeys.of(SPACE, np.array(tokens(prompt), np.uint32))
 
-    def victims(self, chain: Chain) -> list[Victim]:
+    def victims(self, chain: ChunkKeys) -> list[Victim]:
         """The chunks of a prompt as victims, children first."""
         found = [Victim(each, chain.namespace.id, 1) for each in chain.addresses]
         return found[::-1]
 
-    def files(self, chain: Chain) -> list[int]:
+    def files(self, chain: ChunkKeys) -> list[int]:
         """Which chunks of a prompt are there."""
         names = {path.name.partition(".")[0] for path in (self.folder / "chunks").glob("*/*")}
         return [at for at, each in enumerate(chain.addresses) if each.hex() in names]
@@ -86,7 +87,7 @@ class Parts:
     def eviction(self, since_ns: int = 1 << 62) -> Eviction:
         return Eviction(self.root, SHARD_BITS, self.shared, SystemClock(), since_ns)
 
-    def evict(self, chain: Chain) -> Evicted:
+    def evict(self, chain: ChunkKeys) -> Evicted:
         return self.eviction().evict(self.victims(chain))
 
     def view(self) -> HostView:

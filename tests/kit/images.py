@@ -10,11 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import Layout
-from kvstore.address import Chain
 from kvstore.buffers import planes_of
+from kvstore.keyset import ChunkKeys
 from kvstore.namespace import Namespace
 from kvstore.node.images import make_images
-from kvstore.node.wanted import image_bytes
 from tests.kit.stores import resealed
 
 Spoil = Callable[[bytes], bytes]
@@ -53,19 +52,19 @@ class CountedIds:
         return next(self._numbers).to_bytes(16, "big")
 
 
-def chain_of(layout: Layout, chunks: int) -> Chain:
-    return Chain.of(Namespace.of("m", layout), np.arange(chunks * layout.chunk_tokens, dtype=np.uint32))
+def chain_of(layout: Layout, chunks: int) -> ChunkKeys:
+    return ChunkKeys.of(Namespace.of("m", layout), np.arange(chunks * layout.chunk_tokens, dtype=np.uint32))
 
 
-def room_for(chain: Chain) -> list[memoryview]:
+def room_for(chain: ChunkKeys) -> list[memoryview]:
     """Memory for the image of each chunk, in one piece, with the pages between them that an arena has."""
-    size = image_bytes(chain, 0)
+    size = chain.image_bytes(0)
     stride = -(-size // 4096) * 4096
     memory = memoryview(bytearray(stride * len(chain)))
     return [memory[at * stride : at * stride + size] for at in range(len(chain))]
 
 
-def made(chain: Chain, kv: npt.NDArray[np.generic]) -> list[memoryview]:
+def made(chain: ChunkKeys, kv: npt.NDArray[np.generic]) -> list[memoryview]:
     images = room_for(chain)
     make_images(chain, range(len(chain)), planes_of(kv, chain.namespace.layout), images, CountedIds())
     return images

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import Chain
 from kvstore.buffers import Borrowed, planes_of
 from kvstore.hints import Hints
+from kvstore.keyset import ChunkKeys
 from kvstore.memory.arena import Arena
 from kvstore.namespace import Namespace
 from kvstore.node.counters import Counters
@@ -49,7 +49,14 @@ class Case:
         self.tier = MemoryTier(self.arena, self.counters, self.clock)
 
     def fill(
-        self, wanted: Chain, first: int, count: int, *, dirty: bool = False, priority: int = 35, replica: bool = False
+        self,
+        wanted: ChunkKeys,
+        first: int,
+        count: int,
+        *,
+        dirty: bool = False,
+        priority: int = 35,
+        replica: bool = False,
     ) -> int:
         """Puts chunks of a chain into it, as far as there is room; how many."""
         filled = 0
@@ -62,7 +69,7 @@ class Case:
             filled += 1
         return filled
 
-    def read(self, wanted: Chain, slots: Slots, start: int, stop: int) -> list[bool]:
+    def read(self, wanted: ChunkKeys, slots: Slots, start: int, stop: int) -> list[bool]:
         """Reads chunks, and compares all bytes of those reported right."""
         layout = wanted.namespace.layout
         out = np.zeros(layout.shape(len(wanted.tokens)), layout.numpy_dtype)
@@ -74,7 +81,7 @@ class Case:
         found: list[bool] = done.tolist()
         return found
 
-    def get(self, wanted: Chain, first: int = 0) -> list[bool]:
+    def get(self, wanted: ChunkKeys, first: int = 0) -> list[bool]:
         """The chunks of a chain that are there and right."""
         with self.tier.refer(wanted, first, len(wanted) - first) as slots:
             return self.read(wanted, slots, first, len(wanted))
@@ -86,15 +93,15 @@ class Case:
         return self.counters.snapshot().get(f"memory_{name}", 0)
 
 
-def chain_of(number: int, chunks: int, namespace: Namespace = SPACE) -> Chain:
+def chain_of(number: int, chunks: int, namespace: Namespace = SPACE) -> ChunkKeys:
     size = namespace.layout.chunk_tokens
-    return Chain.of(namespace, np.arange(number * 1_000_000, number * 1_000_000 + chunks * size, dtype=np.uint32))
+    return ChunkKeys.of(namespace, np.arange(number * 1_000_000, number * 1_000_000 + chunks * size, dtype=np.uint32))
 
 
-def kv_for(chain: Chain) -> npt.NDArray[Any]:
+def kv_for(chain: ChunkKeys) -> npt.NDArray[Any]:
     return kv_of(chain.namespace.layout, chain.tokens)
 
 
-def make(chain: Chain, indexes: Sequence[int], slots: Sequence[Slot]) -> None:
+def make(chain: ChunkKeys, indexes: Sequence[int], slots: Sequence[Slot]) -> None:
     source = planes_of(kv_for(chain), chain.namespace.layout)
     make_images(chain, indexes, source, [slot.memory for slot in slots], RandomIds())

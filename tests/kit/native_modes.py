@@ -11,7 +11,7 @@ from pathlib import Path
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.format.places import HOST
-from kvstore.node.chunks import Chunks
+from kvstore.node.chunk_store import ChunkStore
 from kvstore.node.settings import Limits
 from kvstore.root.posix import PosixRoot
 from tests.kit.patience import PATIENCE_S
@@ -34,7 +34,7 @@ def opened(path: Path, *, native: bool, limits: Limits | None = None, direct: bo
         store.close()
 
 
-def chunks_of(store: Store) -> Chunks:
+def chunks_of(store: Store) -> ChunkStore:
     """The chunks of the node behind a store."""
     return member_of(store).node._chunks
 

@@ -11,8 +11,8 @@ from typing import Any, cast
 import grpc
 import numpy as np
 
-from kvstore.address import Chain
-from kvstore.format.header import Incarnation, checksum, encode, expected_chunk
+from kvstore.format.header import Incarnation, checksum, encode
+from kvstore.keyset import ChunkKeys
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace
 from kvstore.sources import RandomIds
@@ -37,14 +37,14 @@ Say = Callable[[Channel, int, pb.GetRequest], None]
 """Answers one GET on a channel, under the number of the request."""
 
 
-def chain_of(count: int, seed: int = 0) -> Chain:
+def chain_of(count: int, seed: int = 0) -> ChunkKeys:
     tokens = np.random.default_rng(seed).integers(0, 1 << 31, count * LAYOUT.chunk_tokens).astype("<u4")
-    return Chain.of(SPACE, tokens)
+    return ChunkKeys.of(SPACE, tokens)
 
 
-def image_of(chain: Chain, index: int) -> bytes:
+def image_of(chain: ChunkKeys, index: int) -> bytes:
     """The image of a chunk, whose bytes its address determines."""
-    expected = expected_chunk(chain, index)
+    expected = chain.expected(index)
     random = np.random.default_rng(int.from_bytes(chain.addresses[index][:8], "little"))
     payload = random.integers(0, 256, expected.payload_bytes, dtype=np.uint8).tobytes()
     size = expected.section_bytes
@@ -52,8 +52,8 @@ def image_of(chain: Chain, index: int) -> bytes:
     return bytes(encode(expected, Incarnation(bytes(16)), sums)) + payload
 
 
-def room_for(chain: Chain, indexes: Sequence[int]) -> list[memoryview]:
-    return [memoryview(bytearray(expected_chunk(chain, index).file_bytes)) for index in indexes]
+def room_for(chain: ChunkKeys, indexes: Sequence[int]) -> list[memoryview]:
+    return [memoryview(bytearray(chain.expected(index).file_bytes)) for index in indexes]
 
 
 def send_file(channel: Channel, number: int, index: int, image: bytes) -> None:
@@ -64,7 +64,7 @@ def start(channel: Channel, number: int, chunks: int) -> None:
     channel.send(Kind.SLOTS, number, [encode_slots(LentSlots(chunks, 0, ()))])
 
 
-def honest(chain: Chain, has: set[int] | None = None) -> Say:
+def honest(chain: ChunkKeys, has: set[int] | None = None) -> Say:
     """Returns the answers of a worker whose memory has the chunks ``has`` of a chain (all of them if not given)."""
 
     def say(channel: Channel, number: int, request: pb.GetRequest) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from kvstore.address import Chain
 from kvstore.format import places
+from kvstore.keyset import ChunkKeys
 from kvstore.meta.store import Meta
 from kvstore.recency import stamp_ns
 from kvstore.root.interface import Root
@@ -42,13 +42,13 @@ class Place:
         site = self.cluster.site(root, meta, timings=timings, pause=self.stop.pause)
         return Cycle(site, config, accounts or Accounts(config.max_bytes), shards=shards)
 
-    def age(self, chain: Chain, age_s: float = LONG_S) -> None:
+    def age(self, chain: ChunkKeys, age_s: float = LONG_S) -> None:
         """Sets the last use back by this long."""
         for depth, address in enumerate(chain.addresses):
             start_s = int(SystemClock().now_s() - age_s) // 60 * 60
             assert self.cluster.root.touch(self.cluster.name(address), stamp_ns(start_s, depth))
 
-    def bytes_of(self, chain: Chain) -> int:
+    def bytes_of(self, chain: ChunkKeys) -> int:
         stats = [self.cluster.root.stat(self.cluster.name(address)) for address in chain.addresses]
         return sum(stat.size_bytes for stat in stats if stat)
 

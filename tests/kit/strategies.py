@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN, Chain
-from kvstore.format.header import Expected, Incarnation, checksum, encode, expected_block, expected_chunk
+from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
+from kvstore.format.header import Expected, Incarnation, checksum, encode, expected_block
+from kvstore.keyset import ChunkKeys
 from kvstore.layout import DTYPES, Layout
 from kvstore.namespace import Namespace
 from kvstore.tokens import token_array
@@ -61,8 +62,8 @@ def chunk_files(draw: st.DrawFn) -> ChunkFile:
     else:
         size = namespace.layout.chunk_tokens
         tokens = draw(st.lists(token_ids, min_size=size, max_size=4 * size))
-        chain = Chain.of(namespace, token_array(tokens))
-        expected = expected_chunk(chain, draw(st.integers(0, len(chain) - 1)))
+        chain = ChunkKeys.of(namespace, token_array(tokens))
+        expected = chain.expected(draw(st.integers(0, len(chain) - 1)))
     seed = draw(st.integers(0, 255))
     payload = bytes((seed + 31 * n) % 256 for n in range(expected.payload_bytes))
     return chunk_file(expected, draw(st.binary(min_size=16, max_size=16)), payload)

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
-from kvstore.address import Chain
-from kvstore.memory.inventory import place_of
+from kvstore.keyset import ChunkKeys
 from kvstore.meta.memory import MemoryMeta, MemoryStore
 from kvstore.meta.session import Presence, Session
 from kvstore.meta.workers import Digests, WorkerRecord
@@ -36,11 +35,11 @@ LIMITS = PeerLimits(answer_s=PATIENCE_S, follow_s=0.02, aside_s_min=NEVER_S, asi
 class Source:
     """A tier that has chunks 0 to ``count - 1`` of ``chain``, and none of ``other``."""
 
-    def __init__(self, tier: Tier, chain: Chain, count: int) -> None:
+    def __init__(self, tier: Tier, chain: ChunkKeys, count: int) -> None:
         self.tier, self.chain, self.count = tier, chain, count
-        self.other = Chain.of(Namespace.of("other", LAYOUT, tenant=chain.namespace.tenant), chain.tokens)
+        self.other = ChunkKeys.of(Namespace.of("other", LAYOUT, tenant=chain.namespace.tenant), chain.tokens)
 
-    def fetch(self, indexes: Sequence[int], chain: Chain | None = None, seconds: float = NEVER_S) -> list[bool]:
+    def fetch(self, indexes: Sequence[int], chain: ChunkKeys | None = None, seconds: float = NEVER_S) -> list[bool]:
         """Which chunks came; those that came have the bytes of their images."""
         wanted = chain or self.chain
         images = room_for(wanted, indexes)
@@ -75,7 +74,7 @@ def source(kind: str, folder: Path, count: int = 6, missing: int = 2) -> Iterato
     keys = None
     if kind == "encrypted disk":
         keys = key_file(folder / "keys.json", "a", tenant=TENANT)
-        chain = Chain.of(Namespace.of("m", LAYOUT, tenant=TENANT), chain.tokens)
+        chain = ChunkKeys.of(Namespace.of("m", LAYOUT, tenant=TENANT), chain.tokens)
     encodings = Encodings(keys, counters, ids)
     disk = DiskTier(str(folder / "disk"), 64 << 20, counters, CLOCK, ids, encodings=encodings)
     encodings.learn(chain.namespace)
@@ -83,13 +82,13 @@ def source(kind: str, folder: Path, count: int = 6, missing: int = 2) -> Iterato
     try:
         eventually(lambda: not disk.stats()["disk_refilling"], "what the disk held is taken in")
         for index in range(count):
-            assert disk.add(place_of(chain, index), memoryview(image_of(chain, index)))
+            assert disk.add(chain.place(index), memoryview(image_of(chain, index)))
         yield Source(disk, chain, count)
     finally:
         disk.close(5.0)
 
 
-def _report(store: MemoryStore, address: str, chain: Chain, count: int) -> None:
+def _report(store: MemoryStore, address: str, chain: ChunkKeys, count: int) -> None:
     """Has a peer report the leading chunks of a chain."""
     meta = MemoryMeta(store)
     session = Session.open(meta, KEYS, clock=CLOCK, ids=RandomIds(), ttl_s=300)

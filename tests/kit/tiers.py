@@ -17,19 +17,18 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import Layout
-from kvstore.address import Chain
 from kvstore.buffers import planes_of
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.format import places
 from kvstore.hints import Hints
+from kvstore.keyset import ChunkKeys
 from kvstore.meta.memory import MemoryMeta
 from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.node import Node
 from kvstore.node.opening import join
 from kvstore.node.settings import Limits, NodeOptions, TierSettings
 from kvstore.node.tier_stack import TierStack
-from kvstore.node.wanted import image_bytes
 from kvstore.results import PutResult
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
@@ -124,8 +123,8 @@ class Acting:
         self.cache = self.store.namespace("m", layout)
         self.prompts = Prompts(layout)
 
-    def chain(self, number: int, chunks: int) -> Chain:
-        return Chain.of(self.cache.namespace, np.asarray(self.prompts.tokens(number, chunks), np.uint32))
+    def chain(self, number: int, chunks: int) -> ChunkKeys:
+        return ChunkKeys.of(self.cache.namespace, np.asarray(self.prompts.tokens(number, chunks), np.uint32))
 
     def put(
         self, number: int, chunks: int, first: int = 0, write: WriteMode | None = None, hints: Hints | None = None
@@ -155,7 +154,7 @@ class Acting:
     @property
     def unit_bytes(self) -> int:
         """Returns the bytes that one chunk takes of the queue."""
-        return image_bytes(self.chain(0, 1), 0)
+        return self.chain(0, 1).image_bytes(0)
 
     def in_memory(self, number: int, chunks: int) -> list[bool]:
         """The chunks of a prompt that are in memory."""

@@ -20,15 +20,14 @@ import numpy.typing as npt
 
 import kvstore
 from kvstore import Layout
-from kvstore.address import Chain
 from kvstore.client.bulk.links import Bulk
 from kvstore.client.limits import ClientLimits
 from kvstore.client.store import Store
 from kvstore.format.header import Incarnation, checksum, decode, encode
+from kvstore.keyset import ChunkKeys, KeySet
 from kvstore.namespace import Namespace
 from kvstore.node.member import Member
 from kvstore.node.settings import Limits
-from kvstore.node.wanted import Wanted, expected_of
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
@@ -132,20 +131,20 @@ def sections_of(kv: npt.NDArray[Any], layout: Layout) -> list[bytes]:
     return found
 
 
-def images_of(wanted: Wanted, sections: Sequence[bytes]) -> list[bytes]:
+def images_of(wanted: KeySet, sections: Sequence[bytes]) -> list[bytes]:
     """The images of all chunks or blocks, in order, that have these sections."""
     found = []
     for index in range(len(wanted)):
-        expected = expected_of(wanted, index)
+        expected = wanted.expected(index)
         own = sections[index * expected.section_count :][: expected.section_count]
         header = encode(expected, Incarnation(bytes(16)), list(map(checksum, own)))
         found.append(bytes(header) + b"".join(own))
     return found
 
 
-def chain_of(layout: Layout, tokens: Sequence[int] | npt.NDArray[Any], name: str = "m") -> Chain:
+def chain_of(layout: Layout, tokens: Sequence[int] | npt.NDArray[Any], name: str = "m") -> ChunkKeys:
     """The chunks of a prompt in the namespace that ``opened`` opens."""
-    return Chain.of(Namespace.of(name, layout), np.asarray(tokens, np.uint32))
+    return ChunkKeys.of(Namespace.of(name, layout), np.asarray(tokens, np.uint32))
 
 
 def put_messages(

@@ -7,11 +7,12 @@ import gc
 import numpy as np
 import pytest
 
-from kvstore.address import NO_PARENT, Address, Chain
+from kvstore.address import NO_PARENT, Address
 from kvstore.hints import Hints
+from kvstore.keyset import ChunkKeys
 from kvstore.layout import Layout
 from kvstore.memory.arena import PAGE_BYTES, Extents
-from kvstore.memory.inventory import EVICTED_TIMES_MAX, POLICIES, Inventory, Place, place_of, print_of, shard_of
+from kvstore.memory.inventory import EVICTED_TIMES_MAX, POLICIES, Inventory, Place, print_of, shard_of
 from kvstore.namespace import Namespace
 from kvstore.tokens import token_array
 from tests.kit.memory import NAMESPACES, Bytes, block, chain, fill, lru
@@ -205,12 +206,12 @@ def test_leading_counts_from_an_index_on() -> None:
 def test_a_chain_of_tokens_has_the_places_that_match() -> None:
     namespace = Namespace("model", Layout(layers=1, kv_heads=1, head_dim=8, dtype="float16", chunk_tokens=4))
     prompt = token_array(np.arange(20))
-    found = Chain.of(namespace, prompt)
+    found = ChunkKeys.of(namespace, prompt)
     inventory = lru(Bytes(100))
-    entries = fill(inventory, [place_of(found, index) for index in range(len(found))])
+    entries = fill(inventory, [found.place(index) for index in range(len(found))])
     assert inventory.match(namespace.digest, prompt.data.cast("B")) == entries
     assert inventory.leading(found.packed_addresses) == 5
-    assert [entry.place for entry in entries] == [place_of(found, index) for index in range(5)]
+    assert [entry.place for entry in entries] == [found.place(index) for index in range(5)]
 
 
 def test_uses_are_noted_and_hints_are_raised_never_lowered() -> None:

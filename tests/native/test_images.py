@@ -8,13 +8,12 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Planes
+from kvstore.keyset import ChunkKeys
 from kvstore.namespace import Namespace
 from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node.images import ImagesIn, make_images, take_images
-from kvstore.node.wanted import describe, image_bytes
 from kvstore.sources import RandomIds
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import LARGE, TINY
@@ -24,9 +23,9 @@ pytestmark = pytest.mark.skipif(not is_available(), reason="the native library w
 
 def test_a_chunk_without_an_image_is_left_to_python() -> None:
     for name in ("kv_images_make", "kv_images_take", "kv_images_verify"):
-        chain = Chain.of(Namespace.of("m", TINY), np.arange(8, dtype=np.uint32))
+        chain = ChunkKeys.of(Namespace.of("m", TINY), np.arange(8, dtype=np.uint32))
         items = np.zeros(2, native.CHUNK)
-        alive = describe(chain, range(2), items)
+        alive = chain.describe(range(2), items)
         assert alive and (items["status"] == native.DONE).all(), "DONE is 0: it must not be what nobody has looked at"
         images = np.zeros(2, np.uint64)
         getattr(native.library, name)(native.Common(), items.ctypes.data, 2, images.ctypes.data)
@@ -36,9 +35,9 @@ def test_a_chunk_without_an_image_is_left_to_python() -> None:
 def test_i1_bytes_that_are_replaced_while_they_are_taken_are_not_said_to_be_right() -> None:
     """Whose lease was ended while it stood still reads what another chunk is being written into."""
     count = 4
-    chain = Chain.of(Namespace.of("m", LARGE), np.arange(count * LARGE.chunk_tokens, dtype=np.uint32))
+    chain = ChunkKeys.of(Namespace.of("m", LARGE), np.arange(count * LARGE.chunk_tokens, dtype=np.uint32))
     kv = np.random.default_rng(1).integers(0, 256, (1, 2, count * LARGE.section_bytes), np.uint8)
-    size = image_bytes(chain, 0)
+    size = chain.image_bytes(0)
     memory = np.zeros(count * size, np.uint8)
     images = ImagesIn(memory.data, [at * size for at in range(count)], [size] * count)
     make_images(chain, range(count), Planes(kv, LARGE.section_bytes), images, RandomIds())

@@ -19,7 +19,7 @@ from kvstore.errors import HoldBroken
 from kvstore.layout import Layout
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.node.chunk_runs import ChunkRuns, LayerRun
+from kvstore.node.layers import LayerReader, LayerRun
 from kvstore.node.settings import Limits
 from tests.kit.native_modes import Paused, open_files, opened
 from tests.kit.patience import PATIENCE_S, returns, slowness
@@ -135,23 +135,23 @@ def test_a_file_that_went_between_two_layers_ends_them_there(tmp_root: Path, mon
     layout = replace(SMALL, layers=4)
     tokens = np.arange(6 * SMALL.chunk_tokens)
     kv = kv_of(layout, tokens)
-    real, left, first_is_read = ChunkRuns.read_layers, set(range(6)), threading.Event()
+    real, left, first_is_read = LayerReader._read_group, set(range(6)), threading.Event()
 
     def read_layers(
-        self: ChunkRuns, run: LayerRun, band: int, layers: range, addresses: Any, start: int, stop: int, *rest: Any
+        self: LayerReader, run: LayerRun, band: int, layers: range, start: int, stop: int, *rest: Any
     ) -> npt.NDArray[np.bool_]:
         if band == 1:  # before any of it is read
             assert first_is_read.wait(PATIENCE_S)
             for file in chunk_files(tmp_root):
                 file.unlink(missing_ok=True)
-        done = real(self, run, band, layers, addresses, start, stop, *rest)
+        done = real(self, run, band, layers, start, stop, *rest)
         if band == 0:
             left.difference_update(range(start, stop))
             if not left:
                 first_is_read.set()
         return done
 
-    monkeypatch.setattr(ChunkRuns, "read_layers", read_layers)
+    monkeypatch.setattr(LayerReader, "_read_group", read_layers)
     with opened(tmp_root, native=True, limits=Limits(open_files_max=1)) as store:
         cache = store.namespace("m", layout)
         cache.put(tokens, kv)

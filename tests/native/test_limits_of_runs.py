@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.address import Chain
 from kvstore.buffers import Borrowed, planes_of
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
+from kvstore.keyset import ChunkKeys
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.node import chunk_runs, puts
-from kvstore.node.chunk_runs import Places, Run, SharedPut, Sizes
+from kvstore.node import chunk_store, writer
+from kvstore.node.chunk_store import Places, Run, SharedPut, Sizes
 from kvstore.node.lanes import GROUP_FILES_MAX
-from kvstore.node.puts import TURN_PUBLISHED_MAX, TURN_SYNCED_MAX
 from kvstore.node.settings import Limits
+from kvstore.node.writer import TURN_PUBLISHED_MAX, TURN_SYNCED_MAX
 from kvstore.root.posix import PosixRoot
 from kvstore.writes import Durability
 from tests.kit.native_modes import chunks_of, opened
@@ -120,8 +120,8 @@ def test_blocks_get_their_names_in_the_turn_that_stages_them_and_it_has_few(
 def test_a_turn_at_a_put_ends_after_its_time(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     noted = Noted(native.library, "kv_stage_turn")
     monkeypatch.setattr(native, "library", noted)
-    monkeypatch.setattr(chunk_runs, "TURN_NS", 0)
-    monkeypatch.setattr(puts, "STEP_BYTES", 1024)
+    monkeypatch.setattr(chunk_store, "TURN_NS", 0)
+    monkeypatch.setattr(writer, "STEP_BYTES", 1024)
     keys = [at.to_bytes(16, "little") for at in range(100)]
     with opened(tmp_root, native=True) as store:
         blocks = store.namespace("m", TINY).blocks
@@ -140,7 +140,7 @@ def test_a_put_that_was_given_up_takes_nothing_more_in_its_turn(
         return stage(self)
 
     monkeypatch.setattr(native, "library", noted)
-    monkeypatch.setattr(puts, "STEP_BYTES", 1024)
+    monkeypatch.setattr(writer, "STEP_BYTES", 1024)
     keys = [at.to_bytes(16, "little") for at in range(100)]
     # With another lane, which finds the put given up, the run could be over before this turn begins.
     with opened(tmp_root, native=True, limits=Limits(width=1)) as store:
@@ -155,7 +155,7 @@ def test_a_put_that_was_given_up_takes_nothing_more_in_its_turn(
 
 
 def test_a_forked_child_does_not_read_into_memory_of_its_parent() -> None:
-    with chunk_runs._cold_memory() as at:
+    with chunk_store._cold_memory() as at:
         ctypes.memset(at, 1, 4096)
         child = os.fork()
         if not child:
@@ -248,7 +248,7 @@ def test_a_lane_that_reads_what_is_not_cached_opens_no_more_files_than_it_may(
     with opened(tmp_root, native=True) as store:
         cache = store.namespace("m", SMALL)
         cache.put(tokens, kv_of(SMALL, tokens))
-        chain = Chain.of(cache.namespace, tokens.astype(np.uint32))
+        chain = ChunkKeys.of(cache.namespace, tokens.astype(np.uint32))
         out = np.zeros(SMALL.shape(len(tokens)), SMALL.numpy_dtype)
         run = chunks_of(store).runs.of(chain, 0, 64, planes_of(out, SMALL))
         assert run is not None

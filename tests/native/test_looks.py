@@ -18,7 +18,7 @@ from kvstore.errors import Unavailable
 from kvstore.format.places import Name
 from kvstore.hints import PRESETS
 from kvstore.native import is_available, library
-from kvstore.node.chunk_runs import Mask, Run
+from kvstore.node.chunk_store import Mask, Run
 from kvstore.node.settings import Limits
 from kvstore.recency import decode as decode_mtime
 from kvstore.root import posix
@@ -162,9 +162,9 @@ def test_what_nobody_could_read_is_not_found_by_its_name_alone(tmp_root: Path, m
     with opened(tmp_root, native=True) as store:
         blocks, chunks = store.namespace("m", TINY).blocks, chunks_of(store)
         address = block_addresses(blocks._namespace, keys)[7]
-        chunks.quarantine.unreadable.failed(address)
+        chunks.suspects.failed(address)
         settled: list[Address] = []
-        monkeypatch.setattr(chunks.quarantine, "settle", lambda address, name: settled.append(address))
+        monkeypatch.setattr(chunks, "settle", lambda address, name: settled.append(address))
         assert blocks.present(keys) == there
         assert settled == [address]
 

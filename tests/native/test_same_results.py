@@ -11,15 +11,15 @@ import pytest
 
 import kvstore
 from kvstore import Layout
-from kvstore.address import Address, Chain
+from kvstore.address import Address
 from kvstore.buffers import Buffers, planes_of
 from kvstore.client.store import Store
 from kvstore.errors import WrongSize
 from kvstore.format.header import decode
 from kvstore.hints import PRESETS
+from kvstore.keyset import BlockKeys, ChunkKeys
 from kvstore.native import is_available
 from kvstore.node.settings import Limits
-from kvstore.node.wanted import Keyed
 from kvstore.recency import decode as decode_mtime
 from kvstore.root.interface import local_files
 from kvstore.root.open import open_root
@@ -235,12 +235,12 @@ def test_memory_that_is_read_only_is_never_written_to(tmp_root: Path) -> None:
         cache.put(tokens, kv_of(SMALL, tokens))
         frozen = np.zeros(SMALL.shape(len(tokens)), SMALL.numpy_dtype)
         frozen.flags.writeable = False
-        chain = Chain.of(cache.namespace, tokens.astype(np.uint32))
+        chain = ChunkKeys.of(cache.namespace, tokens.astype(np.uint32))
         runs = chunks_of(store).runs
         assert runs.of(chain, 0, 1, planes_of(frozen, SMALL), fills=True) is None
         assert runs.of(chain, 0, 2, planes_of(frozen.copy(), SMALL)) is None, "it has no room for two"
         key = b"k" * 16
-        blocks = Keyed(cache.namespace, [key], [Address(key)], [5])
+        blocks = BlockKeys(cache.namespace, [key], [Address(key)], [5])
         assert runs.of(blocks, 0, 1, Buffers([memoryview(b"bytes")]), fills=True) is None
 
 

@@ -13,14 +13,13 @@ import numpy.typing as npt
 import pytest
 
 from kvstore import Layout
-from kvstore.address import Chain
 from kvstore.buffers import Planes
 from kvstore.client.bulk.receiving import Natively
 from kvstore.format.header import Damaged, checksum
+from kvstore.keyset import ChunkKeys
 from kvstore.namespace import Namespace
 from kvstore.native import is_available
 from kvstore.node.images import make_images
-from kvstore.node.wanted import image_bytes
 from kvstore.sources import RandomIds
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
 from kvstore.wire.bulk.runs import plane_sums, receive_planes, send_run
@@ -36,9 +35,9 @@ WAIT_S = 10.0
 Kv = npt.NDArray[np.uint8]
 
 
-def chain_of(layout: Layout) -> Chain:
+def chain_of(layout: Layout) -> ChunkKeys:
     tokens = np.random.default_rng(1).integers(0, 1 << 31, COUNT * layout.chunk_tokens).astype(np.uint32)
-    return Chain.of(Namespace.of("m", layout), tokens)
+    return ChunkKeys.of(Namespace.of("m", layout), tokens)
 
 
 def kv_of(layout: Layout) -> Kv:
@@ -48,7 +47,7 @@ def kv_of(layout: Layout) -> Kv:
 
 def image_of(layout: Layout, kv: Kv, index: int) -> bytes:
     chain = chain_of(layout)
-    image = memoryview(bytearray(image_bytes(chain, index)))
+    image = memoryview(bytearray(chain.image_bytes(index)))
     make_images(chain, [index], Planes(kv, layout.section_bytes), [image], RandomIds())
     return bytes(image)
 
@@ -104,7 +103,7 @@ def test_what_comes_in_whatever_steps_lies_in_its_sections(layout: Layout) -> No
 @LAYOUTS
 def test_i1_a_bit_that_turned_on_the_way_is_noticed_wherever_it_is(layout: Layout) -> None:
     kv = kv_of(layout)
-    image, header_bytes = image_of(layout, kv, 3), image_bytes(chain_of(layout), 3) - layout.chunk_bytes
+    image, header_bytes = image_of(layout, kv, 3), chain_of(layout).image_bytes(3) - layout.chunk_bytes
     places = {0, 50, header_bytes - 1, header_bytes, len(image) - 1, *random.Random(4).sample(range(len(image)), 30)}
     # The incarnation is any; that the header's own checksum covers it is what makes a change of it known.
     for place in sorted(places):

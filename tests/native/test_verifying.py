@@ -20,13 +20,13 @@ import numpy as np
 import pytest
 
 from kvstore import Layout
-from kvstore.address import Chain
 from kvstore.buffers import Borrowed, new_array, planes_of
 from kvstore.client.store import Store
 from kvstore.errors import HoldBroken, KVStoreError
+from kvstore.keyset import ChunkKeys
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.node.chunk_runs import Run
+from kvstore.node.chunk_store import Run
 from kvstore.node.images import verify_images
 from tests.kit.images import chain_of, made
 from tests.kit.native_modes import chunks_of, opened
@@ -81,7 +81,7 @@ def filled(root: Path, layout: Layout, chunks: int = COUNT) -> Iterator[tuple[St
         cache.put(tokens, kv_of(layout, tokens))
         out = new_array(layout.shape(len(tokens)), layout.numpy_dtype)
         out[:] = 0
-        chain = Chain.of(cache.namespace, tokens.astype(np.uint32))
+        chain = ChunkKeys.of(cache.namespace, tokens.astype(np.uint32))
         run = chunks_of(store).runs.of(chain, 0, chunks, planes_of(out, layout))
         assert run is not None
         yield store, run, out

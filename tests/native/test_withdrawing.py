@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Withdrawn, planes_of
+from kvstore.keyset import ChunkKeys
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.node.chunk_runs import SharedRead, Sizes
+from kvstore.node.chunk_store import SharedRead, Sizes
 from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds
@@ -49,7 +49,7 @@ def test_a_read_that_was_given_up_while_opening_writes_nothing(tmp_root: Path, p
         before = open_files(tmp_root)
         out = np.full(SMALL.shape(len(TOKENS)), 7, SMALL.numpy_dtype)
         chunks = chunks_of(store)
-        chain = Chain.of(cache.namespace, TOKENS.astype(np.uint32))
+        chain = ChunkKeys.of(cache.namespace, TOKENS.astype(np.uint32))
         run = chunks.runs.of(chain, 0, CHUNKS, planes_of(out, SMALL))
         assert run is not None
         borrowed, ended = Borrowed(), []
@@ -78,7 +78,7 @@ def test_memory_taken_back_at_any_moment_is_not_written_afterwards(tmp_root: Pat
         cache = store.namespace("m", SMALL)
         cache.put(TOKENS, kv_of(SMALL, TOKENS))
         chunks = chunks_of(store)
-        chain = Chain.of(cache.namespace, TOKENS.astype(np.uint32))
+        chain = ChunkKeys.of(cache.namespace, TOKENS.astype(np.uint32))
         before = open_files(tmp_root)
         for attempt in range(80):
             out = np.zeros(SMALL.shape(len(TOKENS)), SMALL.numpy_dtype)
@@ -176,7 +176,7 @@ def test_a_group_of_files_is_given_up_between_two_of_them(tmp_root: Path) -> Non
         before = open_files(tmp_root)
         out = np.full(SMALL.shape(len(TOKENS)), 7, SMALL.numpy_dtype)
         run = chunks_of(store).runs.of(
-            Chain.of(cache.namespace, TOKENS.astype(np.uint32)), 0, CHUNKS, planes_of(out, SMALL)
+            ChunkKeys.of(cache.namespace, TOKENS.astype(np.uint32)), 0, CHUNKS, planes_of(out, SMALL)
         )
         assert run is not None
         borrowed = Borrowed()

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvstore import background
 from kvstore.background import Decision, Loop
-from tests.kit.patience import NEVER_S, PATIENCE_S, eventually, returns
+from tests.kit.patience import NEVER_S, PATIENCE_S, returns
 
 
 class Queue:
@@ -64,40 +60,6 @@ def test_what_is_decided_is_done_in_turn_without_the_lock() -> None:
     assert queue.loop.close(PATIENCE_S)
 
 
-def test_it_waits_as_long_as_it_is_told_or_until_it_is_notified() -> None:
-    queue, asked = Queue(), list[None]()
-    decide = queue.loop._decide
-
-    def counted() -> Decision:
-        asked.append(None)
-        return decide()
-
-    queue.loop._decide = counted
-    queue.pause_s = 0.001
-    queue.loop.start()
-    eventually(lambda: len(asked) > 3, "it asks again after the pause")
-    with queue.changed:
-        queue.pause_s = None
-    done = threading.Event()
-    queue.add(done.set)
-    assert done.wait(PATIENCE_S)
-    assert queue.loop.close(PATIENCE_S)
-
-
-def test_no_more_threads_than_allowed_work_at_once() -> None:
-    queue, steps = Queue(threads_max=2), [Step() for _ in range(3)]
-    for _ in range(5):
-        queue.loop.start()
-    assert len(queue.loop.threads) == 2
-    queue.add(*steps)
-    assert steps[0].begun.wait(PATIENCE_S) and steps[1].begun.wait(PATIENCE_S)
-    assert not steps[2].begun.is_set()
-    for step in steps:
-        step.may_end.set()
-    assert steps[2].ended.wait(PATIENCE_S)
-    assert queue.loop.close(PATIENCE_S)
-
-
 @pytest.mark.parametrize("drains", [False, True])
 def test_close_ends_the_work_under_way_and_only_a_loop_that_drains_does_the_rest(drains: bool) -> None:
     queue, first, second = Queue(drains=drains), Step(), Step()
@@ -112,14 +74,6 @@ def test_close_ends_the_work_under_way_and_only_a_loop_that_drains_does_the_rest
     assert second.ended.is_set() == drains
     queue.loop.start()
     assert len(queue.loop.threads) == 1, "nothing starts after the end"
-
-
-def test_a_thread_of_the_loop_may_close_it() -> None:
-    queue, closed = Queue(), list[bool]()
-    queue.loop.start()
-    queue.add(lambda: closed.append(queue.loop.close(NEVER_S)))
-    eventually(lambda: closed == [True])
-    assert queue.loop.close(PATIENCE_S)
 
 
 def test_work_that_raises_is_logged_and_the_thread_goes_on(
@@ -141,37 +95,6 @@ def test_work_that_raises_is_logged_and_the_thread_goes_on(
     monkeypatch.setattr(queue.loop, "_pause", seen)
     queue.add(lambda: 1 // 0, lambda: 1 // 0)
     assert paused.wait(PATIENCE_S)
-    assert queue.loop.close(PATIENCE_S)
-
-
-def test_a_decision_that_raises_does_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:
-    queue, decided = Queue(), list[None]()
-    decide = queue.loop._decide
-
-    def first_fails() -> Decision:
-        decided.append(None)
-        if len(decided) == 1:
-            raise ValueError("a defect")
-        return decide()
-
-    queue.loop._decide = first_fails
-    done = threading.Event()
-    queue.add(done.set)
-    queue.loop.start()
-    assert done.wait(PATIENCE_S)
-    assert "a defect" in caplog.text
-    assert queue.loop.close(PATIENCE_S)
-
-
-def test_an_idle_thread_keeps_nothing_alive() -> None:
-    queue, done = Queue(), threading.Event()
-    memory = np.zeros(1)
-    alive = weakref.ref(memory)
-    queue.loop.start()
-    queue.add(partial(memory.fill, 1), done.set)
-    del memory
-    assert done.wait(PATIENCE_S)
-    eventually(lambda: gc.collect() >= 0 and alive() is None)
     assert queue.loop.close(PATIENCE_S)
 
 

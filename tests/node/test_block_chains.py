@@ -13,10 +13,8 @@ from kvstore.client.cache import BlockCache
 from kvstore.errors import InvalidRequest
 from kvstore.node.settings import Limits
 from kvstore.recency import decode, quantum_of, stamp_ns
-from kvstore.writes import WriteModeName
 from tests.kit.native_modes import opened
 from tests.kit.stores import TINY, SetClock, chunk_files, fresh, member_of, store_on
-from tests.kit.workers import connected, serving
 
 NOW_S = 1_800_000_000.0
 QUANTUM_S = Limits().quantum_s
@@ -46,15 +44,6 @@ def test_a_put_stamps_blocks_with_their_place_in_the_prompt(tmp_root: Path, nati
         assert blocks.put(KEYS[:2], BLOCKS[:2]) == [True] * 2
         assert blocks.put(KEYS[2:], BLOCKS[2:], first=2) == [True] * 4
     assert [decode(each, QUANTUM_S).depth for each in stamps(tmp_root)] == list(range(COUNT))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("way", "write"), [("shared", None), ("tcp", "behind"), ("grpc", None)])
-def test_so_does_a_put_through_a_worker(tmp_root: Path, way: str, write: WriteModeName | None) -> None:
-    with serving(tmp_root) as served, connected(served, bulk=way, write=write) as store:
-        assert store.namespace("m", TINY).blocks.put(KEYS, BLOCKS, first=7) == [True] * COUNT
-        assert store.namespace("m", TINY).blocks.match(KEYS) == COUNT  # waits for what is written behind
-        assert [decode(each, QUANTUM_S).depth for each in stamps(tmp_root)] == list(range(7, 7 + COUNT))
 
 
 Look = Callable[[BlockCache], object]
@@ -87,19 +76,6 @@ def test_who_asks_for_a_prompt_renews_all_of_it_once_in_a_quantum(tmp_root: Path
             member_of(store).node.drain()
         assert stamps(tmp_root) == expected(clock.wall_s, uses=1)
         assert store.stats()["refreshed"] == COUNT
-
-
-def test_a_read_of_the_last_blocks_alone_keeps_their_place(tmp_root: Path) -> None:
-    clock = SetClock(NOW_S)
-    with store_on(tmp_root, clock=clock) as store:
-        blocks = store.namespace("m", TINY).blocks
-        blocks.put(KEYS, BLOCKS)
-        clock.wall_s += QUANTUM_S
-        assert blocks.get(KEYS[4:], buffers(2)) == [True] * 2
-        assert blocks.present([KEYS[0], b"x" * 16, KEYS[3]]) == [True, False, True]
-        member_of(store).node.drain()
-    now, before = expected(clock.wall_s, uses=1), expected(NOW_S)
-    assert stamps(tmp_root) == [now[0], before[1], before[2], now[3], now[4], now[5]]
 
 
 def test_what_is_missing_is_not_renewed_and_ends_a_match(tmp_root: Path) -> None:

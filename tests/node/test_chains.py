@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore import address
-from kvstore.address import ADDRESS_BYTES, CHAIN_CHUNKS_MAX, CHAINS_MAX, CHUNKS_MIN, Chain, RecentChains
+from kvstore import keyset
+from kvstore.address import ADDRESS_BYTES, chained_addresses
 from kvstore.errors import InvalidRequest
+from kvstore.keyset import CHAIN_CHUNKS_MAX, CHAINS_MAX, CHUNKS_MIN, ChunkKeys, RecentChains
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace
 from kvstore.tokens import TokenArray
@@ -37,7 +38,7 @@ def as_defined(namespace: Namespace, tokens: TokenArray) -> list[bytes]:
     return found
 
 
-def assert_right(chain: Chain, namespace: Namespace, tokens: TokenArray) -> None:
+def assert_right(chain: ChunkKeys, namespace: Namespace, tokens: TokenArray) -> None:
     assert chain.namespace == namespace
     assert list(chain.addresses) == as_defined(namespace, tokens)
     assert chain.tokens.tolist() == tokens[: len(chain) * namespace.layout.chunk_tokens].tolist()
@@ -79,14 +80,14 @@ def test_every_chain_is_that_of_the_definition_and_the_memory_stays_in_its_bound
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many chunks were hashed, each time that any were."""
-    counts, real = list[int](), address.chained_addresses
+    counts, real = list[int](), chained_addresses
 
     def counting(namespace: Namespace, packed: bytes, *begun: Any) -> bytes:
         found = real(namespace, packed, *begun)
         counts.append(len(found) // ADDRESS_BYTES)
         return found
 
-    monkeypatch.setattr(address, "chained_addresses", counting)
+    monkeypatch.setattr(keyset, "chained_addresses", counting)
     return counts
 
 
@@ -103,44 +104,6 @@ def test_what_two_prompts_share_is_not_hashed_again(hashed: list[int]) -> None:
             assert hashed == [64, len(chain) - shared]
 
 
-def test_the_longest_of_several_beginnings_is_taken(hashed: list[int]) -> None:
-    recent, system = RecentChains(AMPLE), prompt(40)
-    chats = [np.concatenate([system, prompt(40, seed)]) for seed in range(1, 6)]
-    for chat in chats:
-        recent.of(ONE, chat)
-    hashed.clear()
-    for chat in chats:
-        following = np.concatenate([chat, prompt(20, 9)])
-        assert_right(recent.of(ONE, following), ONE, following)
-    assert hashed == [10] * len(chats)
-    assert len(recent) == len(chats), "each next turn takes the place of the one before"
-
-
-def test_one_that_goes_on_alike_but_began_otherwise_is_not_taken() -> None:
-    recent, tokens = RecentChains(AMPLE), prompt(60)
-    other = tokens.copy()
-    other[0] ^= 1
-    recent.of(ONE, other)
-    recent.of(ONE, np.concatenate([tokens[:40], prompt(20, 1)]))
-    assert_right(recent.of(ONE, tokens), ONE, tokens)
-
-
-def test_the_same_prompt_again_takes_no_memory() -> None:
-    recent = RecentChains(AMPLE)
-    first = recent.of(ONE, prompt(64))
-    cost_bytes = recent.size_bytes
-    assert recent.of(ONE, prompt(64)) is first
-    assert recent.of(ONE, prompt(64)[:40]).addresses == first.addresses[:20]
-    assert recent.size_bytes == cost_bytes
-
-
-def test_a_short_one_of_a_long_prompt_keeps_nothing_of_it_alive() -> None:
-    recent = RecentChains(AMPLE)
-    recent.of(ONE, prompt(4096))
-    chain = recent.of(ONE, prompt(4096)[: 2 * CHUNKS_MIN])
-    assert chain.tokens.base is None and chain.tokens.nbytes == 8 * CHUNKS_MIN
-
-
 def test_a_caller_may_reuse_its_tokens() -> None:
     recent, tokens = RecentChains(AMPLE), prompt(64)
     chain = recent.of(ONE, tokens)
@@ -148,24 +111,6 @@ def test_a_caller_may_reuse_its_tokens() -> None:
     assert_right(chain, ONE, prompt(64))
     assert_right(recent.of(ONE, tokens), ONE, tokens)
     assert_right(recent.of(ONE, prompt(64)), ONE, prompt(64))
-
-
-def test_the_ones_used_longest_ago_go_first() -> None:
-    recent = RecentChains(AMPLE)
-    chains = [recent.of(ONE, prompt(32, seed)) for seed in range(CHAINS_MAX)]
-    assert recent.of(ONE, prompt(32, 0)) is chains[0]
-    recent.of(ONE, prompt(32, CHAINS_MAX))
-    assert len(recent) == CHAINS_MAX
-    assert recent.of(ONE, prompt(32, 0)) is chains[0]
-    assert recent.of(ONE, prompt(32, 1)) is not chains[1]
-
-
-def test_a_prompt_larger_than_the_memory_drives_nothing_out_of_it() -> None:
-    recent = RecentChains(4000)
-    chain = recent.of(ONE, prompt(64))
-    assert_right(recent.of(ONE, prompt(200, 1)), ONE, prompt(200, 1))
-    assert recent.of(ONE, prompt(64)) is chain
-    assert len(recent) == 1
 
 
 def test_a_prompt_of_too_many_chunks_is_refused() -> None:

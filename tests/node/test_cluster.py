@@ -15,13 +15,13 @@ import pytest
 
 import kvstore
 from kvstore.client import Store
-from kvstore.errors import KVStoreError, LayoutMismatch, RootMismatch, SessionLost, Unavailable
+from kvstore.errors import KVStoreError, RootMismatch, SessionLost, Unavailable
 from kvstore.meta.embedded_etcd import EmbeddedEtcd
 from kvstore.meta.etcd import EtcdMeta
 from kvstore.meta.keys import Keys, root_binding
 from kvstore.node.settings import Limits
 from tests.kit.etcd import eventually, frozen, running_etcd
-from tests.kit.patience import PATIENCE_S, slowness
+from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import SMALL, TINY, kv_of, member_of, same
 
 pytestmark = pytest.mark.slow
@@ -70,32 +70,6 @@ def test_no_chunk_costs_an_etcd_operation(store: Store) -> None:
     assert kv_operations.operations_count - before <= keepalives_max
 
 
-def test_nodes_of_one_root_see_each_others_chunks_and_pins(store: Store, tmp_root: Path, etcd: EmbeddedEtcd) -> None:
-    with kvstore.open(str(tmp_root), etcd=etcd.endpoints) as other:
-        cache, theirs = store.namespace("m", SMALL), other.namespace("m", SMALL)
-        cache.put(TOKENS, KV)
-        assert same(theirs.get(TOKENS)[1], KV)
-        with cache.pin(TOKENS, ttl=60, owner="test") as pin:
-            assert pin.tokens == len(TOKENS)
-            assert cache.refcount(TOKENS) == theirs.refcount(TOKENS) == 1
-            second = theirs.pin(TOKENS[:32], ttl=60)
-            assert theirs.refcount(TOKENS[:32]) == 2, "a pin covers the whole prefix"
-            assert theirs.refcount(TOKENS) == 1
-            (found,) = [one for one in other.pins() if one.id == pin.id]
-            assert (found.owner, found.namespace, found.tokens) == ("test", "m", len(TOKENS))
-            assert abs(found.expires_s - time.time() - 60) < 30
-            assert other.unpin(second.id) and not other.unpin(second.id)
-        assert cache.refcount(TOKENS) == 0 and not pin.release()
-
-
-def test_a_pin_ends_with_its_lease(store: Store) -> None:
-    cache = store.namespace("m", SMALL)
-    cache.put(TOKENS, KV)
-    cache.pin(TOKENS, ttl=round(slowness()))
-    assert cache.refcount(TOKENS) == 1
-    eventually(lambda: cache.refcount(TOKENS) == 0)
-
-
 def test_a_pin_outlives_its_process_but_not_its_ttl(tmp_root: Path, etcd: EmbeddedEtcd) -> None:
     with kvstore.open(str(tmp_root), etcd=etcd.endpoints) as first:
         cache = first.namespace("m", SMALL)
@@ -116,16 +90,6 @@ def test_clear_keeps_what_is_pinned(store: Store) -> None:
         assert cache.match(TOKENS) == 32
         assert other.match(TOKENS) == len(TOKENS)
     assert cache.clear().chunks == 2
-
-
-def test_a_layout_claimed_by_another_node_is_refused(store: Store, tmp_root: Path, etcd: EmbeddedEtcd) -> None:
-    store.namespace("m", SMALL)
-    with kvstore.open(str(tmp_root), etcd=etcd.endpoints) as other:
-        with pytest.raises(LayoutMismatch, match="another"):
-            other.namespace("m", TINY)
-        other.namespace("m", SMALL, fingerprint="new weights")
-    with kvstore.open(str(tmp_root)) as alone, pytest.raises(LayoutMismatch):
-        alone.namespace("m", TINY)
 
 
 def test_an_empty_mount_point_is_not_taken_for_the_root(tmp_root: Path, etcd: EmbeddedEtcd) -> None:

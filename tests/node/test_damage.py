@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import struct
 from collections.abc import Callable, Iterator
@@ -11,17 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kvstore import Layout
-from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Pieces, Withdrawn
 from kvstore.client import Cache, Store
 from kvstore.client.cache import BAND_MAX
 from kvstore.errors import HoldBroken
-from kvstore.format.header import expected_chunk
-from kvstore.layout import DTYPES
+from kvstore.keyset import ChunkKeys
 from kvstore.node import images
 from tests.kit.native_modes import chunks_of
 from tests.kit.stores import TINY, chunk_files, counted, in_turn, kv_of, resealed, same, store_on
@@ -73,7 +67,10 @@ def test_memory_that_was_taken_back_while_it_was_verified_is_no_damage(
     cache, tokens, borrowed = store.namespace("m", TINY), np.arange(TINY.chunk_tokens), Borrowed()
     real = images.verify
     cache.put(tokens, kv_of(TINY, tokens))
-    chain, sections = Chain.of(cache.namespace, tokens.astype(np.uint32)), [memoryview(bytearray(16)) for _ in range(4)]
+    chain, sections = (
+        ChunkKeys.of(cache.namespace, tokens.astype(np.uint32)),
+        [memoryview(bytearray(16)) for _ in range(4)],
+    )
 
     def verify_late(part: Pieces, sums: tuple[int, ...]) -> None:
         borrowed.withdraw()
@@ -82,7 +79,7 @@ def test_memory_that_was_taken_back_while_it_was_verified_is_no_damage(
 
     monkeypatch.setattr(images, "verify", verify_late)
     with pytest.raises(Withdrawn):
-        chunks_of(store).read(expected_chunk(chain, 0), sections, borrowed)
+        chunks_of(store).read(chain.expected(0), sections, borrowed)
     assert the_file(tmp_root).exists() and store.stats()["miss_damaged"] == 0
     assert not list(tmp_root.glob("quarantine/*"))
 
@@ -108,35 +105,6 @@ def test_each_byte_flipped_is_a_miss_and_repaired(store: Store, tmp_root: Path) 
     assert same(cache.get(tokens)[1], kv)
 
 
-def test_each_length_truncated_is_a_miss_and_repaired(store: Store, tmp_root: Path) -> None:
-    cache = store.namespace("m", TINY)
-    tokens = np.arange(TINY.chunk_tokens)
-    kv = kv_of(TINY, tokens)
-    cache.put(tokens, kv)
-    file = the_file(tmp_root)
-    lengths = telling(file.stat().st_size)
-    for length in lengths:
-        with file.open("r+b") as opened:
-            opened.truncate(length)
-        # The put alone finds it, by its size, without a read before it.
-        assert cache.put(tokens, kv).chunks_written == 1, f"length {length}"
-        assert same(cache.get(tokens)[1], kv)
-    assert store.stats()["damage_size"] == len(lengths)
-
-
-def test_match_of_a_new_store_misses_a_file_of_another_size(tmp_root: Path) -> None:
-    tokens = np.arange(TINY.chunk_tokens)
-    for size_bytes in (0, 100, 4095, 4096, -1):
-        with store_on(tmp_root) as store:
-            store.namespace("m", TINY).put(tokens, kv_of(TINY, tokens))
-        file = the_file(tmp_root)
-        file.write_bytes(file.read_bytes()[:size_bytes])
-        with store_on(tmp_root) as store:
-            cache = store.namespace("m", TINY)
-            assert (cache.match(tokens), cache.get(tokens)[0]) == (0, 0), size_bytes
-            assert cache.put(tokens, kv_of(TINY, tokens)).chunks_written == 1
-
-
 def test_a_file_that_is_not_this_chunk_is_a_miss_and_repaired(store: Store, tmp_root: Path) -> None:
     for _, spoil in (
         ("zero-filled", lambda whole: bytes(len(whole))),
@@ -156,29 +124,6 @@ def test_a_file_that_is_not_this_chunk_is_a_miss_and_repaired(store: Store, tmp_
         tokens = np.arange(TINY.chunk_tokens)
         cache.put(tokens, kv_of(TINY, tokens))
         assert_missed_and_repaired(store, cache, tmp_root, the_file(tmp_root), spoil)
-
-
-@pytest.mark.parametrize("obstacle", ["folder", "dangling link", "link to itself", "fifo"])
-def test_something_that_is_no_file_under_this_name_is_a_miss_and_repaired(
-    store: Store, tmp_root: Path, obstacle: str
-) -> None:
-    cache = store.namespace("m", TINY)
-    tokens = np.arange(TINY.chunk_tokens)
-    kv = kv_of(TINY, tokens)
-    cache.put(tokens, kv)
-    file = the_file(tmp_root)
-    file.unlink()
-    if obstacle == "folder":
-        file.mkdir()
-    elif obstacle == "fifo":
-        os.mkfifo(file)
-    else:
-        file.symlink_to(tmp_root / "nowhere" if obstacle == "dangling link" else file)
-    assert cache.get(tokens)[0] == 0
-    assert cache.match(tokens) == 0
-    result = cache.put(tokens, kv)
-    assert (result.tokens_present, result.chunks_written) == (len(tokens), 1)
-    assert same(cache.get(tokens)[1], kv)
 
 
 def test_another_chunks_file_under_this_name_is_a_miss_and_repaired(store: Store, tmp_root: Path) -> None:
@@ -211,53 +156,6 @@ def test_another_namespaces_file_under_this_name_is_a_miss_and_repaired(store: S
     assert_missed_and_repaired(store, ours, tmp_root, file, lambda _: foreign.read_bytes())
 
 
-def test_same_tokens_after_another_prefix_are_another_chunk(store: Store, tmp_root: Path) -> None:
-    cache = store.namespace("m", TINY)
-    size = TINY.chunk_tokens
-    tail = np.arange(100, 100 + size)
-    one, two = np.concatenate([np.arange(size), tail]), np.concatenate([np.arange(size) + 50, tail])
-    cache.put(one, kv_of(TINY, one))
-    assert cache.match(two) == 0
-    cache.put(two, kv_of(TINY, two))
-    assert same(cache.get(one)[1], kv_of(TINY, one))
-    assert same(cache.get(two)[1], kv_of(TINY, two))
-
-
-def test_damage_in_the_middle_ends_the_prefix_there(store: Store, tmp_root: Path) -> None:
-    cache = store.namespace("m", TINY)
-    tokens = np.arange(5 * TINY.chunk_tokens)
-    kv = kv_of(TINY, tokens)
-    written: dict[int, Path] = {}
-    for end in range(TINY.chunk_tokens, len(tokens) + 1, TINY.chunk_tokens):
-        before = set(chunk_files(tmp_root)) if written else set()
-        cache.put(tokens[:end], kv[:, :, :end])
-        (written[end],) = set(chunk_files(tmp_root)) - before
-    third = written[3 * TINY.chunk_tokens]
-    spoiled = bytearray(third.read_bytes())
-    spoiled[-1] ^= 0xFF
-    third.write_bytes(spoiled)
-    count, found = cache.get(tokens)
-    assert count == 2 * TINY.chunk_tokens and same(found, kv[:, :, :count])
-    assert cache.match(tokens) == count, "the hole is known from now on"
-    result = cache.put(tokens, kv)
-    assert (result.chunks_written, result.chunks_found) == (1, 4)
-    assert same(cache.get(tokens)[1], kv)
-
-
-def test_views_verify_before_they_are_handed_out(store: Store, tmp_root: Path) -> None:
-    cache = store.namespace("m", TINY)
-    tokens = np.arange(2 * TINY.chunk_tokens)
-    cache.put(tokens, kv_of(TINY, tokens))
-    for file in chunk_files(tmp_root):
-        spoiled = bytearray(file.read_bytes())
-        spoiled[4096 + 3] ^= 4
-        file.write_bytes(spoiled)
-    with cache.hold(tokens) as hold:
-        assert hold.tokens == len(tokens)
-        assert hold.view() == []
-    assert store.stats()["damage_section_checksum"] >= 1
-
-
 @pytest.mark.parametrize("reads", ["one by one", "together"])
 def test_damage_in_a_layer_ends_the_layers_there(store: Store, tmp_root: Path, reads: str) -> None:
     """If layers are read together, and one is damaged, none of them is yielded."""
@@ -280,59 +178,3 @@ def test_damage_in_a_layer_ends_the_layers_there(store: Store, tmp_root: Path, r
         assert seen == list(range(section // 2 // size * size))
         assert broken.value.tokens_valid == 0
         assert cache.put(tokens, kv).chunks_written == 1
-
-
-@given(
-    layout=st.builds(
-        Layout,
-        layers=st.integers(1, 4),
-        kv_heads=st.integers(1, 3),
-        head_dim=st.integers(1, 33),
-        dtype=st.sampled_from(sorted(DTYPES)),
-        chunk_tokens=st.integers(1, 40),
-    ),
-    chunks=st.integers(1, 5),
-    data=st.data(),
-)
-def test_random_damage_on_random_layouts_never_gives_wrong_bytes(
-    layout: Layout, chunks: int, data: st.DataObject
-) -> None:
-    import tempfile
-
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
-        with store_on(Path(folder)) as store:
-            cache = store.namespace("m", layout)
-            tokens = np.arange(chunks * layout.chunk_tokens + data.draw(st.integers(0, layout.chunk_tokens - 1)))
-            kv = kv_of(layout, tokens)
-            cache.put(tokens, kv)
-            files = chunk_files(Path(folder))
-            assert len(files) == chunks
-            for file in data.draw(st.lists(st.sampled_from(files), unique=True, min_size=1)):
-                whole = file.read_bytes()
-                file.write_bytes(spoil(data, whole, [other.read_bytes() for other in files if other != file]))
-            out = np.zeros_like(kv)
-            count = cache.get(tokens, out=out)
-            assert count < len(tokens) and same(out[:, :, :count], kv[:, :, :count])
-            for _ in range(chunks):  # a read finds the first damage of a chain; so each round repairs one at least
-                cache.put(tokens, kv)
-                count = cache.get(tokens, out=out)
-                assert same(out[:, :, :count], kv[:, :, :count])
-            cache.put(tokens, kv)
-            assert cache.get(tokens, out=out) == chunks * layout.chunk_tokens
-
-
-def spoil(data: st.DataObject, whole: bytes, others: list[bytes]) -> bytes:
-    """Damage of some kind; never the same bytes."""
-    kind = data.draw(st.sampled_from(["flip", "truncate", "zeros", "other", "garbage", "overwrite"]))
-    if kind == "other" and others:
-        return data.draw(st.sampled_from(others))
-    if kind == "truncate":
-        return whole[: data.draw(st.integers(0, len(whole) - 1))]
-    if kind == "zeros":
-        return bytes(len(whole))
-    if kind == "garbage":
-        return data.draw(st.binary(max_size=200)) + b"!"
-    position = data.draw(st.integers(0, len(whole) - 1))
-    flipped = bytearray(whole)
-    flipped[position] ^= data.draw(st.integers(1, 255))
-    return bytes(flipped)

@@ -18,20 +18,17 @@ from kvstore.format import places
 from kvstore.format.header import Generation
 from kvstore.format.places import Name
 from kvstore.meta.cluster import Agreed
-from kvstore.meta.keys import Keys, SweepId
+from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.session import ANNOUNCED_MAX, Presence, SessionRecord
 from kvstore.meta.store import WatchLost
-from kvstore.meta.sweeps import Condemned
 from kvstore.meta.usage import Capacity
-from kvstore.node.holds import BEFORE_ALL
 from kvstore.node.member import Member, Sharing
 from kvstore.node.opening import join
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
-from kvstore_gc.ledger import Ledger
-from tests.kit.clusters import NODE_LIMITS, SPACE, TIMINGS, Cluster, cluster, eventually, prompt, put, site_of
+from tests.kit.clusters import NODE_LIMITS, SPACE, TIMINGS, Cluster, cluster, eventually, prompt, put
 from tests.kit.faulty_root import EIO, EROFS, FaultyRoot, Rule
 from tests.kit.followers import SWEEP, Alone, nothing
 from tests.kit.stores import TINY, kv_of, same
@@ -108,40 +105,6 @@ def test_v2_a_match_after_the_session_died_outlives_its_end(alone: Alone) -> Non
     alone.node.holds.check(after)
     with pytest.raises(HoldBroken):
         alone.node.holds.check(before)
-
-
-def test_a3_nothing_is_announced_when_the_chain_has_gone_on(alone: Alone) -> None:
-    """A store that was restored may have used the announced revision for another sweep, which this view never saw."""
-    alone.follower._limits = replace(alone.node.limits, announce_s=1e-6)
-    session = alone.session()
-    alone.follower.begin(session)
-    ledger = Ledger(site_of(MemoryMeta(alone.meta.store), alone.keys.root_id))
-    ledger.condemn({0: Condemned.of_victims(SweepId(bytes([1]) * 16), bytes(16), [])})
-
-    def go_on() -> None:
-        alone.meta.fetched = nothing
-        ledger.condemn({1: Condemned.of_victims(SweepId(bytes([2]) * 16), bytes(16), [])})
-
-    alone.meta.fetched = go_on
-    alone.follower.step(0.0)
-    assert alone.view.stamps(after=0) and session.announced == 0
-    alone.follower.step(0.0)
-    assert session.announced == max(alone.view.stamps(after=0))
-
-
-def test_v3_after_a_lost_watch_a_hold_is_older_than_all(alone: Alone) -> None:
-    """Its birth may be of a timeline that a restored store has lost, whose revisions the new one uses again."""
-    alone.follower.begin(alone.session())
-    hold = alone.node.holds.take(prompt(1, 1))
-    assert hold.born == alone.view.revision
-
-    def lose() -> None:
-        alone.meta.fetched = nothing
-        raise WatchLost("a test")
-
-    alone.meta.fetched = lose
-    alone.follower.step(0.0)
-    assert hold.born == BEFORE_ALL < alone.view.revision
 
 
 def test_v3_a_watch_that_is_refused_is_lost_and_read_afresh(alone: Alone) -> None:

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from kvstore.errors import HoldBroken, SessionLost
+from kvstore.keyset import KeySet
 from kvstore.meta.keys import SweepId
 from kvstore.meta.session import Session, SessionRecord
 from kvstore.meta.store import Absent, Delete, Event, Put, ValueIs, WatchLost
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
 from kvstore.node.follower import _Following
-from kvstore.node.wanted import Wanted
 from tests.kit.clusters import prompt
 from tests.kit.followers import Alone, nothing
 
@@ -174,7 +174,7 @@ def test_a2_sweeps_of_more_held_chunks_than_can_be_named_wait(alone: Alone, monk
 
 def test_a2_what_is_held_and_condemned_is_renewed(alone: Alone) -> None:
     """So the next round chooses other chunks."""
-    used: list[Wanted] = []
+    used: list[KeySet] = []
     alone.node.holds._used = used.append
     alone.follower.begin(alone.session())
     hold = alone.node.holds.take(CHAIN)

@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.address import Chain, block_address
+from kvstore.address import block_address
 from kvstore.buffers import Pieces
 from kvstore.client import Cache, Store
 from kvstore.client.local import LocalPort
 from kvstore.errors import InvalidRequest
 from kvstore.format.places import Name, chunk
 from kvstore.hints import DEFAULT, PRESETS, TTL_CLASSES_S, Hints
+from kvstore.keyset import ChunkKeys
 from kvstore.node.node import Node
 from kvstore.node.settings import Limits
 from kvstore.recency import NS_PER_S, TICK_S, Recency, decode, quantum_of
@@ -84,7 +85,7 @@ class Opened:
     def name(self, index: int) -> Name:
         """The name of a chunk of the prompt."""
         namespace = self.cache.namespace
-        address = Chain.of(namespace, token_array(TOKENS)).addresses[index]
+        address = ChunkKeys.of(namespace, token_array(TOKENS)).addresses[index]
         return chunk(address, namespace.id, self.node.identity.shard_bits)
 
     def mtimes(self) -> list[int]:
@@ -176,20 +177,6 @@ def test_readers_keep_the_hints_and_count_uses(opened: Opened) -> None:
         assert [each.depth for each in opened.recencies()] == list(range(CHUNKS))
 
 
-def test_a_put_that_extends_a_prefix_raises_it_before_its_children_are_there(opened: Opened) -> None:
-    opened.put(3, priority=80, ttl=300)
-    opened.put(5, prefix=3, priority=20, ttl=7_200)
-    assert opened.hints() == [Hints(80, 7_200)] * 3 + [Hints(20, 7_200)] * 2
-    assert opened.uses() == [0] * 5, "it is of this quantum already"
-    opened.pass_quanta()
-    opened.put(6, prefix=5, preset="rag")
-    assert opened.uses() == [1] * 5 + [0], "extending a prefix is a use of it"
-    ttl_s = PRESETS["rag"].ttl_s
-    assert opened.hints() == [Hints(80, ttl_s)] * 3 + [PRESETS["rag"]] * 3
-    mtimes = opened.mtimes()
-    assert mtimes == sorted(mtimes, reverse=True)
-
-
 @pytest.mark.parametrize("quanta", [0, 5])
 def test_a_put_that_finds_its_chunks_raises_their_hints_and_never_lowers_them(opened: Opened, quanta: int) -> None:
     opened.put(preset="batch")
@@ -201,15 +188,6 @@ def test_a_put_that_finds_its_chunks_raises_their_hints_and_never_lowers_them(op
     assert opened.hints() == [DEFAULT] * 3 + [PRESETS["batch"]] * 3
     assert all(now >= then for now, then in zip(opened.mtimes(), before, strict=True))
     assert opened.uses() == [int(quanta > 0)] * CHUNKS
-
-
-def test_ancestors_are_raised_first(opened: Opened) -> None:
-    opened.put()
-    opened.root.touched.clear()
-    opened.put(priority=90)
-    assert opened.root.touched == [opened.name(index) for index in range(CHUNKS)]
-    opened.put(priority=90)
-    assert len(opened.root.touched) == CHUNKS, "raised once is enough"
 
 
 def test_blocks_are_raised_too(opened: Opened) -> None:
@@ -231,16 +209,6 @@ def test_a_parent_that_lost_its_hints_gets_those_of_its_children_at_the_next_ren
         opened.pass_quanta()
         opened.get()
         assert opened.hints() == [Hints(90, 7_200)] * CHUNKS
-
-
-def test_another_writer_of_the_same_chunk_leaves_the_higher_hints(root: CountingRoot) -> None:
-    low_store, low = local(root)
-    high_store, high = local(root)
-    with low_store, high_store:
-        low.put(priority=10)
-        high.put(priority=60)
-        low.put(priority=20)
-        assert low.hints() == [Hints(60)] * CHUNKS
 
 
 HINTS = st.builds(

@@ -10,16 +10,16 @@ import numpy.typing as npt
 import pytest
 
 from kvstore import Layout
-from kvstore.address import Chain, block_address
+from kvstore.address import block_address
 from kvstore.buffers import Borrowed, Planes, Withdrawn, planes_of
 from kvstore.errors import InvalidRequest
-from kvstore.format.header import decode, expected_chunk
+from kvstore.format.header import decode
+from kvstore.keyset import BlockKeys, ChunkKeys
 from kvstore.namespace import Namespace
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.node.images import Images, ImagesIn, copy_sections, make_images, take_images, verify_images
-from kvstore.node.wanted import Keyed, image_bytes
-from tests.kit.images import DAMAGES, CountedIds, Spoil, chain_of, made, room_for
+from kvstore.node.images import ImagesIn, copy_sections, make_images, take_images, verify_images
+from tests.kit.images import DAMAGES, CountedIds, Spoil, chain_of, made
 from tests.kit.stores import (
     LARGE,
     MANY,
@@ -28,7 +28,6 @@ from tests.kit.stores import (
     UNALIGNED,
     chunk_files,
     kv_of,
-    member_of,
     resealed,
     same,
     store_on,
@@ -51,7 +50,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     yield request.param
 
 
-def taken(chain: Chain, images: list[memoryview], indexes: list[int]) -> tuple[list[bool], npt.NDArray[np.generic]]:
+def taken(chain: ChunkKeys, images: list[memoryview], indexes: list[int]) -> tuple[list[bool], npt.NDArray[np.generic]]:
     layout = chain.namespace.layout
     out = np.zeros(layout.shape(len(chain.tokens)), layout.numpy_dtype)
     done = take_images(chain, indexes, images, planes_of(out, layout), Borrowed())
@@ -123,7 +122,7 @@ def test_i1_what_is_wrong_is_not_taken(way: bool) -> None:
 
 
 def test_i1_another_chunks_image_is_not_taken(way: bool) -> None:
-    chain, other = chain_of(SMALL, 3), Chain.of(Namespace.of("other", SMALL), np.arange(48, dtype=np.uint32))
+    chain, other = chain_of(SMALL, 3), ChunkKeys.of(Namespace.of("other", SMALL), np.arange(48, dtype=np.uint32))
     kv = kv_of(SMALL, chain.tokens)
     images = made(chain, kv)
     assert verify_images(chain, [1, 0, 2], images).tolist() == [False, False, True]
@@ -147,11 +146,11 @@ def test_nothing_is_written_beside_sections_and_images(way: bool) -> None:
         plane_bytes = 2 * section_bytes + gap
         source = generator.integers(0, 256, 4 * plane_bytes + shift + 64, np.uint8)
         target = np.full(source.size, 0xEE, np.uint8)
-        memory = np.full(2 * (image_bytes(chain, 0) + 8192), 0xEE, np.uint8)
+        memory = np.full(2 * (chain.image_bytes(0) + 8192), 0xEE, np.uint8)
         stride = memory.size // 2
-        images = [memory[at * stride : at * stride + image_bytes(chain, 0)].data for at in range(2)]
+        images = [memory[at * stride : at * stride + chain.image_bytes(0)].data for at in range(2)]
         make_images(chain, [0, 1], planes_in(source), images, CountedIds())
-        assert (memory.reshape(2, -1)[:, image_bytes(chain, 0) :] == 0xEE).all()
+        assert (memory.reshape(2, -1)[:, chain.image_bytes(0) :] == 0xEE).all()
         before = memory.copy()
         assert take_images(chain, [0, 1], images, planes_in(target), Borrowed()).all()
         assert np.array_equal(memory, before)
@@ -166,42 +165,6 @@ def test_nothing_is_written_beside_sections_and_images(way: bool) -> None:
             run_case(shift, section_bytes)
 
 
-def test_sections_of_any_kind_give_the_same_image(way: bool) -> None:
-    chain = chain_of(SMALL, 3)
-    kv = kv_of(SMALL, chain.tokens)
-    planes = planes_of(kv, SMALL)
-    images = made(chain, kv)
-    for source in (lambda index: [memoryview(bytes(piece)) for piece in planes(index)], Images(chain, 0, images)):
-        again = room_for(chain)
-        make_images(chain, range(3), source, again, CountedIds())
-        assert list(map(bytes, again)) == list(map(bytes, images))
-    targets = {index: [memoryview(bytearray(SMALL.section_bytes)) for _ in range(6)] for index in range(3)}
-    assert take_images(chain, range(3), images, targets.__getitem__, Borrowed()).all()
-    assert all(list(targets[at]) == list(planes(at)) for at in range(3))
-
-
-def test_images_are_a_source_for_puts(tmp_root: Path) -> None:
-    """From any index on, and staged by native code if there is any."""
-    chain = chain_of(SMALL, 6)
-    kv = kv_of(SMALL, chain.tokens)
-    size = image_bytes(chain, 0)
-    memory = memoryview(bytearray(6 * 2 * size))
-    offsets = [at * 2 * size // 4096 * 4096 for at in range(6)]
-    make_images(chain, range(6), planes_of(kv, SMALL), ImagesIn(memory, offsets, [size] * 6), CountedIds())
-    with store_on(tmp_root) as store:
-        cache = store.namespace("m", SMALL)
-        cache.put(chain.tokens[:32], kv[:, :, :32])
-        node = member_of(store).node
-        source = Images(chain, 2, ImagesIn(memory.toreadonly(), offsets, [size] * 6)[2:])
-        run = node._chunks.runs.of(chain, 2, 4, source)
-        assert (run is not None) == is_available()
-        assert node._chunks.runs.of(chain, 1, 4, source) is None, "it has no chunk 1"
-        assert node._chunks.runs.of(chain, 2, 4, source, fills=True) is None, "images are never written to"
-        assert node.put(chain, 2, source).chunks_written == 4
-        tokens, found = cache.get(chain.tokens)
-        assert tokens == len(chain.tokens) and same(found, kv)
-
-
 def test_blocks_of_many_sizes(way: bool) -> None:
     generator = np.random.default_rng(5)
     sizes = [1, 16, 240, 241, 4096, 65_536, 300_001]
@@ -209,8 +172,8 @@ def test_blocks_of_many_sizes(way: bool) -> None:
     namespace = Namespace.of("m", TINY)
     keys = [bytes([at]) * (16 + 6 * at) for at in range(len(sizes))]
     addresses = [block_address(namespace, key) for key in keys]
-    keyed = Keyed(namespace, keys, addresses, sizes)
-    images = [memoryview(bytearray(image_bytes(keyed, at))) for at in range(len(sizes))]
+    keyed = BlockKeys(namespace, keys, addresses, sizes)
+    images = [memoryview(bytearray(keyed.image_bytes(at))) for at in range(len(sizes))]
     make_images(keyed, range(len(sizes)), lambda at: [blocks[at].data], images, CountedIds())
     out = [np.zeros(size, np.uint8) for size in sizes]
     chosen = [6, 0, 3]
@@ -218,22 +181,8 @@ def test_blocks_of_many_sizes(way: bool) -> None:
     assert done.all() and all(np.array_equal(out[at], blocks[at]) for at in chosen) and not out[5].any()
     images[2][-1] ^= 1
     assert verify_images(keyed, range(7), images).tolist() == [at != 2 for at in range(7)]
-    other = Keyed(namespace, keys, addresses, [size + 1 for size in sizes])
+    other = BlockKeys(namespace, keys, addresses, [size + 1 for size in sizes])
     assert not verify_images(other, range(7), images).any()
-
-
-def test_sections_of_one_image(way: bool) -> None:
-    chain = chain_of(SMALL, 2)
-    kv = kv_of(SMALL, chain.tokens)
-    images = made(chain, kv)
-    targets = [memoryview(bytearray(SMALL.section_bytes)) for _ in range(2)]
-    assert copy_sections(chain, 1, images[1], 2, targets, Borrowed())
-    assert targets == planes_of(kv, SMALL)(1)[2:4]
-    start = expected_chunk(chain, 1).header_bytes
-    images[1][start + 4 * SMALL.section_bytes] ^= 1
-    assert copy_sections(chain, 1, images[1], 2, targets, Borrowed()), "the damage is behind these"
-    assert not copy_sections(chain, 1, images[1], 4, targets, Borrowed())
-    assert not copy_sections(chain, 0, images[1], 0, targets, Borrowed())
 
 
 def test_memory_that_was_taken_back_is_not_written_to(way: bool) -> None:

@@ -121,17 +121,3 @@ def test_a_full_table_drops_what_was_seen_before_and_never_invents(batches: list
         strangers = [Address(bytes(each ^ 0x55 for each in address)) for address in addresses]
         for each in strangers:
             assert not known.is_present(each, number * QUANTUM_S) or each[:8] in {one[:8] for one in added}
-
-
-def test_an_address_that_takes_the_place_of_another_takes_none_of_its_marks() -> None:
-    rows = 64
-    known = Known(rows * WAYS, QUANTUM_S, SystemClock())
-    first = [Address(bytes([row, way]).ljust(16)) for row in range(rows) for way in range(WAYS)]
-    second = [Address(bytes([row, WAYS]).ljust(16)) for row in range(rows)]
-    known.add_all(first, 6000, renewed=True, epoch=known.epoch)
-    assert known.leading_count(b"".join(first), 6000) == len(first) and not known.unrenewed(b"".join(first), 6000)
-    known.add_all(second, 6000, renewed=False, epoch=known.epoch)
-    assert known.leading_count(b"".join(second), 6000) == rows and known.unrenewed(b"".join(second), 6000) == list(
-        range(rows)
-    )
-    assert len(known.unrenewed(b"".join(first), 6000)) == rows

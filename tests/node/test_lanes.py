@@ -40,10 +40,6 @@ def test_work_that_moves_on_is_not_stalled_and_work_that_does_not_is() -> None:
     assert seen == [True, False]
 
 
-def test_off_a_lane_it_says_nothing() -> None:
-    moved_on()
-
-
 def test_whoever_shares_does_all_of_it_where_every_lane_is_busy() -> None:
     clock = SystemClock()
     lanes = Lanes(1, 2, 8, 5, clock)
@@ -62,17 +58,6 @@ def test_whoever_shares_does_all_of_it_where_every_lane_is_busy() -> None:
         busy.wait(Deadline(clock, 30))
     finally:
         goes_on.set()
-        lanes.close()
-
-
-def test_sharing_nothing_leaves_the_lanes_to_what_comes_next() -> None:
-    clock = SystemClock()
-    lanes = Lanes(1, 2, 8, 5, clock)
-    try:
-        for _ in range(5):
-            lanes.share(0, lambda _: True, Deadline(clock, PATIENCE_S))
-        assert lanes.run(lambda: 1, Deadline(clock, PATIENCE_S)) == 1
-    finally:
         lanes.close()
 
 
@@ -96,23 +81,3 @@ def test_whoever_shares_begins_nothing_after_the_deadline_and_raises_what_the_wo
         assert done == [0, 1, 2]
     finally:
         lanes.close()
-
-
-def test_a_lane_that_shares_other_work_still_says_that_it_moves_on() -> None:
-    clock = HandClock()
-    lanes = Lanes(1, 1, 8, 0.3, clock)
-    seen: list[bool] = []
-
-    def work(_: int) -> bool:
-        lanes.share(2, lambda _: True, Deadline(clock, 30))
-        for _ in range(8):
-            clock.passed_s += 0.1
-            moved_on()
-        seen.append(lanes.stalled)
-        return True
-
-    try:
-        lanes.each(1, work, Deadline(clock, 30))
-    finally:
-        lanes.close()
-    assert seen == [False]

@@ -10,19 +10,18 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvstore import Layout
 from kvstore.address import block_address
 from kvstore.buffers import Borrowed, Withdrawn, planes_of
+from kvstore.keyset import BlockKeys
 from kvstore.namespace import Namespace
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.node.images import Images, make_images
+from kvstore.node.images import make_images
 from kvstore.node.memory_tier import Slots
-from kvstore.node.wanted import Keyed, image_bytes
 from kvstore.sources import RandomIds
-from tests.kit.memory_tiers import SPACE, UNIT, Case, chain_of, kv_for, make
+from tests.kit.memory_tiers import SPACE, UNIT, Case, chain_of, make
 from tests.kit.patience import PATIENCE_S
-from tests.kit.stores import LARGE, SMALL, TINY, same
+from tests.kit.stores import LARGE, SMALL, TINY
 
 
 @pytest.fixture
@@ -31,24 +30,6 @@ def case() -> Iterator[Case]:
     opened = Case(8)
     yield opened
     opened.tier.close()
-
-
-def test_what_was_filled_is_read(case: Case) -> None:
-    chain = chain_of(1, 5)
-    assert image_bytes(chain, 0) <= UNIT
-    assert case.tier.leading(chain) == 0 and case.get(chain) == [False] * 5
-    assert case.fill(chain, 0, 3) == 3 and case.fill(chain, 4, 1) == 1
-    assert [case.tier.leading(chain, first) for first in range(6)] == [3, 2, 1, 0, 1, 0]
-    assert case.get(chain) == [True, True, True, False, True]
-    with case.tier.refer(chain, 1, 4) as slots:
-        assert slots.leading_count == 2 and case.read(chain, slots, 2, 4) == [True, False]
-        payload = case.tier.view(slots, 4)
-        assert payload is not None and payload.readonly
-        shape = SMALL.shape(SMALL.chunk_tokens)
-        assert same(np.frombuffer(payload, SMALL.numpy_dtype).reshape(shape), kv_for(chain)[:, :, -16:])
-        assert case.tier.view(slots, 3) is None
-    assert (case.count("hits"), case.count("misses")) == (4 + 1 + 1, 5 + 1 + 1 + 1)
-    assert case.count("bytes") == 6 * SMALL.chunk_bytes, "without headers"
 
 
 def test_i1_a_wrong_image_is_dropped_and_the_next_fill_repairs_it(case: Case) -> None:
@@ -99,14 +80,6 @@ def test_i2_room_of_what_was_dropped_is_not_given_away_while_it_is_referred_to(c
     assert case.fill(others, 7, 1) == 1
 
 
-def test_a1_never_more_than_the_arena(case: Case) -> None:
-    for number in range(40):
-        case.fill(chain_of(number, 3), 0, 3)
-        assert case.stat("held_bytes") <= case.tier.size_bytes == 8 * UNIT
-    assert case.count("evicted") == 40 * 3 - case.stat("chunks") and case.tier.free_bytes < UNIT
-    assert case.fill(chain_of(99, 1, Namespace.of("large", Layout(8, 8, 64, chunk_tokens=64))), 0, 1) == 0
-
-
 def test_a2_closing_takes_nothing_from_those_who_read_or_fill(case: Case) -> None:
     chain = chain_of(1, 3)
     case.fill(chain, 0, 2)
@@ -124,102 +97,6 @@ def test_a2_closing_takes_nothing_from_those_who_read_or_fill(case: Case) -> Non
     assert case.tier.leading(chain) == 0 and case.get(chain) == [False] * 3
     assert case.tier.claim(chain, 0) is None and not case.tier.lease(slots)
     assert case.stat("referenced_bytes") == 0
-
-
-def test_e1_nobody_sees_what_is_claimed(case: Case) -> None:
-    chain = chain_of(1, 2)
-    slot = case.tier.claim(chain, 0)
-    assert slot is not None and case.tier.leading(chain) == 0 and case.get(chain) == [False, False]
-    case.tier.drop([slot])
-    assert case.stat("held_bytes") == 0
-    slot = case.tier.claim(chain, 0)
-    assert slot is not None
-    make(chain, [0], [slot])
-    case.tier.ready([slot])
-    assert case.get(chain) == [True, False] and case.stat("referenced_bytes") == 0
-
-
-def test_e1_leaves_go_first_then_what_was_used_least(case: Case) -> None:
-    chain, others = chain_of(1, 4), chain_of(2, 6)
-    case.fill(chain, 0, 4)
-    case.fill(others, 0, 4)
-    case.clock.seconds += 1.0
-    case.tier.used(others, 4)
-    assert case.fill(others, 4, 2) == 2
-    assert case.get(chain) == [True, True, False, False]
-
-
-@pytest.mark.parametrize("why", ["referenced", "pinned", "dirty"])
-def test_e2_what_is_needed_is_never_evicted(case: Case, why: str) -> None:
-    chain, others = chain_of(1, 6), chain_of(2, 4)
-    case.fill(chain, 0, 6, dirty=why == "dirty")
-    slots = case.tier.refer(chain, 0, 6 if why == "referenced" else 0)
-    if why == "pinned":
-        assert case.tier.pin(chain.addresses) == [True] * 6 and case.tier.pin(others.addresses[:1]) == [False]
-    assert case.fill(others, 0, 4) == 2 and case.count("full") == 1
-    assert case.get(chain) == [True] * 6
-    if why == "referenced":
-        slots.release()
-    elif why == "pinned":
-        case.tier.unpin(chain.addresses)
-    else:
-        with case.tier.refer(chain, 0, 6) as there:
-            case.tier.clean(there.referred)
-    assert case.fill(others, 2, 2) == 2
-    assert case.get(chain) == [True] * 4 + [False] * 2
-
-
-def test_e4_the_first_writer_wins(case: Case) -> None:
-    chain = chain_of(1, 1)
-    slot = case.tier.claim(chain, 0)
-    assert slot is not None and case.tier.claim(chain, 0) is None
-    make(chain, [0], [slot])
-    case.tier.ready([slot])
-    assert case.tier.claim(chain, 0) is None and case.count("full") == 0
-
-
-def test_a_namespace_that_is_dropped_while_it_is_filled_does_not_come_back(case: Case) -> None:
-    chain = chain_of(1, 2)
-    case.fill(chain, 0, 1)
-    slot = case.tier.claim(chain, 1)
-    assert slot is not None and case.tier.drop_namespace(SPACE.digest) == 2
-    again = case.tier.claim(chain, 1)
-    assert again is not None and again.entry.offset != slot.entry.offset
-    make(chain, [1], [slot])
-    case.tier.ready([slot])
-    assert case.tier.leading(chain, 1) == 0 and case.stat("held_bytes") == image_bytes(chain, 0)
-    case.tier.drop([again])
-    assert case.stat("held_bytes") == 0
-
-
-def test_l1_half_of_the_arena_is_leased_at_once(case: Case) -> None:
-    chain, others = chain_of(1, 4), chain_of(2, 4)
-    case.fill(chain, 0, 4)
-    case.fill(others, 0, 4)
-    first, second = case.tier.refer(chain, 0, 4), case.tier.refer(chain, 0, 4)
-    assert case.tier.lease(first) and case.tier.lease(first)
-    assert case.tier.lease(second), "chunks that are leased already take no more"
-    leased = case.stat("leased_bytes")
-    assert leased == 4 * image_bytes(chain, 0)
-    with case.tier.refer(others, 0, 2) as more:
-        assert not case.tier.lease(more)
-        first.release()
-        assert not case.tier.lease(more)
-        second.release()
-        assert case.tier.lease(more) and case.stat("leased_bytes") == leased // 2
-    assert case.stat("leased_bytes") == 0 and case.stat("referenced_bytes") == 0
-
-
-def test_r3_references_keep_entries_until_they_are_released_once(case: Case) -> None:
-    chain, others = chain_of(1, 8), chain_of(2, 8)
-    case.fill(chain, 0, 8)
-    one, other = case.tier.refer(chain, 0, 8), case.tier.refer(chain, 4, 4)
-    one.release()
-    one.release()
-    assert case.fill(others, 0, 8) == 0, "leaves are referred to, so their ancestors stay too"
-    assert case.get(chain) == [True] * 8
-    other.release()
-    assert case.fill(others, 0, 8) == 8
 
 
 def test_release_never_waits_and_is_not_lost(case: Case) -> None:
@@ -252,20 +129,11 @@ def test_victims_are_kept_until_they_are_elsewhere_and_go_unless_somebody_needs_
     assert case.tier.leading(chain) == 3
 
 
-def test_slots_are_a_source_for_puts(case: Case) -> None:
-    chain = chain_of(1, 4)
-    case.fill(chain, 0, 4)
-    with case.tier.refer(chain, 1, 3) as slots:
-        source = slots.sections(2, 4)
-        assert isinstance(source, Images) and source.covers(2, 2) and not source.covers(1, 3)
-        assert source(3) == planes_of(kv_for(chain), SMALL)(3)
-
-
 def test_blocks_of_other_sizes_than_asked_for_are_not_there(case: Case) -> None:
     keys = [b"k" * 16, b"l" * 32]
 
-    def keyed(*sizes: int) -> Keyed:
-        return Keyed(SPACE, keys, [block_address(SPACE, key) for key in keys], sizes)
+    def keyed(*sizes: int) -> BlockKeys:
+        return BlockKeys(SPACE, keys, [block_address(SPACE, key) for key in keys], sizes)
 
     blocks = [np.full(size, 7 + size % 5, np.uint8) for size in (3000, 9000)]
     slots = [case.tier.claim(keyed(3000, 9000), index) for index in range(2)]
@@ -281,24 +149,6 @@ def test_blocks_of_other_sizes_than_asked_for_are_not_there(case: Case) -> None:
     with case.tier.refer(keyed(3000, 9001), 0, 2) as one:
         assert [entry is not None for entry in one.entries] == [True, False]
     assert case.tier.leading(keyed(1, 1)) == 2 and case.count("damaged") == 0
-
-
-def test_changes_and_prints_are_those_of_ready_entries(case: Case) -> None:
-    chain = chain_of(1, 2)
-    case.fill(chain, 0, 1)
-    slot = case.tier.claim(chain, 1)
-    shard = chain.addresses[0][0] >> 2
-    assert slot is not None and case.tier.changes() == {shard} and case.tier.changes() == set()
-    assert case.tier.prints(shard).tolist() == [int.from_bytes(chain.addresses[0][4:8], "little")]
-    case.tier.drop([slot])
-
-
-def test_r2_admission_remembers_what_was_asked_for_and_what_was_put(case: Case) -> None:
-    chain = chain_of(1, 3)
-    assert [case.tier.admits(chain, at) for at in (0, 1, 0)] == [False, False, True]
-    case.fill(chain, 2, 1)
-    case.tier.drop_namespace(SPACE.digest)
-    assert case.tier.admits(chain, 2)
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.address import Chain
 from kvstore.buffers import Planes
 from kvstore.census.selection import Selection
 from kvstore.errors import Unavailable
 from kvstore.format.places import Name
+from kvstore.keyset import ChunkKeys
 from kvstore.meta.barriers import BARRIER_S, Barriers
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
@@ -108,7 +108,7 @@ class Stage:
         identity = create_or_open(self.root, ids)
         self.member: Member = join(self.root, identity, meta, limits=Limits(), clock=clock, ids=ids)
         self.member.claim_namespace(NAMESPACE)
-        self.chain: Chain = self.member.node.chains.of(NAMESPACE, np.asarray(TOKENS, np.uint32))
+        self.chain: ChunkKeys = self.member.node.chains.of(NAMESPACE, np.asarray(TOKENS, np.uint32))
         self.member.node.put(self.chain, 0, Planes(kv_of(SMALL, TOKENS), SMALL.section_bytes))
 
     def step(self, actor: Actor | None) -> None:

@@ -16,7 +16,6 @@ import pytest
 from click.testing import CliRunner
 
 import kvstore
-from kvstore.address import Chain
 from kvstore.cli.app import app
 from kvstore.client.cache import Cache
 from kvstore.client.local import LocalPort
@@ -25,6 +24,7 @@ from kvstore.errors import HoldBroken, KVStoreError, Overloaded, RootMismatch, S
 from kvstore.format import places
 from kvstore.format.header import Generation
 from kvstore.fsck import adopt
+from kvstore.keyset import ChunkKeys
 from kvstore.meta.embedded_etcd import EmbeddedEtcd, packaged_etcd
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta, MemoryStore
@@ -49,7 +49,7 @@ from tests.kit.stores import TINY, kv_of, member_of, same, store_on
 
 TOKENS = np.arange(6 * TINY.chunk_tokens)
 KV = kv_of(TINY, TOKENS)
-CHAIN = Chain.of(Namespace.of("m", TINY), token_array(TOKENS))
+CHAIN = ChunkKeys.of(Namespace.of("m", TINY), token_array(TOKENS))
 LIMITS = Limits()
 
 

@@ -17,10 +17,10 @@ import kvstore
 from kvstore import Layout
 from kvstore.client.cache import Cache
 from kvstore.client.store import Store
-from kvstore.errors import Overloaded, PermissionDenied, Unavailable
+from kvstore.errors import Overloaded, Unavailable
 from kvstore.format import places
 from kvstore.node.settings import Limits
-from tests.kit.patience import eventually, returns, stretched
+from tests.kit.patience import eventually, stretched
 from tests.kit.stores import kv_of, same, store_on
 
 pytestmark = [
@@ -131,19 +131,6 @@ def test_a_full_disk_can_be_cleared_where_its_metadata_need_room_too(tmp_path: P
         subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
-def test_a_root_turned_read_only_still_serves(small_tmpfs: Path) -> None:
-    with store_on(small_tmpfs) as store:
-        cache = store.namespace("m", LAYOUT)
-        cache.put(TOKENS, KV)
-        run("mount", "-o", "remount,ro", str(small_tmpfs))
-        assert same(cache.get(TOKENS)[1], KV)
-        more = np.concatenate([TOKENS, TOKENS])
-        with pytest.raises(PermissionDenied, match="Read-only"):
-            cache.put(more, kv_of(LAYOUT, more))
-        run("mount", "-o", "remount,rw", str(small_tmpfs))
-        assert cache.put(more, kv_of(LAYOUT, more)).tokens_present == len(more)
-
-
 def test_a_root_unmounted_under_the_store_is_misses_and_fills_no_mount_point(store: Store, loop_ext4: Path) -> None:
     mount, image = loop_ext4.parent, loop_ext4.parent.parent / "image"
     cache = store.namespace("m", LAYOUT)
@@ -158,22 +145,3 @@ def test_a_root_unmounted_under_the_store_is_misses_and_fills_no_mount_point(sto
     run("mount", "-o", "loop", str(image), str(mount))
     stored(cache, more, kv)
     assert same(loaded(cache, more), kv)
-
-
-def test_a_frozen_file_system_delays_nobody_beyond_the_deadline(store: Store, loop_ext4: Path) -> None:
-    cache = store.namespace("m", LAYOUT)
-    stored(cache, TOKENS, KV)
-    more = np.concatenate([TOKENS, TOKENS])
-    kv = kv_of(LAYOUT, more)
-    subprocess.run(["fsfreeze", "-f", str(loop_ext4.parent)], check=True)
-    try:
-        for _ in range(3):
-            with pytest.raises(Unavailable):
-                returns(lambda: cache.put(more, kv), "the put")
-            count, found = returns(lambda: cache.get(more), "the get")
-            assert same(found, kv[:, :, :count])
-    finally:
-        subprocess.run(["fsfreeze", "-u", str(loop_ext4.parent)], check=True)
-    stored(cache, more, kv)
-    assert same(loaded(cache, more), kv)
-    assert store.stats()["miss_damaged"] == 0

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvstore.address import Address, Chain
 from kvstore.client import Store
 from kvstore.format.places import Name
+from kvstore.keyset import ChunkKeys
 from kvstore.node.settings import Limits
 from kvstore.recency import is_fresh, quantum_of, stamp_ns
 from kvstore.root.interface import Stat
@@ -46,12 +44,6 @@ def test_a_child_is_strictly_staler_than_its_parent_in_one_quantum() -> None:
     assert not any(is_fresh(stamp, quantum_of(NOW_S + QUANTUM_S, QUANTUM_S)) for stamp in stamps)
     deepest = stamp_ns(quantum_of(NOW_S, QUANTUM_S), 50_000_000)
     assert is_fresh(deepest, quantum_of(NOW_S, QUANTUM_S))
-
-
-def test_a_put_stamps_chunks_with_their_depth(tmp_root: Path) -> None:
-    with store_on(tmp_root, clock=SetClock(NOW_S)) as store:
-        store.namespace("m", TINY).put(TOKENS, kv_of(TINY, TOKENS))
-    assert mtimes(tmp_root) == chain_stamps(NOW_S)
 
 
 def test_readers_renew_once_per_quantum_parents_no_later_than_children(tmp_root: Path) -> None:
@@ -116,7 +108,7 @@ def test_a_renewal_looks_again_right_before_its_touch(tmp_root: Path) -> None:
         assert renewing(first) == [], "what is known to be renewed costs nothing"
         calls.clear()
         namespace = first.namespace("m", TINY).namespace
-        used(Chain.of(namespace, token_array(TOKENS)))
+        used(ChunkKeys.of(namespace, token_array(TOKENS)))
         drain(second)
         assert [call for call, _ in calls] == ["stat"] * CHUNKS
     assert mtimes(tmp_root) == chain_stamps(clock.wall_s, uses=1), "and it is one use"
@@ -155,19 +147,6 @@ def test_a_host_whose_clock_is_behind_does_not_make_a_chunk_staler(tmp_root: Pat
     assert mtimes(tmp_root) == before
 
 
-def test_atime_plays_no_part(tmp_root: Path) -> None:
-    clock = SetClock(NOW_S)
-    with store_on(tmp_root, clock=clock) as store:
-        cache = store.namespace("m", TINY)
-        cache.put(TOKENS, kv_of(TINY, TOKENS))
-        for file in chunk_files(tmp_root):
-            os.utime(file, ns=(1, file.stat().st_mtime_ns))
-        clock.wall_s += QUANTUM_S
-        cache.get(TOKENS)
-        drain(store)
-        assert mtimes(tmp_root) == chain_stamps(clock.wall_s, uses=1)
-
-
 def test_a_renewal_that_the_root_refuses_fails_no_read(tmp_root: Path) -> None:
     clock = SetClock(NOW_S)
     with store_on(tmp_root, clock=clock) as store:
@@ -180,7 +159,3 @@ def test_a_renewal_that_the_root_refuses_fails_no_read(tmp_root: Path) -> None:
         clock.wall_s += QUANTUM_S
         assert cache.get(TOKENS)[0] == 0
         drain(store)
-
-
-def addresses_of(count: int) -> tuple[Address, ...]:
-    return tuple(Address(blake2b(bytes([1]) * number, digest_size=16).digest()) for number in range(count))

@@ -99,12 +99,6 @@ def test_what_is_behind_the_kept_tokens_goes_first_with_its_hints(opened: Opened
     assert opened.store.stats()["superseded"] == CHUNKS - KEPT
 
 
-def test_a_chunk_with_kept_tokens_stays(opened: Opened) -> None:
-    opened.put(TOKENS)
-    opened.cache.supersede(TOKENS, KEPT * SIZE + 1)
-    assert opened.left() == list(range(KEPT + 1, CHUNKS))
-
-
 def test_what_another_branch_used_later_stays_with_all_before_it(opened: Opened) -> None:
     opened.put(TOKENS)
     opened.later()
@@ -157,36 +151,6 @@ def test_blocks_are_superseded_and_taken_back_alike(opened: Opened, use: str) ->
     }
     uses[use]()
     eventually(lambda: opened.left() == [4, 5])
-
-
-def test_missing_chunks_do_not_hide_those_before_them(opened: Opened) -> None:
-    blocks, buffers = opened.cache.blocks, [bytes([number]) * 100 for number in range(CHUNKS)]
-    blocks.put(KEYS[:4], buffers[:4])
-    blocks.supersede(KEYS[KEPT:])
-    assert opened.left() == [2, 3]
-
-
-def test_nothing_is_superseded_twice_or_deleted(opened: Opened) -> None:
-    opened.put(TOKENS)
-    for _ in range(2):
-        opened.cache.supersede(TOKENS, KEPT * SIZE)
-        opened.drain()
-    assert opened.store.stats()["superseded"] == CHUNKS - KEPT
-    assert opened.cache.match(TOKENS) == len(TOKENS)
-
-
-def test_a_branch_that_is_nowhere_is_no_error(opened: Opened) -> None:
-    opened.cache.supersede(TOKENS, 0)
-    opened.cache.supersede(TOKENS[:0], 0)
-    opened.cache.blocks.supersede([])
-    opened.cache.blocks.supersede(KEYS)
-    assert opened.left() == []
-
-
-def test_a_wrong_part_is_refused(opened: Opened) -> None:
-    for kept in (-1, len(TOKENS) + 1, 1.5, "all"):
-        with pytest.raises(InvalidRequest, match="expected 0 to 24 tokens"):
-            opened.cache.supersede(TOKENS, kept)  # type: ignore[arg-type]
 
 
 def test_a_wrong_time_is_refused(opened: Opened) -> None:

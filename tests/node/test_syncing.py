@@ -57,33 +57,6 @@ def test_what_was_published_is_synced_and_nothing_else(disk: Disk, every: Syncin
     assert disk.syncs == 3, "one for each time that something was published"
 
 
-def test_what_is_published_during_a_sync_is_for_the_next(disk: Disk, every: Syncing) -> None:
-    disk.goes_on.clear()
-    disk.written_bytes = 100
-    eventually(lambda: disk.syncs == 1, "it began")
-    disk.written_bytes = 200
-    disk.goes_on.set()
-    eventually(lambda: disk.synced_bytes == 200, "the next sync has it")
-
-
-def test_a_sync_that_fails_is_said_once_and_tried_again(
-    disk: Disk, every: Syncing, caplog: pytest.LogCaptureFixture
-) -> None:
-    disk.fails, disk.written_bytes = True, 100
-    eventually(lambda: disk.syncs >= 3, "it tries again")
-    assert caplog.text.count("sync.failed") == 1
-    disk.fails = False
-    eventually(lambda: disk.synced_bytes == 100, "the root answers again")
-
-
-def test_the_end_syncs_what_is_left(disk: Disk) -> None:
-    made = Syncing(disk.sync, lambda: disk.written_bytes)
-    disk.written_bytes = 100
-    made.close()
-    made.close()
-    assert disk.synced_bytes == 100 and disk.syncs == 1
-
-
 def test_the_end_does_not_wait_for_a_root_that_hangs(disk: Disk) -> None:
     made = Syncing(disk.sync, lambda: disk.written_bytes, close_s=0.05)
     disk.goes_on.clear()
@@ -102,8 +75,3 @@ def test_a_store_syncs_its_root_and_by_default_does_not(tmp_path: Path, monkeypa
         with kvstore.open(root, durability=durability) as store:
             store.namespace("model", LAYOUT).put(tokens(1), kv(1))
     assert set(synced) == {str(tmp_path / "everysec")}
-
-
-def test_a_durability_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(kvstore.errors.InvalidRequest, match="expected one of none, everysec, fsync"):
-        kvstore.open(tmp_path / "root", durability="always")  # type: ignore[arg-type]

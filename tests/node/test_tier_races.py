@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,18 +12,9 @@ from types import FrameType
 
 import pytest
 
-from kvstore.buffers import Pieces
-from kvstore.hints import DEFAULT, Hints
-from kvstore.node import memory_tier
-from kvstore.node.lanes import Deadline
-from kvstore.node.tier_stack import Kept
-from kvstore.node.wanted import keyed
-from kvstore.sources import SystemClock
+from kvstore.keyset import BlockKeys
 from tests.kit.disks import CHUNKS, Disk, chain_of
-from tests.kit.memory_tiers import Case
-from tests.kit.memory_tiers import chain_of as small_chain
-from tests.kit.patience import PATIENCE_S
-from tests.kit.tiers import ASKING, IN_TIME_S, LARGE, Acting, eventually, faulty, held, timed, together
+from tests.kit.tiers import ASKING, IN_TIME_S, Acting, eventually, faulty, held, timed, together
 
 
 @contextmanager
@@ -115,30 +105,6 @@ def test_what_was_not_verified_in_time_is_not_part_of_a_view() -> None:
         node.assert_settled()
 
 
-def test_w1_a_put_reserves_no_room_for_a_chunk_that_comes() -> None:
-    """Or a third would find the queue full, though there is room for each chunk once."""
-    root, deadline = faulty(), Deadline(SystemClock(), PATIENCE_S)
-    with Acting(root) as node, held(root):
-        chain, tiers = node.chain(1, 6), node.tiers
-        payload = [memoryview(bytes(LARGE.section_bytes))] * LARGE.section_count
-        refused: list[list[bool]] = []
-
-        def absorb(count: int) -> Kept:
-            return tiers.absorb(chain, 0, count, source, DEFAULT, deadline, waits=False)
-
-        def source(index: int) -> Pieces:
-            if index == 0:  # another put comes while this one copies into its claimed slots
-                refused.append(absorb(6).there)
-            return payload
-
-        first = absorb(3)
-        assert (first.there, refused) == ([True] * 3, [[False] * 6])
-        assert tiers.behind.size_bytes == 3 * node.unit_bytes
-        second = absorb(6)
-        assert (second.there, second.fresh) == ([True] * 6, [3, 4, 5])
-        assert tiers.behind.size_bytes == 6 * node.unit_bytes
-
-
 def test_a_block_that_went_wrong_before_it_was_written_is_lost_and_dropped() -> None:
     """I1 and W2: it is counted as lost, not as written."""
     root = faulty()
@@ -149,35 +115,13 @@ def test_a_block_that_went_wrong_before_it_was_written_is_lost_and_dropped() -> 
                 node.put(number + 1, 1)
             eventually(hang.reached.is_set)
             assert node.cache.blocks.put(keys, [bytes([7]) * 300_000, bytes([8]) * 300_000]) == [True, True]
-            wanted = keyed(node.cache.namespace, keys, [300_000, 300_000])
+            wanted = BlockKeys.of(node.cache.namespace, keys, [300_000, 300_000])
             with node.memory.refer(wanted, 0, 2) as slots:
                 node.memory.arena.memory[slots.referred[0].offset + 9_000] ^= 1
         node.drain()
         assert node.stat("behind_written") == 4 + 1
         assert node.stat("behind_lost") == 1 and node.stat("memory_damaged") == 1
         node.assert_settled()
-
-
-def test_blocks_that_memory_has_are_found_while_the_queue_is_full() -> None:
-    root = faulty()
-    with Acting(root) as node:
-        keys, blocks = [bytes([number]) * 16 for number in (1, 2)], [bytes([number]) * 300_000 for number in (1, 2)]
-        node.cache.blocks.put(keys, blocks)
-        node.drain()
-        node.node.forget()
-        with held(root):
-            for number in range(1, 9):
-                node.put(number, 4)
-            assert node.cache.blocks.put([*keys, bytes(16)], [*blocks, blocks[0]]) == [True, True, False]
-
-
-def test_a_put_behind_raises_the_hints_of_blocks_that_memory_has() -> None:
-    with Acting(faulty()) as node:
-        space, key, block = node.cache.namespace, bytes(16), memoryview(bytes(300_000))
-        for priority in (10, 60, 20):
-            assert node.node.put_blocks(space, [key], [block], hints=Hints(priority)).there.all()
-        with node.memory.refer(keyed(space, [key], [len(block)]), 0, 1) as slots:
-            assert slots.referred[0].priority == 60
 
 
 def test_w1_puts_of_one_prompt_at_the_same_moment_are_all_stored() -> None:
@@ -196,36 +140,6 @@ def test_w1_puts_of_one_prompt_at_the_same_moment_are_all_stored() -> None:
             assert node.get(number, 24) == 24 and all(node.on_root(number, 24))
             node.memory.drop_namespace(node.cache.namespace.digest)
         node.assert_settled()
-
-
-class CountingLock:
-    """A lock that counts how often it was taken."""
-
-    def __init__(self) -> None:
-        self.taken = 0
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self.taken += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-
-def test_clearing_lets_look_ups_through() -> None:
-    """All of a large memory under one lock would keep every read waiting for seconds."""
-    case = Case(40)
-    tier, chain = case.tier, small_chain(1, 40)
-    assert case.fill(chain, 0, 40) == 40
-    lock = CountingLock()
-    tier._lock = lock  # type: ignore[assignment]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_tier, "DROP_COUNT", 8)
-        assert tier.drop_namespace(chain.namespace.digest) == 40
-    assert lock.taken == 1 + 40 / 8
-    tier._lock = threading.Lock()
-    assert case.stat("held_bytes") == 0
 
 
 def test_w1_a_put_of_what_another_brings_says_what_memory_took_where_the_root_hangs() -> None:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvstore.address import Address
 from kvstore.client import Cache, Store
 from kvstore.errors import PermissionDenied, Unavailable
 from kvstore.format.header import decode_any
 from kvstore.format.places import QUARANTINE, Name
-from kvstore.node.unreadable import FAILURES_MAX, SUSPECTS_MAX, Unreadable
-from kvstore.root.memory import MemoryRoot
+from kvstore.node.chunk_store import FAILURES_MAX
 from kvstore.root.posix import PosixRoot
 from tests.kit.faulty_root import EACCES, EIO, EROFS, Fails, FaultyRoot, Rule
 from tests.kit.stores import TINY, chunk_files, kv_of, same, store_on
@@ -88,15 +82,6 @@ def _is_inode(root: Path, inode: int) -> Callable[[Name], bool]:
     return is_it
 
 
-def test_reads_alone_set_it_aside_after_some_failures(store: Store, root: FaultyRoot, tmp_root: Path) -> None:
-    cache = filled(store)
-    wrong = third_of(tmp_root)
-    root.set_rules([Rule("read", EIO, _is_inode(tmp_root, wrong.stat().st_ino))])
-    for _ in range(FAILURES_MAX + 1):
-        gets(cache)
-    assert not wrong.exists() and len(list((tmp_root / QUARANTINE).iterdir())) == 1
-
-
 def test_a_failure_that_passes_costs_a_miss_and_moves_nothing(store: Store, root: FaultyRoot, tmp_root: Path) -> None:
     cache = filled(store)
     wrong = third_of(tmp_root)
@@ -104,16 +89,6 @@ def test_a_failure_that_passes_costs_a_miss_and_moves_nothing(store: Store, root
     assert sorted(gets(cache)) == [2 * TINY.chunk_tokens, len(TOKENS)]
     assert gets(cache) == [len(TOKENS)] * 2
     assert wrong.exists() and not [*(tmp_root / "quarantine").glob("*")]
-
-
-def test_a_file_that_can_be_read_once_it_was_moved_goes_back(store: Store, root: FaultyRoot, tmp_root: Path) -> None:
-    cache = filled(store)
-    wrong = third_of(tmp_root)
-    inode = wrong.stat().st_ino
-    root.set_rules([Rule("read", EIO, lambda name: name == name_of(tmp_root, wrong), times=FAILURES_MAX)])
-    gets(cache)
-    assert gets(cache) == [len(TOKENS)] * 2
-    assert wrong.stat().st_ino == inode and not [*(tmp_root / "quarantine").glob("*")]
 
 
 def test_unreadable_files_stay_while_no_rename_succeeds(store: Store, root: FaultyRoot, tmp_root: Path) -> None:
@@ -155,71 +130,3 @@ def test_file_of_another_user_stays_and_fails_puts(store: Store, root: FaultyRoo
         with pytest.raises(PermissionDenied, match=r"cannot be read.*fix its permissions"):
             cache.put(tokens, kv_of(TINY, tokens))
     assert wrong.exists() and not [*(tmp_root / "quarantine").glob("*")]
-
-
-def test_blocks_that_cannot_be_read_are_repaired_too(store: Store, root: FaultyRoot, tmp_root: Path) -> None:
-    blocks = store.namespace("b", TINY).blocks
-    keys = [bytes([number]) * 16 for number in range(4)]
-    content = [bytes([number]) * 64 for number in range(4)]
-    assert blocks.put(keys, content) == [True] * 4
-    wrong = chunk_files(tmp_root)[0]
-    root.set_rules([Rule("read", EIO, _is_inode(tmp_root, wrong.stat().st_ino))])
-    into = [bytearray(64) for _ in keys]
-    assert sorted(blocks.get(keys, into)) == [False, True, True, True]
-    assert blocks.put(keys, content) == [True] * 4
-    assert blocks.match(keys) == 4 and blocks.get(keys, into) == [True] * 4
-    assert into == content and len(list((tmp_root / QUARANTINE).iterdir())) == 1
-
-
-def test_suspects_take_bounded_memory() -> None:
-    suspects = Unreadable(MemoryRoot())
-    for number in range(2 * SUSPECTS_MAX):
-        suspects.failed(Address(number.to_bytes(16, "big")))
-    assert len(suspects) == SUSPECTS_MAX
-
-
-AS_NOBODY = """
-    import os, sys
-    from pathlib import Path
-    from kvstore.errors import PermissionDenied
-    from tests.node.test_unreadable import OTHER, TOKENS, filled, gets, third_of
-    from tests.kit.stores import TINY, kv_of, store_on
-
-    root = Path(sys.argv[1])
-    os.setgroups([])
-    os.setgid(65534)
-    os.setuid(65534)
-    with store_on(root) as store:
-        assert store.stats()["native_path"] == int(sys.argv[2])
-        cache = filled(store)
-        wrong = third_of(root)
-        wrong.chmod(0)
-        found = gets(cache)
-        tokens = TOKENS if found[0] < len(TOKENS) else OTHER
-        assert min(found) == 2 * TINY.chunk_tokens, found
-        try:
-            cache.put(tokens, kv_of(TINY, tokens))
-        except PermissionDenied as error:
-            assert wrong.name in str(error), error
-        else:
-            raise AssertionError("the put succeeded")
-        wrong.chmod(0o600)
-        assert cache.put(tokens, kv_of(TINY, tokens)).chunks_written == 0
-        assert gets(cache) == [len(TOKENS)] * 2
-    print("refused")
-"""
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="a process of root becomes nobody, who cannot read what nobody may read")
-@pytest.mark.parametrize("native", [0, 1])
-def test_real_file_without_permission_fails_its_put(tmp_root: Path, native: int) -> None:
-    tmp_root.chmod(0o777)
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(AS_NOBODY), str(tmp_root), str(native)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "KVSTORE_NATIVE": str(native)},
-    )
-    assert done.stdout == "refused\n", done.stdout + done.stderr

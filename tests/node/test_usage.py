@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.errors import InvalidRequest, Overloaded
+from kvstore.errors import Overloaded
 from kvstore.meta.usage import Capacity, Usage
 from kvstore.node.usage import KEPT_S, PACE_S_MIN, REPEAT_S, NodeUsage
 from kvstore.root.posix import PosixRoot
@@ -139,18 +139,6 @@ def test_a_put_larger_than_the_credit_waits_until_all_is_counted(node: Reporting
     assert not node.put(2 * CREDIT) and not node.put(1), "no credit at all"
 
 
-def test_nothing_limits_puts_before_the_first_listing(node: Reporting) -> None:
-    node.receive(record(9, None))
-    assert node.put(1 << 40)
-
-
-def test_a_put_of_no_bytes_needs_no_credit(node: Reporting) -> None:
-    node.receive(record(0, 0))
-    assert node.put(0) and not node.put(1)
-    with node.usage.reserve(50, lambda: 0):
-        pass
-
-
 def test_a_credit_outlives_its_collector_for_a_while(node: Reporting) -> None:
     node.receive(record(0))
     node.receive(None)
@@ -225,28 +213,6 @@ def test_a_session_reports_nothing_from_before_the_first_collector(node: Reporti
     assert node.later(0.0) == Usage(0, 0) and node.put(CREDIT)
 
 
-# Records
-
-
-def test_an_unreadable_record_is_refused() -> None:
-    for value in (
-        *(b"", b"x", b"[]", b"{}", b"[" * 100_000, b'{"written":1,"removed":0}'),
-        *(b'{"written":-1,"removed":0,"largest_put":0}', b'{"written":1.5,"removed":0,"largest_put":0}'),
-    ):
-        with pytest.raises(InvalidRequest):
-            Usage.from_json(value)
-    for value in (b"", b"x", b"[]", b"{}", b'{"revision":-1}', b'{"revision":1,"credit":-1}'):
-        with pytest.raises(InvalidRequest):
-            Capacity.from_json(value)
-
-
-def test_a_record_is_read_as_it_was_written() -> None:
-    for usage in (Usage(), Usage(1 << 60, 3), Usage(1, 2, 3)):
-        assert Usage.from_json(usage.to_json()) == usage
-    for capacity in (record(3), record(0, None), Capacity(9), record(1, 0, is_full=True)):
-        assert Capacity.from_json(capacity.to_json()) == capacity
-
-
 # With a follower
 
 
@@ -255,28 +221,6 @@ def alone() -> Iterator[Alone]:
     made = Alone()
     yield made
     made.node.close()
-
-
-def test_the_capacity_record_is_no_link_of_the_chain(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = alone.session()
-    alone.follower.begin(session)
-    monkeypatch.setattr("kvstore.node.usage.WAIT_S", 0.0)
-    alone.meta.put(alone.keys.gc_capacity, record(1 << 40, 0).to_json())
-    alone.follower.step(0.0)
-    with pytest.raises(Overloaded, match="at capacity"):
-        alone.view.usage.reserve()
-    assert alone.node.stats()["put_refused_uncounted"] == 1
-    assert alone.meta.get(alone.keys.usage_of(session.id)) is not None
-    alone.meta.put(alone.keys.gc_capacity, record(0, None).to_json())
-    alone.meta.put(alone.keys.gc_capacity, b"nonsense")
-    alone.follower.step(0.0)
-    with pytest.raises(Overloaded, match="at capacity"):
-        alone.view.usage.reserve()
-    monkeypatch.setattr("kvstore.node.usage.KEPT_S", 0.0)
-    alone.follower.step(0.0)
-    alone.follower.step(0.0)
-    alone.view.usage.reserve()
-    assert alone.view.protects and session.alive
 
 
 def test_a_report_is_gone_with_its_session(alone: Alone) -> None:

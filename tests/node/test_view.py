@@ -8,21 +8,20 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvstore.address import Address
 from kvstore.errors import Overloaded
-from kvstore.format import places
+from kvstore.keyset import BlockKeys, KeySet
 from kvstore.meta.keys import Keys, SweepId
 from kvstore.meta.session import Session
 from kvstore.meta.store import NO_LEASE, Event, KeyValue, Snapshot
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
 from kvstore.meta.usage import Capacity
 from kvstore.node.counters import Counters
+from kvstore.node.gc_state import ChainBroken, View
 from kvstore.node.known import Known
-from kvstore.node.view import ChainBroken, View
 from kvstore.sources import SystemClock
+from tests.kit.clusters import SPACE
 
 KEYS, BITS, QUANTUM = Keys(b"r" * 16), 4, 1_000_020
 
@@ -47,12 +46,8 @@ def closed(revision: int, shard: int) -> Event:
     return Event(KEYS.condemned_in(shard), None, revision)
 
 
-class Asked(list[Address]):
-    """The addresses of what somebody asks for."""
-
-    @property
-    def addresses(self) -> Sequence[Address]:
-        return self
+def asked_for(addresses: Sequence[Address]) -> KeySet:
+    return BlockKeys(SPACE, [b"key"] * len(addresses), addresses, ())
 
 
 class Seen:
@@ -73,14 +68,14 @@ class Seen:
 
 
 def test_h1_the_lead_ends_at_the_first_condemned_address() -> None:
-    seen, asked = Seen(), Asked(address_in(shard, number) for number in range(3) for shard in range(8))
-    assert seen.view.leading(asked) == len(asked)
+    seen, asked = Seen(), [address_in(shard, number) for number in range(3) for shard in range(8)]
+    assert seen.view.leading(asked_for(asked)) == len(asked)
     seen.apply([link(11, 1, 0), condemned(11, 5, [asked[13], asked[21]])])
-    assert seen.view.leading(asked) == 13 and seen.view.revision == 11
+    assert seen.view.leading(asked_for(asked)) == 13 and seen.view.revision == 11
     seen.apply([link(12, 2, 1), condemned(12, 3, [asked[3]])])
-    assert seen.view.leading(asked) == 3
+    assert seen.view.leading(asked_for(asked)) == 3
     seen.apply([link(13, 3, 2), closed(13, 3), closed(13, 5)])
-    assert seen.view.leading(asked) == len(asked)
+    assert seen.view.leading(asked_for(asked)) == len(asked)
 
 
 def test_h3_a_sweep_that_begins_or_ends_makes_its_shard_forgotten() -> None:
@@ -132,16 +127,3 @@ def test_a_full_root_refuses_puts() -> None:
         seen.view.check_room()
     seen.apply([Event(KEYS.gc_capacity, None, 12)])
     seen.view.check_room()
-
-
-@given(st.integers(0, 16), st.lists(st.binary(min_size=16, max_size=16), unique=True, max_size=40), st.data())
-def test_forgetting_shards_takes_all_of_them_and_nothing_else(bits: int, raw: list[bytes], draw: st.DataObject) -> None:
-    known, addresses = Known(1 << 12, 60, SystemClock()), [Address(each) for each in raw]
-    for address in addresses:
-        known.add(address, QUANTUM, renewed=False, epoch=known.epoch)
-    before = [known.is_present(address, QUANTUM) for address in addresses]
-    shards = sorted({places.shard(address, bits) for address in addresses})
-    gone = draw.draw(st.lists(st.sampled_from(shards), unique=True)) if shards else []
-    known.forget_shards(gone, bits)
-    for address, was in zip(addresses, before, strict=True):
-        assert known.is_present(address, QUANTUM) == (was and places.shard(address, bits) not in gone)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from kvstore.buffers import Buffers, Planes
-from kvstore.errors import KVStoreError, WrongSize
+from kvstore.errors import WrongSize
 from kvstore.format import places
 from kvstore.hints import DEFAULT
+from kvstore.keyset import BlockKeys
 from kvstore.node.lanes import Deadline
-from kvstore.node.puts import Write
-from kvstore.node.wanted import keyed
+from kvstore.node.writer import WriteBatch
 from kvstore.sources import SystemClock
 from kvstore.writes import RUNS_MAX, WriteMode
 from tests.kit.faulty_root import EIO, Delay, Rule
@@ -26,8 +26,8 @@ def soon() -> Deadline:
     return Deadline(SystemClock(), NEVER_S)
 
 
-def begin(node: Acting, number: int, chunks: int, mode: WriteMode) -> Write:
-    return node.node.puts.begin(node.chain(number, chunks), 0, soon(), DEFAULT, mode)
+def begin(node: Acting, number: int, chunks: int, mode: WriteMode) -> WriteBatch:
+    return node.node.writer.begin(node.chain(number, chunks), 0, soon(), DEFAULT, mode)
 
 
 def buffer_of(node: Acting, number: int, chunk: int) -> tuple[np.ndarray, Planes]:
@@ -62,7 +62,7 @@ def test_a_run_keeps_its_memory_until_it_is_on_the_root_and_gives_it_back_in_ord
         third.join(NEVER_S)
         for chunk in range(RUNS_MAX + 1, 6):
             add(chunk)
-        assert write.finish(soon()).there.all()
+        assert write.commit(soon()).there.all()
         assert given_back == [*range(6)]
         assert node.get(1, 6) == 6 and node.on_root(1, 6) == [True] * 6
         assert node.in_memory(1, 6) == [True] * 6 or mode is WriteMode.UNCACHED
@@ -73,17 +73,17 @@ def test_a_run_of_which_all_is_there_waits_for_its_turn() -> None:
     root, given_back = faulty(), list[int]()
     with Acting(root) as node:
         keys, blocks = [bytes([at]) * 16 for at in range(2)], [memoryview(bytes([at]) * 300_000) for at in range(2)]
-        wanted = keyed(node.cache.namespace, keys, [300_000] * 2)
+        wanted = BlockKeys.of(node.cache.namespace, keys, [300_000] * 2)
         node.node.put_blocks(node.cache.namespace, keys[1:], blocks[1:])
         slot = node.memory.claim(wanted, 0)
         assert slot is not None, "another put is bringing the first: ours goes to the root"
-        write = node.node.puts.begin(wanted, 0, soon())
+        write = node.node.writer.begin(wanted, 0, soon())
         with held(root):
             for at in range(2):
                 source = Buffers([blocks[at]], at)
                 write.add(source, at, 1, soon(), partial(given_back.append, at))
             assert given_back == []
-        assert write.finish(soon()).there.all() and given_back == [0, 1]
+        assert write.commit(soon()).there.all() and given_back == [0, 1]
         node.memory.drop([slot])
 
 
@@ -96,25 +96,10 @@ def test_w1_what_the_root_refuses_of_a_put_behind_takes_nothing_from_what_memory
         write, given_back = begin(node, 1, 6, WriteMode.BEHIND), list[int]()
         for chunk in range(6):
             write.add(buffer_of(node, 1, chunk)[1], chunk, 1, soon(), partial(given_back.append, chunk))
-        assert write.finish(soon()).there.tolist() == [True] * 4 + [False] * 2
+        assert write.commit(soon()).there.tolist() == [True] * 4 + [False] * 2
         assert given_back == [*range(6)], "whoever sends the next run waits for the memory of those before it"
         node.memory.drop([slot])
         root.set_rules([])
-
-
-def test_a_write_that_failed_says_so_and_leaves_nothing_staged() -> None:
-    root = faulty()
-    with Acting(root) as node:
-        write = begin(node, 1, 6, WriteMode.THROUGH)
-        root.set_rules([Rule("publish", EIO)])
-        with pytest.raises(KVStoreError):
-            for chunk in range(6):
-                write.add(buffer_of(node, 1, chunk)[1], chunk, 1, soon())
-            write.finish(soon())
-        write.abandon()
-        root.set_rules([])
-        node.assert_settled()
-        assert node.stat("put_failed") == 1 and not any(node.in_memory(1, 6)) and not any(node.on_root(1, 6))
 
 
 @pytest.mark.parametrize("mode", [WriteMode.BEHIND, WriteMode.THROUGH, WriteMode.UNCACHED])
@@ -169,10 +154,10 @@ def test_w5_what_memory_has_need_not_be_sent_again_and_nothing_stays_staged() ->
         with held(root):
             node.put(1, 6, write=WriteMode.BEHIND)
             chain = node.chain(1, 8)
-            begun = list[Write]()
+            begun = list[WriteBatch]()
             beginning = threading.Thread(
                 target=lambda: begun.append(
-                    node.node.puts.begin(chain, 0, soon(), DEFAULT, WriteMode.UNCACHED, skips=True)
+                    node.node.writer.begin(chain, 0, soon(), DEFAULT, WriteMode.UNCACHED, skips=True)
                 )
             )
             beginning.start()
@@ -182,7 +167,7 @@ def test_w5_what_memory_has_need_not_be_sent_again_and_nothing_stays_staged() ->
         assert write.first == 6
         for chunk in (6, 7):
             write.add(buffer_of(node, 1, chunk)[1], chunk, 1, soon())
-        assert write.finish(soon()).there.all()
+        assert write.commit(soon()).there.all()
         node.drain()
         assert node.on_root(1, 8) == [True] * 8
         folders = [entry.name for entry in root.inner.list(places.STAGING)]

@@ -21,8 +21,8 @@ from kvstore import Layout, errors
 from kvstore.client import Cache, Store
 from kvstore.native import library as native
 from kvstore.node import puts
-from kvstore.node.chunk_runs import ChunkRuns, Places, SharedPut
-from kvstore.node.puts import RootWrite
+from kvstore.node.chunk_store import ChunkRuns, Places, SharedPut
+from kvstore.node.writer import RootWrite
 from kvstore.recency import QUANTUM_S, is_fresh
 from tests.kit.heartbeat import others_run_during
 from tests.kit.patience import PATIENCE_S

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from kvstore import Layout
-from kvstore.address import Chain
 from kvstore.client.cache import Cache
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
+from kvstore.keyset import ChunkKeys
 from kvstore.meta.etcd import EtcdMeta
 from kvstore.node.member import Sharing
 from kvstore.node.opening import join
@@ -76,7 +76,7 @@ def main() -> None:
         else:
             tokens = tokens_of(int(rest[0]), int(rest[1]))
             if word == "known":
-                print(peers.leading(Chain.of(cache.namespace, tokens), 0), flush=True)
+                print(peers.leading(ChunkKeys.of(cache.namespace, tokens), 0), flush=True)
             else:
                 print(_done(cache, word, tokens), flush=True)
     peers.close(2.0)

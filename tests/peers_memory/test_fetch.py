@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
 
-from kvstore.address import Chain
 from kvstore.errors import Overloaded
+from kvstore.keyset import ChunkKeys
 from kvstore.meta.memory import MemoryMeta, MemoryStore
 from kvstore.meta.session import Presence, Session
 from kvstore.meta.workers import Digests, WorkerRecord
@@ -85,7 +85,7 @@ class Reader:
         )
         self.peers.start(None)
 
-    def hears(self, address: str, chain: Chain, indexes: Sequence[int]) -> None:
+    def hears(self, address: str, chain: ChunkKeys, indexes: Sequence[int]) -> None:
         """Somebody tells that a peer has these chunks."""
         meta = MemoryMeta(self.store)
         session = Session.open(meta, KEYS, clock=CLOCK, ids=RandomIds(), ttl_s=300)
@@ -97,7 +97,7 @@ class Reader:
         Digests(meta, KEYS).publish(session, digests, WorkerRecord(address), 1.0)
         eventually(lambda: address in self.peers._follower.directory.numbers)  # type: ignore[union-attr]
 
-    def get(self, chain: Chain, indexes: Sequence[int], seconds: float = NEVER_S) -> list[bool]:
+    def get(self, chain: ChunkKeys, indexes: Sequence[int], seconds: float = NEVER_S) -> list[bool]:
         """Fetches, and checks the chunks reported as received."""
         images = room_for(chain, indexes)
         came = returns(lambda: self.peers.fetch(chain, indexes, images, Deadline(CLOCK, seconds)))

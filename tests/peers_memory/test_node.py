@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvstore.address import Chain
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
+from kvstore.keyset import ChunkKeys
 from kvstore.meta.memory import MemoryMeta, MemoryStore
 from kvstore.meta.session import Session
 from kvstore.meta.workers import Digests, WorkerRecord
@@ -53,7 +53,7 @@ class Reader:
         self.peers.start(None)
         self.cache = Store(LocalPort(self.member)).namespace("m", layout=LAYOUT)
 
-    def hears(self, address: str, chain: Chain) -> None:
+    def hears(self, address: str, chain: ChunkKeys) -> None:
         meta, keys = MemoryMeta(self.store), self.member.keys
         session = Session.open(meta, keys, clock=CLOCK, ids=RandomIds(), ttl_s=300)
         digests = {
@@ -63,7 +63,7 @@ class Reader:
         Digests(meta, keys).publish(session, digests, WorkerRecord(address), 1.0)
         eventually(lambda: self.peers.leading(chain, 0) == len(chain))
 
-    def get(self, chain: Chain) -> int:
+    def get(self, chain: ChunkKeys) -> int:
         """Returns the number of leading chunks that a get finds, all of them right."""
         count, kv = self.cache.get(chain.tokens)
         chunks = count // LAYOUT.chunk_tokens

@@ -14,9 +14,9 @@ import jwt
 import numpy as np
 import pytest
 
-from kvstore.address import Chain
 from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest, Overloaded, Unauthenticated
+from kvstore.keyset import ChunkKeys
 from kvstore.namespace import Namespace
 from kvstore.node.holds import Hold
 from kvstore.security import authentication
@@ -250,7 +250,7 @@ def test_one_tenant_leaves_half_of_the_holds_to_others() -> None:
     holds = ClientHolds(4, 1 << 20, released.append, lambda hold: True, SystemClock(), tells_tenants=True)
 
     def hold(number: int, tenant: str) -> Hold:
-        chain = Chain.of(Namespace.of("m", SMALL, tenant=tenant), np.arange(SMALL.chunk_tokens, dtype=np.uint32))
+        chain = ChunkKeys.of(Namespace.of("m", SMALL, tenant=tenant), np.arange(SMALL.chunk_tokens, dtype=np.uint32))
         return Hold(bytes([number]), chain, 1, time.monotonic() + 60, None)
 
     holds.add(hold(1, "acme"))

@@ -10,7 +10,7 @@ from kvstore.meta.pins import PinRecord
 from kvstore.meta.session import Session
 from kvstore.meta.store import TxnResult
 from kvstore.meta.sweeps import Seq
-from kvstore.node import follower, holds, known, view
+from kvstore.node import follower, gc_state, holds, known
 from kvstore.node import follower as start_fence
 from kvstore_gc import grace, ledger
 from kvstore_gc.grace import Spared
@@ -28,7 +28,7 @@ def no_start_fence() -> Iterator[None]:
 def no_seq_chain() -> Iterator[None]:
     """C1: a node takes every event, whatever chain it continues, and announces on any."""
 
-    def follow(self: view.View, link: Any) -> None:
+    def follow(self: gc_state.View, link: Any) -> None:
         if link.kv is not None:
             self._seq = link.kv.value
             self._nonce = Seq.from_json(link.kv.value).nonce
@@ -38,8 +38,8 @@ def no_seq_chain() -> Iterator[None]:
 
     real = Session.txn
     with (
-        patch.object(view.View, "_follow", follow),
-        patch.object(view.View, "is_last", lambda self, seq: True),
+        patch.object(gc_state.View, "_follow", follow),
+        patch.object(gc_state.View, "is_last", lambda self, seq: True),
         patch.object(Session, "txn", txn),
     ):
         yield
@@ -139,12 +139,12 @@ def lost_watch_keeps_births() -> Iterator[None]:
 def lost_watch_keeps_cache() -> Iterator[None]:
     """V3: after a lost watch, remembered chunks stay remembered as present."""
 
-    def reread(self: view.View, snapshot: Any) -> None:
+    def reread(self: gc_state.View, snapshot: Any) -> None:
         with patch.object(known.Known, "clear", lambda self: None):
             real(self, snapshot)
 
-    real = view.View.reread
-    with patch.object(view.View, "reread", reread):
+    real = gc_state.View.reread
+    with patch.object(gc_state.View, "reread", reread):
         yield
 
 

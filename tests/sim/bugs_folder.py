@@ -14,14 +14,15 @@ from unittest.mock import patch
 
 import numpy as np
 
-from kvstore.address import ADDRESS_BYTES, Address, Chain
+from kvstore.address import ADDRESS_BYTES, Address
 from kvstore.format import places
 from kvstore.host import eviction
 from kvstore.host.eviction import Evicted, Eviction, Victim
 from kvstore.host.pins import PinnedPrints
 from kvstore.host.room import Room
 from kvstore.host.tables import Number
-from kvstore.node import puts
+from kvstore.keyset import ChunkKeys
+from kvstore.node import writer
 from kvstore.node.holds import Hold, Holds
 from kvstore.node.host import NOTHING, HostView
 from kvstore.node.known import Known
@@ -38,7 +39,7 @@ code: Any = eviction
 def table_before_tail() -> Iterator[None]:
     """A hold reads the log, and then writes its table."""
 
-    def take(self: Holds, chain: Chain, *more: Any, asked: bytes = b"", **named: Any) -> Hold:
+    def take(self: Holds, chain: ChunkKeys, *more: Any, asked: bytes = b"", **named: Any) -> Hold:
         with patch.object(self._view, "protect", lambda packed: None):
             hold = real(self, chain, *more, **named)
         hold.mark = self._view.protect(asked or chain.packed_addresses)
@@ -92,9 +93,9 @@ def look_outlives_log() -> Iterator[None]:
 def matches_mind_unsettled() -> Iterator[None]:
     """A match looks for what is being evicted, and remembers it."""
 
-    def match(self: Node, chain: Chain, deadline_s: float | None = None, *, counts: bool = True) -> int:
+    def match(self: Node, chain: ChunkKeys, deadline_s: float | None = None, *, counts: bool = True) -> int:
         self.gc_view.leading(chain)
-        return self.reads.matched_count(chain, self._deadline(deadline_s, self.limits.match_deadline_s))
+        return self.reader.matched_count(chain, self._deadline(deadline_s, self.limits.match_deadline_s))
 
     def read_log(self: HostView, tail: int) -> None:
         self._unsettled = NOTHING  # they are not forgotten once more either
@@ -256,7 +257,7 @@ def skips_ancestors() -> Iterator[None]:
 def put_holds_parent() -> Iterator[None]:
     """A put does not keep what it builds on."""
 
-    class Open(puts.Guard):
+    class Open(writer.Guard):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             self._view.unprotect(self._mark)
@@ -264,14 +265,14 @@ def put_holds_parent() -> Iterator[None]:
         def release(self) -> None:
             pass
 
-    with patch.object(puts, "Guard", Open):
+    with patch.object(writer, "Guard", Open):
         yield
 
 
 @bug(HOME)
 def put_renews_parent() -> Iterator[None]:
     """A put does not renew the parents of what it published."""
-    with patch.object(puts.Guard, "unlisted", lambda self, fresh: []):
+    with patch.object(writer.Guard, "unlisted", lambda self, fresh: []):
         yield
 
 

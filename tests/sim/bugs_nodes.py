@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
-from kvstore.address import Address, Chain
+from kvstore.address import Address
 from kvstore.errors import KVStoreError, Unavailable
-from kvstore.format import places
 from kvstore.format.header import Damage
 from kvstore.format.places import Name
+from kvstore.keyset import ChunkKeys
 from kvstore.meta.keys import Keys
 from kvstore.meta.session import Session
 from kvstore.meta.store import Event, Meta, Snapshot
-from kvstore.node import follower, holds, known, node, quarantine, view
+from kvstore.node import chunk_store, follower, gc_state, holds, known, node
 from kvstore.root import memory
 from kvstore.root.inspect import Broken, Inspector
 from tests.sim.planting import bug
@@ -44,11 +44,11 @@ def publish_replaces() -> Iterator[None]:
 def set_aside_deletes() -> Iterator[None]:
     """W3: a damaged file is deleted at its name, where a good one may have been put meanwhile."""
 
-    def set_aside(self: quarantine.Quarantine, expected: Any, name: Any, damage: Any) -> None:
-        self._known.forget(expected.address)
-        self._root.remove(name)
+    def set_aside(self: chunk_store.ChunkStore, expected: Any, damage: Any) -> None:
+        self.known.forget(expected.address)
+        self.root.remove(self._name_of(expected))
 
-    with patch.object(quarantine.Quarantine, "set_aside", set_aside):
+    with patch.object(chunk_store.ChunkStore, "set_aside", set_aside):
         yield
 
 
@@ -89,7 +89,7 @@ def rejoin_keeps_holds() -> Iterator[None]:
 @bug("narrow")
 def match_ignores_condemned() -> Iterator[None]:
     """H1: condemned chunks are matched and held."""
-    with patch.object(view.View, "leading", lambda self, addresses: len(addresses)):
+    with patch.object(gc_state.View, "leading", lambda self, addresses: len(addresses)):
         yield
 
 
@@ -98,7 +98,7 @@ def look_before_hold() -> Iterator[None]:
     """H2: first look, then hold."""
 
     def hold(
-        self: node.Node, chain: Chain, ttl_s: float | None = None, deadline_s: float | None = None, **_: Any
+        self: node.Node, chain: ChunkKeys, ttl_s: float | None = None, deadline_s: float | None = None, **_: Any
     ) -> holds.Hold:
         found = chain.leading(self.match(chain, deadline_s))
         taken = self.holds.take(found, ttl_s)
@@ -175,16 +175,16 @@ def pin_drops_held() -> Iterator[None]:
 def aside_overwrites() -> Iterator[None]:
     """W3: a whole file goes back over the newer one that has its name."""
 
-    def set_aside(self: quarantine.Quarantine, expected: Any, name: Any, damage: Any) -> None:
-        self._known.forget(expected.address)
-        aside = places.quarantined(expected.address, self._writer.session(), next(self._writer.numbers))
+    def set_aside(self: chunk_store.ChunkStore, expected: Any, damage: Any) -> None:
+        self.known.forget(expected.address)
+        name, aside = self._name_of(expected), self._name_aside(expected.address)
         try:
-            if self._root.move(name, aside) and self._is_intact(aside, expected):
-                self._root.move(aside, name)
+            if self.root.move(name, aside) and self._is_intact(aside, expected):
+                self.root.move(aside, name)
         except KVStoreError:
             pass
 
-    with patch.object(quarantine.Quarantine, "set_aside", set_aside):
+    with patch.object(chunk_store.ChunkStore, "set_aside", set_aside):
         yield
 
 
@@ -207,7 +207,7 @@ def hold_outlives_session() -> Iterator[None]:
     """V2: a hold counts as alive from the end of its session's ttl until the node is told."""
 
     def check(self: holds.Holds, hold: holds.Hold) -> None:
-        with patch.object(view.View, "protects", True):
+        with patch.object(gc_state.View, "protects", True):
             real(self, hold)
 
     real = holds.Holds.check
@@ -226,7 +226,7 @@ def hold_outlives_its_time() -> Iterator[None]:
 def forgets_condemned_only() -> Iterator[None]:
     """H3: remembered chunks of a shard are not forgotten when a sweep of it ends."""
 
-    def apply(self: view.View, events: list[Event]) -> None:
+    def apply(self: gc_state.View, events: list[Event]) -> None:
         changed = [event for event in events if self._keys.parse_condemned(event.key) is not None]
         if any(event.kv is not None for event in changed):
             real(self, events)
@@ -234,8 +234,8 @@ def forgets_condemned_only() -> Iterator[None]:
         with patch.object(known.Known, "forget_shards", lambda self, shards, shard_bits: None):
             real(self, events)
 
-    real = view.View._apply
-    with patch.object(view.View, "_apply", apply):
+    real = gc_state.View._apply
+    with patch.object(gc_state.View, "_apply", apply):
         yield
 
 
@@ -269,12 +269,12 @@ def announce_past_birth() -> Iterator[None]:
 def half_event() -> Iterator[None]:
     """A1: a view applies the first condemned shard of a transaction, and counts all of it as seen."""
 
-    def apply(self: view.View, events: list[Event]) -> None:
+    def apply(self: gc_state.View, events: list[Event]) -> None:
         changed = [event for event in events if self._keys.parse_condemned(event.key) is not None]
         real(self, [event for event in events if event not in changed[1:]])
 
-    real = view.View._apply
-    with patch.object(view.View, "_apply", apply):
+    real = gc_state.View._apply
+    with patch.object(gc_state.View, "_apply", apply):
         yield
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from kvstore.address import Chain
 from kvstore.errors import RootMismatch, Unavailable
+from kvstore.keyset import ChunkKeys
 from kvstore.meta.pins import PinRecord as Ref
 from kvstore.meta.pins import Pins
 from kvstore.meta.session import Session
@@ -26,9 +26,9 @@ from tests.sim.planting import bug
 def pin_without_hold() -> Iterator[None]:
     """P1: nothing is held while the pin is being put."""
 
-    def pin(self: member.Member, chain: Chain, ttl_s: float, owner: str) -> PinRecord:
+    def pin(self: member.Member, chain: ChunkKeys, ttl_s: float, owner: str) -> PinRecord:
         at = self.node
-        found = chain.leading(at.puts.present_leading(chain))
+        found = chain.leading(at.writer.present_leading(chain))
         if not found.addresses:
             return member._no_pin(owner, chain.namespace, at.clock.now_s())
         tokens = len(found) * chain.namespace.layout.chunk_tokens

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import cast
 
 from kvstore.errors import KVStoreError, Overloaded
-from kvstore.node.view import View
+from kvstore.node.gc_state import View
 from kvstore.recency import QUANTUM_S
 from kvstore_gc.capacity import HEADROOM_SHARE_MAX, Accounts, Publisher
 from kvstore_gc.collector import Service

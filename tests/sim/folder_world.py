@@ -25,11 +25,12 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.address import Chain, block_address
+from kvstore.address import block_address
 from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.host.tables import Number, Own, live_tables
+from kvstore.keyset import ChunkKeys
 from kvstore.layout import Layout
 from kvstore.meta.memory import MemoryMeta
 from kvstore.namespace import Namespace
@@ -81,7 +82,7 @@ class FolderWorld:
         self.limit_bytes = source.choice((8, 10, 14)) * FILE_BYTES
         self.limits = Limits(lanes=2, width=2, known_max=64, stall_s=1000.0)
         self.chains = [
-            Chain.of(namespace, np.array([2 * chunk + at for chunk in prompt for at in (0, 1)], "<u4"))
+            ChunkKeys.of(namespace, np.array([2 * chunk + at for chunk in prompt for at in (0, 1)], "<u4"))
             for namespace in NAMESPACES
             for prompt in PROMPTS
         ]
@@ -154,7 +155,7 @@ class FolderWorld:
 
     # What is written, and where.
 
-    def name(self, chain: Chain, index: int) -> Name:
+    def name(self, chain: ChunkKeys, index: int) -> Name:
         """P(address)."""
         return places.chunk(chain.addresses[index], chain.namespace.id, self.identity.shard_bits)
 
@@ -395,7 +396,7 @@ class Program:
 
     # What engines do.
 
-    def _chain(self) -> Chain:
+    def _chain(self) -> ChunkKeys:
         chain = self.kernel.source.choice(self.world.chains)
         return chain.leading(1 + self.kernel.source.randrange(len(chain)))
 

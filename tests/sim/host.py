@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
-from kvstore.address import Chain
 from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore.format.places import Name
+from kvstore.keyset import ChunkKeys
 from kvstore.meta.session import Session
+from kvstore.node.gc_state import View
 from kvstore.node.holds import Hold
 from kvstore.node.lanes import Deadline
 from kvstore.node.member import Member, Sharing
 from kvstore.node.opening import join
 from kvstore.node.settings import NodeOptions
-from kvstore.node.view import View
 from tests.sim.kernel import Process
 from tests.sim.metadata import SimStore
 from tests.sim.shared_root import RootPort
@@ -212,7 +212,7 @@ class Host:
 
     # What it says by that.
 
-    def name(self, chain: Chain, index: int) -> Name:
+    def name(self, chain: ChunkKeys, index: int) -> Name:
         """P(address)."""
         return places.chunk(chain.addresses[index], chain.namespace.id, self.world.identity.shard_bits)
 

@@ -17,16 +17,16 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvstore.address import Chain
 from kvstore.format.header import incarnation_at
 from kvstore.format.places import Name
+from kvstore.keyset import ChunkKeys
 from kvstore.meta.keys import Keys
 from kvstore.meta.sweeps import Condemned
 from kvstore.node.holds import Hold
 from kvstore.root.memory import MemoryFile
 from tests.sim.kernel import Kernel, Process
 
-NameOf = Callable[[Chain, int], Name]
+NameOf = Callable[[ChunkKeys, int], Name]
 
 
 @dataclass(slots=True, eq=False)

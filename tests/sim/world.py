@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.address import Chain, block_address
+from kvstore.address import block_address
 from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, Generation, incarnation_at
 from kvstore.format.places import Name
+from kvstore.keyset import ChunkKeys
 from kvstore.layout import Layout
 from kvstore.meta.cluster import Agreed, join_generation
 from kvstore.meta.keys import Keys
@@ -190,16 +191,16 @@ class World:
         """A node's action failed."""
         self.count(f"{work} raised {type(error).__name__}")
 
-    def chain(self) -> Chain:
+    def chain(self) -> ChunkKeys:
         """A prompt, or the beginning of one."""
         chain = self.kernel.source.choice(self._chains)
         return chain.leading(1 + self.kernel.source.randrange(len(chain)))
 
-    def whole_chain(self) -> Chain:
+    def whole_chain(self) -> ChunkKeys:
         """The first prompt."""
         return self._chains[0]
 
-    def payload(self, chain: Chain, index: int) -> list[memoryview]:
+    def payload(self, chain: ChunkKeys, index: int) -> list[memoryview]:
         """The sections of a chunk as one writer computes them: never twice the same bytes."""
         return self._payload(chain.addresses[index], LAYOUT.section_bytes, LAYOUT.section_count)
 
@@ -207,7 +208,7 @@ class World:
         """Returns the memory to read a chunk into."""
         return [memoryview(bytearray(LAYOUT.section_bytes)) for _ in range(LAYOUT.section_count)]
 
-    def check_read(self, chain: Chain, index: int, sections: list[memoryview]) -> None:
+    def check_read(self, chain: ChunkKeys, index: int, sections: list[memoryview]) -> None:
         """I4 of a chunk."""
         self._check_bytes(chain.addresses[index], b"".join(sections))
 
@@ -544,13 +545,13 @@ class World:
 
 
 @lru_cache
-def chains(shard_bits: int, prompts: int, chunks: int) -> tuple[Chain, ...]:
+def chains(shard_bits: int, prompts: int, chunks: int) -> tuple[ChunkKeys, ...]:
     """Prompts whose first chunks are spread over the shards."""
-    found: list[Chain] = []
+    found: list[ChunkKeys] = []
     number = 0
     while len(found) < prompts:
         tokens = np.arange(number, number + chunks * LAYOUT.chunk_tokens, dtype="<u4")
-        chain = Chain.of(NAMESPACE, tokens)
+        chain = ChunkKeys.of(NAMESPACE, tokens)
         if places.shard(chain.addresses[0], shard_bits) == len(found) % (1 << shard_bits):
             found.append(chain)
         number += 1

@@ -175,16 +175,6 @@ def test_blocks_by_write_mode(tmp_root: Path, write: WriteMode) -> None:
         node.assert_settled()
 
 
-@pytest.mark.parametrize("write", list(WriteMode))
-def test_a_block_that_is_given_twice_is_stored_once(tmp_root: Path, write: WriteMode) -> None:
-    """E4: the first one wins, and both are there."""
-    with Acting(faulty(on_posix(tmp_root)), write=write) as node:
-        assert node.cache.blocks.put([*keys(3), *keys(2)], [*blocks(3), *blocks(2)]) == [True] * 5
-        node.drain()
-        assert got(node, 3) == [True] * 3 and node.stat("behind_shed") == node.stat("behind_lost") == 0
-        node.assert_settled()
-
-
 def test_blocks_behind_a_full_queue_are_shed_with_the_right_answer(node: Acting) -> None:
     with held(root_of(node)):
         count = QUEUE_CHUNKS + 5
@@ -197,16 +187,6 @@ def test_blocks_behind_a_full_queue_are_shed_with_the_right_answer(node: Acting)
     assert node.cache.blocks.put(keys(count), blocks(count)) == [True] * count
     node.drain()
     assert got(node, count) == [True] * count
-    node.assert_settled()
-
-
-def test_blocks_that_are_damaged_in_memory_come_from_the_root(node: Acting) -> None:
-    node.cache.blocks.put(keys(4), blocks(4))
-    node.drain()
-    inventory = node.memory._inventory
-    for entry in inventory.of_namespace(node.cache.namespace.digest):
-        node.memory.arena.memory[entry.offset + 100_000] ^= 1
-    assert got(node, 4) == [True] * 4 and node.stat("memory_damaged") == 4
     node.assert_settled()
 
 

@@ -13,10 +13,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvstore.address import Chain, block_address
+from kvstore.address import block_address
 from kvstore.client.cache import Cache
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
+from kvstore.keyset import ChunkKeys
 from kvstore.meta.memory import MemoryMeta
 from kvstore.node.member import Member, Sharing
 from kvstore.node.opening import join
@@ -64,28 +65,17 @@ def cache_of(member: Member) -> Cache:
     return Store(LocalPort(member)).namespace(SPACE.name, TINY)
 
 
-def get(member: Member, chain: Chain) -> int:
+def get(member: Member, chain: ChunkKeys) -> int:
     """Returns the number of leading chunks that are read, all compared."""
     tokens, kv = cache_of(member).get(chain.tokens)
     assert same(kv, kv_of(TINY, chain.tokens)[:, :, :tokens]), "wrong bytes"
     return tokens // TINY.chunk_tokens
 
 
-def put_rest(member: Member, chain: Chain, first: int) -> int:
+def put_rest(member: Member, chain: ChunkKeys, first: int) -> int:
     """Puts the chunks from ``first`` on; how many leading ones are there then."""
     kv, size = kv_of(TINY, chain.tokens), TINY.chunk_tokens
     return cache_of(member).put(chain.tokens, kv[:, :, first * size :], first * size).tokens_present // size
-
-
-def test_memory_serves_what_was_reaped_and_others_miss(c: Cluster) -> None:
-    node, other, chain = with_memory(c), c.node(), prompt(1, 8)
-    assert put(node, chain) == 8
-    node.node.drain()
-    assert other.node.match(chain) == 8
-    assert c.collector().sweep(c.plans(chain)).reaped.count == 8
-    assert c.present(chain) == 0 and c.leftovers() == []
-    eventually(lambda: node.node.match(chain) == 8)
-    assert get(node, chain) == 8 and other.node.match(chain) == 0 and get(other, chain) == 0
 
 
 def test_h1_what_is_condemned_is_a_miss_though_memory_has_it(c: Cluster) -> None:
@@ -143,17 +133,6 @@ def test_w5_children_of_what_was_reaped_take_it_back_to_the_root(c: Cluster, wri
     assert get(c.node(), longer) == 12
 
 
-def test_put_again_after_it_was_reaped(c: Cluster) -> None:
-    node, other, chain = with_memory(c), with_memory(c, write=WriteMode.THROUGH), prompt(1, 8)
-    put(node, chain)
-    node.node.drain()
-    c.collector().sweep(c.plans(chain))
-    eventually(lambda: put(node, chain) == 8)
-    assert get(node, chain) == 8
-    assert put(other, chain) == 8 and c.present(chain) == 8
-    assert get(node, chain) == get(other, chain) == 8
-
-
 def test_w2_children_that_wait_while_their_parents_are_swept(c: Cluster) -> None:
     """Neither is lost: memory has the parents, and writes them with their children when the sweep has ended."""
     root, patient = FaultyRoot(c.root), replace(LIMITS, behind_give_up_s=PATIENCE_S, flush_s=PATIENCE_S)
@@ -202,22 +181,11 @@ def test_w2_a_chunk_of_the_write_that_was_found_and_a_whole_sweep_takes(c: Clust
     assert put(other, longer.leading(9)) == 9
     with held(root) as writing:
         assert writing.reached.wait(PATIENCE_S)
-        alone = Chain(SPACE, np.empty(0, np.uint32), longer.addresses[8])
+        alone = ChunkKeys(SPACE, np.empty(0, np.uint32), longer.addresses[8])
         assert c.collector().sweep(c.plans(alone)).reaped.count == 1
         eventually(lambda: node.node.gc_view.is_calm)
     node.node.drain()
     assert (c.present(longer), node.stats()["behind_lost"]) == (12, 0)
-
-
-def test_a_sweep_is_not_delayed_by_memory(c: Cluster) -> None:
-    """Nothing but holds is waited for: neither views nor what memory keeps."""
-    node, chain = with_memory(c), prompt(1, 8)
-    put(node, chain)
-    node.node.drain()
-    with cache_of(node).hold(chain.tokens) as hold:
-        views = hold.view()
-    assert c.collector().sweep(c.plans(chain)).reaped.count == 8
-    assert same(np.concatenate(views, axis=2), kv_of(TINY, chain.tokens))
 
 
 def test_p1_what_was_put_behind_and_pinned_is_spared(c: Cluster) -> None:
@@ -237,7 +205,7 @@ def test_h1_of_blocks_asked_for_together_only_the_condemned_ones_are_misses(c: C
     cache = cache_of(node)
     assert all(cache.blocks.put(keys[:2], blocks[:2]))
     node.node.drain()
-    condemned = Chain(SPACE, np.empty(0, np.uint32), b"".join(block_address(SPACE, key) for key in keys[:2]))
+    condemned = ChunkKeys(SPACE, np.empty(0, np.uint32), b"".join(block_address(SPACE, key) for key in keys[:2]))
     hold = looking(other, condemned)
     sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(condemned)))
     with held(root):
@@ -257,7 +225,7 @@ def test_h1_a_match_of_blocks_ends_before_the_first_condemned_one(c: Cluster) ->
     cache = cache_of(node)
     assert all(cache.blocks.put(keys, [bytes([number]) * 5_000 for number in range(4)]))
     node.node.drain()
-    condemned = Chain(SPACE, np.empty(0, np.uint32), block_address(SPACE, keys[2]))
+    condemned = ChunkKeys(SPACE, np.empty(0, np.uint32), block_address(SPACE, keys[2]))
     hold = looking(other, condemned)
     sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(condemned)))
     sweep.start()

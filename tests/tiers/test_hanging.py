@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.buffers import Borrowed, planes_of
+from kvstore.buffers import planes_of
 from kvstore.errors import KVStoreError
 from kvstore.hints import Hints
 from kvstore.node import tier_stack, write_behind
 from kvstore.node.lanes import Deadline
+from kvstore.node.tier_stack import Incoming
 from kvstore.sources import SystemClock
 from kvstore.writes import WriteMode
 from tests.kit.faulty_root import ENOSPC, FaultyRoot, Hang, Rule
@@ -142,8 +143,8 @@ def test_i2_bytes_that_hang_on_their_way_to_the_root_get_no_name_once_their_room
             for number in range(2, 6):  # in all of the room
                 sections = planes_of(node.prompts.kv(number, 20), node.cache.layout)
                 deadline = Deadline(SystemClock(), IN_TIME_S)
-                kept = node.tiers.keep(node.chain(number, 20), 0, 20, sections, Hints(), deadline)
-                assert all(kept.there)
+                node.tiers.keep(Incoming(node.chain(number, 20), 0, 20, sections, Hints(), deadline))
+                assert node.memory.leading(node.chain(number, 20)) == 20
         eventually(lambda: not any(node.node._lanes._busy_since_s))
         node.drain()
         assert node.on_root(1, 6) == [False] * 6 and node.stat("behind_lost") == 6
@@ -196,13 +197,6 @@ def test_w3_a_put_that_ends_when_the_node_is_closed_is_counted(node: Acting) -> 
     behind.close()
     behind.add(chain, 0, 1, Hints(), node.unit_bytes)
     assert behind.size_bytes == 0 and behind.flush(1.0) and node.stat("behind_lost") == 1
-
-
-def test_w3_draining_flushes(node: Acting) -> None:
-    with held(root_of(node)):
-        node.put(1, 6)
-    node.close()
-    assert node.on_root(1, 6) == [True] * 6 and node.node.counters.snapshot().get("behind_lost", 0) == 0
 
 
 @pytest.mark.slow
@@ -269,17 +263,6 @@ def test_w3_what_is_being_written_is_waited_for_beside_parents_that_are_gone(mon
     closing.join(PATIENCE_S)
     assert not closing.is_alive()
     assert node.on_root(2, 6) == [True] * 6 and node.node.counters.snapshot()["behind_lost"] == 2
-
-
-def test_w3_after_the_end_nothing_is_taken_any_more(node: Acting) -> None:
-    node.put(1, 2)
-    node.close()
-    assert node.node.tiers is not None
-    assert not node.node.tiers.behind.reserve([1])
-    assert node.memory.leading(node.chain(1, 2)) == 0
-    with node.memory.refer(node.chain(1, 2), 0, 2) as slots:
-        done = node.memory.read(slots, 0, 2, lambda index: [], Borrowed())
-        assert not done.any()
 
 
 def stall(node: Acting) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from kvstore.node.images import verify_images
 from kvstore.node.lanes import Deadline
-from kvstore.node.wanted import image_bytes
 from kvstore.sources import SystemClock
 from tests.kit.scattering import damage_on_disk, restore, scatter
 from tests.kit.tiers import Acting, on_posix
@@ -24,8 +23,8 @@ def node(tmp_root: Path) -> Iterator[Acting]:
 def read(node: Acting, number: int, index: int) -> tuple[bool, bool]:
     """The verdict on an image, and the truth."""
     chain = node.chain(number, index + 1)
-    image = memoryview(bytearray(image_bytes(chain, index)))
-    said = node.node.reads.read_image(chain, index, image, Deadline(SystemClock(), 60.0))
+    image = memoryview(bytearray(chain.image_bytes(index)))
+    said = node.node.reader.read_image(chain, index, image, Deadline(SystemClock(), 60.0))
     return said, bool(verify_images(chain, [index], [image]).all())
 
 

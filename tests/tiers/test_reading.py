@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from kvstore.hints import Hints
 from kvstore.writes import WriteMode
-from tests.kit.scattering import damage_on_disk, read, restore, scatter, to_disk
+from tests.kit.scattering import damage_on_disk, read, restore, scatter
 from tests.kit.stores import SetClock, fresh
-from tests.kit.tiers import QUICK, ROOM_CHUNKS, Acting, eventually, faulty, on_posix
+from tests.kit.tiers import QUICK, Acting, eventually, faulty, on_posix
 
 
 @pytest.fixture(params=["faulty", "posix"])
@@ -127,26 +126,6 @@ def test_r2_what_only_the_root_has_comes_into_memory_from_the_second_time_on(nod
     assert node.get(1, 6) == 6 and node.stat("memory_hits") == hits + 6
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["posix", "faulty"])
-def test_r2_without_room_it_is_read_as_without_tiers(tmp_root: Path, native: bool) -> None:
-    with Acting(on_posix(tmp_root / "root") if native else faulty()) as node:
-        read_without_room(node)
-
-
-def read_without_room(node: Acting) -> None:
-    for number, chunks in ((1, 30), (2, 30), (4, ROOM_CHUNKS - 60)):
-        node.put(number, chunks)
-        node.drain()
-    node.put(3, 4, write=WriteMode.UNCACHED)
-    with ExitStack() as holds:
-        for number, chunks in ((1, 30), (2, 30), (4, ROOM_CHUNKS - 60)):
-            holds.enter_context(node.cache.hold(node.prompts.tokens(number, chunks)))
-        for _ in range(3):
-            assert node.get(3, 4) == 4 and not any(node.in_memory(3, 4))
-    assert node.get(3, 4) == 4 and all(node.in_memory(3, 4))
-    node.assert_settled()
-
-
 @pytest.mark.parametrize("way", ["get", "view", "layers", "read_into"])
 def test_mixed_places_by_any_way_of_reading(node: Acting, way: str) -> None:
     for number, order in enumerate(("mdr", "rdm", "dmr"), 1):
@@ -191,16 +170,3 @@ def test_demotion_keeps_memory_free_and_takes_what_was_used_twice(node: Acting) 
     entry = disk._shelf.refer(node.chain(1, 20).addresses[19])
     assert entry is not None and entry.priority == 30, "hints live on"
     disk._shelf.unrefer(entry, used=False)
-
-
-def test_the_local_disk_is_refilled_at_the_next_start(tmp_root: Path) -> None:
-    root = faulty()
-    with Acting(root, disk=tmp_root / "disk") as node:
-        node.put(1, 6)
-        node.drain()
-        to_disk(node, 1, 6, first=0)
-    with Acting(root, disk=tmp_root / "disk") as node:
-        eventually(lambda: not node.stat("disk_refilling"))
-        node.lose(1, 6)
-        assert node.match(1, 6) == 6 and node.get(1, 6) == 6 and node.stat("disk_hits") == 6
-        node.assert_settled()

@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.address import Chain
 from kvstore.format import places
-from kvstore.hints import Hints
+from kvstore.keyset import ChunkKeys
 from kvstore.node import write_behind
 from kvstore.root.interface import Root
 from kvstore.writes import Durability, WriteMode
@@ -21,7 +20,6 @@ from tests.kit.stores import kv_of
 from tests.kit.tiers import (
     IN_TIME_S,
     QUEUE_CHUNKS,
-    ROOM_CHUNKS,
     Acting,
     eventually,
     faulty,
@@ -29,10 +27,7 @@ from tests.kit.tiers import (
     on_posix,
     quick,
     timed,
-    together,
 )
-
-FOR_EVER_S = 3600.0
 
 
 @pytest.fixture(params=["memory", "posix"])
@@ -121,20 +116,6 @@ def test_put_behind_sheds_chunks_that_find_no_room(node: Acting, root: FaultyRoo
     assert node.put(2, 10).tokens_present == 10 * node.size
     node.drain()
     assert all(node.on_root(2, 10))
-    node.assert_settled()
-
-
-def test_e2_memory_full_of_what_is_needed_sheds_as_well(node: Acting, root: FaultyRoot) -> None:
-    node.put(1, 30)
-    node.drain()
-    node.put(2, ROOM_CHUNKS - 30 - 3)
-    node.drain()
-    with node.cache.hold(node.prompts.tokens(1, 30)), node.cache.hold(node.prompts.tokens(2, ROOM_CHUNKS - 33)):
-        result = node.put(3, 5)
-        assert result.tokens_present == 3 * node.size and node.stat("memory_full") > 0
-    node.drain()
-    assert node.put(3, 5).tokens_present == 5 * node.size
-    node.drain()
     node.assert_settled()
 
 
@@ -278,25 +259,6 @@ def test_i1_what_goes_wrong_before_native_code_stages_it_gets_no_name(
         assert other.get(1, 6) == 2
 
 
-def test_two_writers_of_one_prompt(node: Acting) -> None:
-    """E4: the first one's bytes stay, both are told which chunks exist, and each is written once."""
-    together(*[lambda: node.put(1, 12)] * 4)
-    node.drain()
-    assert node.put(1, 12).tokens_present == 12 * node.size
-    node.drain()
-    assert all(node.on_root(1, 12)) and node.get(1, 12) == 12
-    assert node.stat("chunks_written") == 12
-    node.assert_settled()
-
-
-def test_hints_of_what_is_in_memory_are_raised_by_the_next_put(node: Acting) -> None:
-    node.put(1, 2, hints=Hints(10))
-    node.drain()
-    node.put(1, 2, hints=Hints(80))
-    with node.memory.refer(node.chain(1, 2), 0, 2) as slots:
-        assert [entry.priority for entry in slots.referred] == [80, 80]
-
-
 def staged(root: FaultyRoot) -> list[str]:
     """Returns the staged files of a root."""
     folders = [entry.name for entry in root.inner.list("staging")]  # type: ignore[arg-type]
@@ -311,7 +273,7 @@ def test_w2_a_prompt_that_cannot_be_written_holds_no_other_up(root: FaultyRoot) 
         node.put(1, 2)
         node.drain()
         kvs = [kv_of(node.cache.layout, each) for each in tokens]
-        chains = [Chain.of(node.cache.namespace, each.astype(np.uint32)) for each in tokens]
+        chains = [ChunkKeys.of(node.cache.namespace, each.astype(np.uint32)) for each in tokens]
         stuck = places.chunk(chains[0].addresses[3], node.cache.namespace.id, node.identity.shard_bits)
         root.set_rules([Rule("publish", ENOSPC, lambda name: name == stuck)])
         node.cache.put(tokens[0], kvs[0])

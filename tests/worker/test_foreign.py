@@ -10,8 +10,8 @@ import pytest
 
 from kvstore.client.store import Store
 from kvstore.format.places import Name
+from kvstore.keyset import BlockKeys
 from kvstore.namespace import Namespace
-from kvstore.node.wanted import keyed
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
@@ -170,7 +170,7 @@ def test_put_skips_what_is_there_and_says_where_it_is_not(stub: KVStoreStub, dig
 def test_blocks(stub: KVStoreStub, digest: bytes) -> None:
     blocks = [b"first block", bytes(9_000_000), b"third"]
     names = [bytes([number]) * 32 for number in range(3)]
-    images = images_of(keyed(Namespace.of("m", SMALL), names, [len(block) for block in blocks]), blocks)
+    images = images_of(BlockKeys.of(Namespace.of("m", SMALL), names, [len(block) for block in blocks]), blocks)
     keys = b"".join(b"\x20" + name for name in names)
     start = pb.PutStart(namespace=digest, keys=keys, sizes=packed([len(block) for block in blocks]))
     assert stub.Put(iter(put_messages(start, images)), timeout=WAIT_S).stored == b"\1\1\1"

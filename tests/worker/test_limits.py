@@ -7,15 +7,15 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from kvstore.address import Chain
 from kvstore.errors import HoldBroken, InvalidRequest, Overloaded
+from kvstore.keyset import ChunkKeys
 from kvstore.meta.keys import Keys
 from kvstore.namespace import Namespace
 from kvstore.node.counters import Counters
+from kvstore.node.gc_state import View
 from kvstore.node.holds import Hold, Holds
 from kvstore.node.known import Known
 from kvstore.node.settings import Limits
-from kvstore.node.view import View
 from kvstore.sources import RandomIds
 from kvstore.wire.statuses import Busy, Draining
 from kvstore.worker.admission import BytesInFlight, Gate
@@ -24,7 +24,7 @@ from kvstore_gc.site import Timings
 from tests.kit.fake_meta import FakeClock
 from tests.kit.stores import SMALL
 
-CHAIN = Chain.of(Namespace.of("m", SMALL), np.arange(2 * SMALL.chunk_tokens, dtype=np.uint32))
+CHAIN = ChunkKeys.of(Namespace.of("m", SMALL), np.arange(2 * SMALL.chunk_tokens, dtype=np.uint32))
 
 
 def test_no_more_calls_at_once_than_allowed() -> None:

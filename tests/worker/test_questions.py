@@ -17,10 +17,10 @@ import grpc
 import numpy as np
 import pytest
 
-from kvstore.address import Chain
 from kvstore.errors import PermissionDenied, Unauthenticated
+from kvstore.keyset import ChunkKeys
 from kvstore.namespace import Namespace
-from kvstore.node.view import View
+from kvstore.node.gc_state import View
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.security.authentication import Account, proof
 from kvstore.security.guard import Guard
@@ -80,7 +80,7 @@ def test_a_prompt_that_memory_has_is_found_by_its_tokens_unless_a_sweep_is_in_fl
     questions = served.worker.questions()
     hashed, real = list[int](), node.chains.of
 
-    def hashing(namespace: Namespace, ids: TokenArray) -> Chain:
+    def hashing(namespace: Namespace, ids: TokenArray) -> ChunkKeys:
         hashed.append(len(ids))
         return real(namespace, ids)
 

@@ -16,19 +16,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import Chain
 from kvstore.buffers import Borrowed, Laid, Pieces, Sections, address_of, cut_evenly
 from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.links import Lease, Leased, Link
 from kvstore.format.header import Damage, Damaged
+from kvstore.keyset import Items, KeySet
 from kvstore.layout import Layout
 from kvstore.native import library as native
-from kvstore.node.chunk_runs import Run
+from kvstore.node.chunk_store import Run
 from kvstore.node.counters import Counters
 from kvstore.node.images import ImagesIn, read_verified, take_images
 from kvstore.node.lanes import GROUP_BYTES_MIN, Deadline, group_size
 from kvstore.node.reader import Groups, Reading, verified
-from kvstore.node.wanted import Items, Wanted, expected_of, image_sizes, mean_bytes, payload_bytes, payload_of
 from kvstore.root.interface import LocalFiles, Stat
 from kvstore.root.posix import PosixReader
 from kvstore.wire.bulk.channel import Channel
@@ -74,10 +73,10 @@ class Views:
         self._copies = np.empty((count, *layout.shape(layout.chunk_tokens)), layout.numpy_dtype)
         return _Copies(self._copies, layout.section_bytes)
 
-    def lend(self, wanted: Wanted, index: int, image: memoryview, lease: Lease) -> None:
+    def lend(self, wanted: KeySet, index: int, image: memoryview, lease: Lease) -> None:
         """Adds a verified chunk in place."""
         layout = self._layout
-        payload = Leased(payload_of(wanted, index, image), lease).array()
+        payload = Leased(wanted.payload_of(index, image), lease).array()
         self._lent[index] = payload.view(layout.numpy_dtype).reshape(layout.shape(layout.chunk_tokens))
 
     def leading(self, count: int) -> list[npt.NDArray[Any]]:
@@ -97,7 +96,7 @@ class Ask:
 
     number: int
     """The request's."""
-    wanted: Wanted
+    wanted: KeySet
     first: int
     stop: int
     sections: Sections
@@ -185,7 +184,7 @@ class ImageReceiver:
         found = range(lent.first, lent.first + len(lent.offsets))
         indexes: Sequence[int] = found if len(given) == len(found) else list(given)  # a run is faster
         self._accept(indexes)
-        images = link.memory.images(list(given.values()), image_sizes(wanted, indexes))
+        images = link.memory.images(list(given.values()), wanted.image_sizes(indexes))
         if self._views is None:
             self._note(indexes, self._copied(indexes, images))
             return
@@ -197,7 +196,7 @@ class ImageReceiver:
 
     def _copied(self, indexes: Sequence[int], images: ImagesIn) -> bytearray | npt.NDArray[np.bool_]:
         wanted, sections, count = self._asked.wanted, self._asked.sections, len(indexes)
-        size_bytes = payload_bytes(wanted, indexes)
+        size_bytes = wanted.payload_bytes(indexes)
         if size_bytes <= GROUP_BYTES_MIN:
             return take_images(wanted, indexes, images, sections, Borrowed())
         into = _in_order(sections, indexes)
@@ -208,7 +207,7 @@ class ImageReceiver:
         copiers = self._lanes.copiers()
         groups = Groups(group_size(count, max(1, size_bytes // count), copiers.width), count, take)
         # What is not right is not tried again. The caller does a share, because nothing here waits for a device.
-        reading = Reading(copiers, Counters(), count, lambda *_: False, isinstance(wanted, Chain), groups, helps=True)
+        reading = Reading(copiers, Counters(), count, lambda *_: False, wanted.prefix_ordered, groups, helps=True)
         try:
             return reading.wait(self._deadline)
         finally:
@@ -230,7 +229,7 @@ class ImageReceiver:
                 return False
             with PosixReader(fd, f"of chunk {first + at}, from a worker", Stat(0, 0), never_blocks) as reader:
                 try:
-                    read_verified(reader, expected_of(wanted, first + at), memory[at], borrowed)
+                    read_verified(reader, wanted.expected(first + at), memory[at], borrowed)
                 except Damaged:
                     return False
             return True
@@ -244,7 +243,7 @@ class ImageReceiver:
             if groups is None:
                 # In order and by one thread, because some sources allocate memory for each call.
                 memory = [self._asked.sections(index) for index in indexes]
-            reading = Reading(lanes, Counters(), count, read, isinstance(wanted, Chain), groups)
+            reading = Reading(lanes, Counters(), count, read, wanted.prefix_ordered, groups)
             self._note(indexes, reading.wait(self._deadline))
         finally:
             if reading is not None:
@@ -264,7 +263,7 @@ class ImageReceiver:
             run.items["fd"][start:stop] = [left.pop(at, -1) for at in range(start, stop)]
             return run.read_open(run.first + start, run.first + stop, borrowed)
 
-        return Groups(group_size(count, mean_bytes(wanted, first, count), width), count, read)
+        return Groups(group_size(count, wanted.mean_bytes(first, count), width), count, read)
 
     # Bytes
 
@@ -274,7 +273,7 @@ class ImageReceiver:
         first, count = decode_span(channel.receive(SPAN_BYTES)) if head.length > SPAN_BYTES else (0, 0)
         indexes = range(first, first + count)
         self._accept(indexes)
-        size_bytes = sum(image_sizes(asked.wanted, indexes))
+        size_bytes = sum(asked.wanted.image_sizes(indexes))
         if head.length != SPAN_BYTES + size_bytes:
             raise channel.break_off(f"{head.length} bytes came for chunks {first} to {first + count - 1}")
         for index in indexes:
@@ -283,7 +282,7 @@ class ImageReceiver:
                     self._natively = self._natively or Natively(asked.wanted, asked.first, asked.stop, asked.sections)
                     self._natively.receive(channel, index)
                 else:
-                    fill_verified(channel.receive_some, expected_of(asked.wanted, index), asked.sections(index))
+                    fill_verified(channel.receive_some, asked.wanted.expected(index), asked.sections(index))
             except Damaged:
                 return False
             self._done[asked.places[index]] = 1
@@ -293,7 +292,7 @@ class ImageReceiver:
 class Natively(Items):
     """Images of a stream that native code receives into their sections, piece by piece, verifying each in the cache."""
 
-    def __init__(self, wanted: Wanted, first: int, stop: int, sections: Laid) -> None:
+    def __init__(self, wanted: KeySet, first: int, stop: int, sections: Laid) -> None:
         super().__init__(wanted, range(first, stop))
         self.lay(sections, fills=True)
         self._first = first

@@ -14,16 +14,13 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from kvstore.address import Chain
 from kvstore.buffers import byte_length, grouped
 from kvstore.counts import NodeCount, WorkerCount
 from kvstore.errors import InvalidRequest
-from kvstore.node.handing import Asked
 from kvstore.node.lanes import Deadline
 from kvstore.node.memory_tier import MemoryTier, Slots
 from kvstore.node.node import Node
-from kvstore.node.reader import Reading
-from kvstore.node.wanted import image_sizes, payload_bytes
+from kvstore.node.reader import Asked, Reading
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import (
@@ -234,7 +231,7 @@ class BulkGets:
         try:
             sender.send(0, len(wanted), *self._taken(mode))
         finally:
-            self._node.reads.used(wanted.picked(sorted(sender.sent)))
+            self._node.reader.used(wanted.take(sorted(sender.sent)))
 
     def _check_mode(self, channel: Channel, mode: int, context: Call) -> None:
         if mode not in (Mode.STREAM, Mode.FILES, Mode.SLOTS):
@@ -301,7 +298,7 @@ class ImageSender:
         self._number = number
         self._asked = asked
         self._wanted = asked.wanted
-        self._is_chain = isinstance(asked.wanted, Chain)
+        self._is_chain = asked.wanted.prefix_ordered
         self._in_flight = in_flight
         self._calls = calls
         self._buffers = buffers
@@ -368,7 +365,7 @@ class ImageSender:
         if not indexes:
             return None, {}
         span = range(indexes[0], indexes[-1] + 1) if self._is_chain else indexes
-        slots = self._node.handing.in_memory(self._wanted, span, deadline, brings=not self._asked.memory_only)
+        slots = self._node.reader.in_memory(self._wanted, span, deadline, brings=not self._asked.memory_only)
         if slots is None:
             return None, {}
         entries = dict(zip(span, slots.entries, strict=True))
@@ -381,7 +378,7 @@ class ImageSender:
         untaken = 0
         for at in range(0, len(indexes), FILES_MAX):
             part = indexes[at : at + FILES_MAX]
-            readers = self._node.handing.open_files(self._wanted, self._allowed(part), self._deadline())
+            readers = self._node.reader.open_files(self._wanted, self._allowed(part), self._deadline())
             try:
                 for run in _runs(list(readers), FILES_MAX):
                     if untaken == FILES_AHEAD:  # the system limits the files that are on their way
@@ -390,7 +387,7 @@ class ImageSender:
                     files = [readers[index].fileno() for index in run]
                     self._channel.send(Kind.FILES, self._number, [encode_span(run[0], len(run))], files)
                     untaken += 1
-                    self._node.counters.add_read(payload_bytes(self._wanted, run), len(run))
+                    self._node.counters.add_read(self._wanted.payload_bytes(run), len(run))
                     self._given(run)
             finally:
                 for reader in readers.values():
@@ -402,7 +399,7 @@ class ImageSender:
     # Bytes
 
     def _stream(self, indexes: Sequence[int]) -> None:
-        sizes = image_sizes(self._wanted, indexes)
+        sizes = self._wanted.image_sizes(indexes)
         cuts = list(grouped(sizes, 2 * self._window_bytes, WINDOW_CHUNKS))
         self._most_bytes = max((sum(sizes[cut]) for cut in cuts), default=0)
         begun: deque[Window] = deque()
@@ -442,7 +439,7 @@ class ImageSender:
         for index in left:
             window.images[index] = window.buffer[at : at + size_of[index]]
             at += size_of[index]
-        window.reading = self._node.handing.begin_copy(self._wanted, left, window.images.__getitem__)
+        window.reading = self._node.reader.begin_copy(self._wanted, left, window.images.__getitem__)
 
     def _wait(self, window: Window, deadline: Deadline) -> tuple[dict[int, memoryview], bool]:
         """Waits for a window; returns the images to send, and whether more may follow them."""
@@ -487,10 +484,10 @@ class ImageSender:
     def _count_hot(self, indexes: Collection[int]) -> None:
         if not self._asked.memory_only:  # a peer is no caller: it counts what it gives to its own
             self._node.counters.add(NodeCount.MEMORY_HITS, len(indexes))
-            self._node.counters.add(NodeCount.MEMORY_BYTES, payload_bytes(self._wanted, list(indexes)))
+            self._node.counters.add(NodeCount.MEMORY_BYTES, self._wanted.payload_bytes(list(indexes)))
 
     def _given(self, indexes: Collection[int]) -> None:
-        self._calls.add(WorkerCount.WIRE_BYTES_OUT, payload_bytes(self._wanted, list(indexes)))
+        self._calls.add(WorkerCount.WIRE_BYTES_OUT, self._wanted.payload_bytes(list(indexes)))
         self.sent.update(indexes)
 
     def _deadline(self) -> Deadline:

@@ -10,14 +10,13 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from kvstore.address import Chain
 from kvstore.buffers import Buffers as Blocks
 from kvstore.buffers import Planes, Sections, cut_evenly
 from kvstore.counts import WorkerCount
+from kvstore.keyset import KeySet
 from kvstore.node.lanes import Deadline
 from kvstore.node.node import Node
-from kvstore.node.puts import Written
-from kvstore.node.wanted import Wanted, sizes_of
+from kvstore.node.writer import Written
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.frames import READY, RUN_BYTES, SPAN_BYTES, Kind, decode_placed, decode_span
 from kvstore.wire.bulk.runs import SUM_BYTES, receive_planes
@@ -49,7 +48,7 @@ class Upload:
     """The ``count`` chunks or blocks of a put, from index ``first`` on, as a client sends them."""
 
     def __init__(
-        self, connection: Connection, number: int, wanted: Wanted, first: int, count: int, run_bytes: int = RUN_BYTES
+        self, connection: Connection, number: int, wanted: KeySet, first: int, count: int, run_bytes: int = RUN_BYTES
     ) -> None:
         """``run_bytes`` limits several chunks in one run that comes as bytes."""
         self.first = first
@@ -58,7 +57,7 @@ class Upload:
         self._connection = connection
         self._number = number
         self._wanted = wanted
-        self._ends = [0, *accumulate(sizes_of(wanted)[first : first + count])]
+        self._ends = [0, *accumulate(wanted.payload_sizes()[first : first + count])]
 
     def runs(
         self, in_flight: BytesInFlight, buffers: Buffers, calls: Calls, reserved: ExitStack
@@ -124,23 +123,23 @@ class Upload:
 
     def _sums_count(self, count: int) -> int:
         """Returns the number of checksums that come with a run of ``count`` chunks."""
-        return self._wanted.namespace.layout.section_count if isinstance(self._wanted, Chain) else count
+        return self._wanted.namespace.layout.section_count if self._wanted.prefix_ordered else count
 
     def _pieces(self, first: int, count: int, memory: memoryview) -> list[memoryview]:
         """Returns the parts of a run that have a checksum each: planes, or blocks."""
-        if isinstance(self._wanted, Chain):
+        if self._wanted.prefix_ordered:
             return cut_evenly(memory, len(memory) // self._wanted.namespace.layout.section_count)
         ends = self._ends[first - self.first : first - self.first + count + 1]
         return [memory[start - ends[0] : end - ends[0]] for start, end in pairwise(ends)]
 
     def _sections(self, first: int, count: int, memory: memoryview) -> Sections:
-        if not isinstance(self._wanted, Chain):
+        if not self._wanted.prefix_ordered:
             return Blocks(self._pieces(first, count, memory), first)
         layout = self._wanted.namespace.layout
         return Planes(np.frombuffer(memory, np.uint8).reshape(layout.layers, 2, -1), layout.section_bytes, first)
 
     def _broken(self, first: int, count: int) -> BrokenTransfer:
-        unit = "chunks" if isinstance(self._wanted, Chain) else "blocks"
+        unit = "chunks" if self._wanted.prefix_ordered else "blocks"
         return BrokenTransfer(
             f"{unit} {first} to {first + count - 1} do not match their checksums: bytes changed on the way; "
             "repeat the call"
@@ -165,14 +164,14 @@ class BulkPuts:
         connection.channel.send(Kind.STORED, number, [put_answer(wanted, written)])
 
     def _store(
-        self, connection: Connection, number: int, call: Call, wanted: Wanted, first: int, start: pb.PutStart
+        self, connection: Connection, number: int, call: Call, wanted: KeySet, first: int, start: pb.PutStart
     ) -> Written:
         """Asks for the missing chunks, and stores them as they arrive."""
 
         def deadline() -> Deadline:
             return Deadline(self._node.clock, seconds_left(call, self._node.limits.write_deadline_s))
 
-        write = self._node.puts.begin(
+        write = self._node.writer.begin(
             wanted, first, deadline(), hints_of(start.hints), write_of(start.write), skips=True
         )
         run_bytes = MEMORY_RUN_BYTES if write.mode is WriteMode.BEHIND else RUN_BYTES
@@ -183,10 +182,10 @@ class BulkPuts:
                 connection.channel.send(Kind.READY, number, [READY.pack(upload.first, upload.count, upload.run_bytes)])
                 for run in upload.runs(self._in_flight, self._buffers, self._calls, reserved):
                     write.add(run.sections, run.first, run.count, deadline(), run.release)
-                written = write.finish(deadline())
+                written = write.commit(deadline())
         except BaseException:
             # The client is gone, or sent wrong or damaged bytes: only what arrived whole before may be published.
-            write.abandon()
+            write.abort()
             raise
         upload.released(upload.count)
         return written

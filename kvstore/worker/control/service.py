@@ -14,12 +14,11 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from kvstore.address import Chain
 from kvstore.census.selection import Selection
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format.header import Encoding
+from kvstore.keyset import ChunkKeys
 from kvstore.node import settings as node_limits
-from kvstore.node.clear_operation import begin_clear
 from kvstore.node.lanes import Deadline
 from kvstore.node.looking import ChunkPlace, RootCopy
 from kvstore.node.member import Member, Sharing
@@ -317,7 +316,7 @@ def _text(value: float) -> str:
 # Lookup: the places of a prompt's chunks, as messages.
 
 
-def lookup(member: Member, chain: Chain, context: CallContext) -> Iterator[bytes]:
+def lookup(member: Member, chain: ChunkKeys, context: CallContext) -> Iterator[bytes]:
     """Yields the encoded messages of one answer. Raises what the root raised; without etcd pins are left out."""
     node = member.node
     deadline = Deadline(node.clock, seconds_left(context, node.limits.read_deadline_s))
@@ -454,8 +453,7 @@ class ControlService:
 
     def _clear_selected(self, request: pb.ClearSelectedRequest, call: Call) -> Message:
         selection, about, tenant = self._selected(request.selection, call)
-        run = begin_clear(
-            self._member,
+        run = self._member.begin_clear(
             selection,
             dry_run=request.dry_run,
             pinned=request.pinned,

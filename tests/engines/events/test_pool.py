@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.address import Chain
 from kvstore.client.cache import Cache
 from kvstore.format import places
+from kvstore.keyset import ChunkKeys
 from kvstore.tokens import token_array
 from tests.cli.conftest import Running, serving
 from tests.engines.events.indexer import BLOCK_TOKENS, Indexer
@@ -64,7 +64,7 @@ def readable(root: Path, cache: Cache) -> set[int]:
     there = {each.name.partition(".")[0] for each in files(root)}
     found: set[int] = set()
     for seed in range(SEEDS):
-        names = [address.hex() for address in Chain.of(cache.namespace, token_array(prompt(seed))).addresses]
+        names = [address.hex() for address in ChunkKeys.of(cache.namespace, token_array(prompt(seed))).addresses]
         found |= {int(name[16:], 16) for name in takewhile(there.__contains__, names)}
     return found
 

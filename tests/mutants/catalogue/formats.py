@@ -166,7 +166,7 @@ PLAIN = [
         "layer-unverified",
         "FORMAT 4.3: layers are verified",
         at(
-            "kvstore.node.chunks:Chunks",
+            "kvstore.node.chunk_store:ChunkStore",
             "read_range",
             lambda real, self, reader, header, expected, first, sections, borrowed: _read(
                 reader, sections, header.header_bytes + first * expected.section_bytes, borrowed
@@ -178,7 +178,7 @@ PLAIN = [
     mutant(
         "damage-stays",
         "FORMAT 4.3: a damaged file is quarantined",
-        at("kvstore.node.chunks:Chunks", "set_aside", giving(None)),
+        at("kvstore.node.chunk_store:ChunkStore", "set_aside", giving(None)),
         *READS,
     ),
     rule("W3", "damaged-file-is-deleted", at(ROOT[:2], "move", _delete_the_damaged), "node/test_verifying.py"),
@@ -186,7 +186,7 @@ PLAIN = [
     mutant(
         "chain-of-another-namespace",
         "FORMAT 3: an address is of one namespace",
-        at("kvstore.address:RecentChains", "of", _chain_by_tokens),
+        at("kvstore.keyset:RecentChains", "of", _chain_by_tokens),
         "node/test_chains.py",
     ),
     mutant(

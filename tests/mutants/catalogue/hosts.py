@@ -112,7 +112,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "host-put-renews-no-parent",
         "HOST: a put renews the parents of what it published",
-        at("kvstore.node.puts:Guard", "renew", giving(None)),
+        at("kvstore.node.writer:Guard", "renew", giving(None)),
         EVICTIONS,
     ),
     mutant(

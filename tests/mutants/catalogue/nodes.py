@@ -290,7 +290,7 @@ PINNING = [
     rule(
         "P4",
         "pin-counts-what-is-missing",
-        at("kvstore.node.puts:Puts", "present_leading", lambda real, self, wanted: len(wanted)),
+        at("kvstore.node.writer:Writer", "present_leading", lambda real, self, wanted: len(wanted)),
         NODE_PINS,
     ),
     rule(
@@ -312,7 +312,7 @@ PINNING = [
 
 
 def _continue_any_chain(real: Any, self: Any, events: Any) -> Any:
-    from kvstore.node.view import ChainBroken
+    from kvstore.node.gc_state import ChainBroken
 
     try:
         return real(self, events)
@@ -340,7 +340,7 @@ RESTORED = [
         SESSION_TESTS,
     ),
     rule("C4", "starts-without-a-fence", at("kvstore.node.follower:StartFence", "lift_unnamed", giving(None)), SWEEPS),
-    rule("C5", "pin-without-a-twin", at("kvstore.node.twins:NodeTwins", "write", giving(None)), NODE_PINS),
+    rule("C5", "pin-without-a-twin", at("kvstore.node.member:NodeTwins", "write", giving(None)), NODE_PINS),
     rule("C5", "twin-stays-after-its-pin", at("kvstore.root.fences", "remove_twin", giving(None)), NODE_PINS),
     rule(
         "C5",

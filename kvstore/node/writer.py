@@ -1,9 +1,9 @@
-"""Puts: what a put stores where, from the call to the file under its final name.
+"""What a put stores where, from the call to the file under its final name.
 
-``Puts.begin`` matches what is stored already, ``Write`` sends each run to memory, to the root, or to both, and
-``RootWrite`` reserves space, stages chunks and publishes them in order. ``Puts.publish`` writes to the root later what
-memory took. Calls in this process, the bulk protocol and gRPC all feed a ``Write``. The rules are W1 to W5 of
-kvstore/memory/MEMORY.md and those of gc/PROTOCOL.md.
+``Writer.begin`` matches what is stored already. ``WriteBatch`` sends each run to memory, to the root, or to both, and
+``RootWrite`` reserves space, stages chunks and publishes them in order. ``Writer.publish`` writes to the root later
+what memory took. Calls in this process, the bulk protocol and gRPC all feed a ``WriteBatch``. The rules are W1 to W5
+of kvstore/memory/MEMORY.md and those of gc/PROTOCOL.md.
 """
 
 from __future__ import annotations
@@ -20,24 +20,22 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import recency
-from kvstore.address import Chain
 from kvstore.buffers import Sections
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
 from kvstore.hints import DEFAULT, Hints
+from kvstore.keyset import KeySet, leading
 from kvstore.native import library as native
-from kvstore.node.chunk_runs import Run, SharedPut, Sizes
-from kvstore.node.chunks import Chunks, Staged
+from kvstore.node.chunk_store import ChunkStore, Run, SharedPut, Sizes, Staged
 from kvstore.node.counters import Counters
 from kvstore.node.gc_state import GcState, Reserved
 from kvstore.node.images import Images
 from kvstore.node.lanes import Batch, Deadline, DeadlinePassed, Lanes, moved_on
 from kvstore.node.memory_tier import Slots
-from kvstore.node.reader import TieredReads
+from kvstore.node.reader import Reader
 from kvstore.node.refresh import Refresher
 from kvstore.node.settings import CurrentLimits
-from kvstore.node.tier_stack import TierStack
-from kvstore.node.wanted import Keyed, Wanted, expected_of, file_bytes, image_sizes, leading, mean_bytes, sizes_of
+from kvstore.node.tier_stack import Incoming, TierStack
 from kvstore.node.write_behind import Job
 from kvstore.results import PutResult, StoredBlocks
 from kvstore.root.posix import DiskFull, PosixRoot
@@ -94,12 +92,10 @@ class Written:
     """As ``PutResult.reason``."""
 
     def of_prompt(self, chunk_tokens: int) -> PutResult:
-        """Returns the result for the put of a prompt."""
         present = leading(self.there) * chunk_tokens
         return PutResult(present, self.chunks, self.found, self.size_bytes, self.reason)
 
     def of_blocks(self) -> StoredBlocks:
-        """Returns the result for the put of blocks."""
         return StoredBlocks(self.there.tolist(), self.fresh.tolist(), self.reason)
 
 
@@ -107,16 +103,16 @@ def nothing() -> None:
     """Does nothing: the memory of a run is the caller's again when the put returns."""
 
 
-class Puts:
+class Writer:
     """The puts of one node. Thread-safe."""
 
     def __init__(
         self,
-        chunks: Chunks,
+        chunks: ChunkStore,
         lanes: Lanes,
         view: GcState,
         refresher: Refresher,
-        reads: TieredReads,
+        reads: Reader,
         tiers: TierStack | None,
         counters: Counters,
         limits: CurrentLimits,
@@ -136,38 +132,38 @@ class Puts:
         self._reads = reads
 
     def put(
-        self, wanted: Wanted, first: int, source: Sections, deadline: Deadline, hints: Hints, write: WriteMode | None
+        self, wanted: KeySet, first: int, source: Sections, deadline: Deadline, hints: Hints, write: WriteMode | None
     ) -> Written:
         """Stores the chunks from ``first`` on; see ``Node.put``."""
         writing = self.begin(wanted, first, deadline, hints, write)
         try:
             writing.add(source, writing.first, len(wanted) - writing.first, deadline)
         except BaseException:
-            writing.abandon()
+            writing.abort()
             raise
-        return writing.finish(deadline)
+        return writing.commit(deadline)
 
     def begin(
         self,
-        wanted: Wanted,
+        wanted: KeySet,
         first: int,
         deadline: Deadline,
         hints: Hints = DEFAULT,
         write: WriteMode | None = None,
         *,
         skips: bool = False,
-    ) -> Write:
-        """Begins a put whose chunks arrive run by run. End it with ``finish`` or ``abandon``.
+    ) -> WriteBatch:
+        """Begins a put whose chunks arrive run by run. End it with ``commit`` or ``abort``.
 
         With ``skips`` its ``first`` says from which chunk on the caller has to bring them, for callers that send them
         far. Raises Overloaded while the root is full, and the root's errors.
         """
-        self.view.check_room(sum(sizes_of(wanted)[first:]))
+        self.view.check_room(sum(wanted.payload_sizes()[first:]))
         mode = self.mode(write)
         if mode is WriteMode.BEHIND:
             self.view.usage.reserve().release()  # or memory would take what the root has no room for
         self.counters.add(NodeCount.REQUESTS_PUT)
-        if isinstance(wanted, Keyed):
+        if not wanted.prefix_ordered:
             return self._begin_blocks(wanted, mode, hints, deadline)
         # A chunk that a sweep is taking cannot be put again before the sweep has ended. The rest of the prompt waits
         # for that.
@@ -179,39 +175,32 @@ class Puts:
             found = self._reads.matched_count(chain, look)
         if mode is WriteMode.BEHIND:
             there = np.arange(len(chain)) < found
-            return Write(self, chain, first, there, mode, hints, refused=found < min(first, len(chain)))
+            return WriteBatch(self, chain, first, there, mode, hints, refused=found < min(first, len(chain)))
         begin = max(first, found)
-        root, present = self._begin_chain(chain, begin, hints, deadline)
+        root, present = self.begin_root(chain, begin, hints, deadline)
         if root is None and found > first:
             # Peers or the local disk have the matched chunks, but neither the root nor memory does: the caller must
             # bring all.
             begin = first
-            root, present = self._begin_chain(chain, begin, hints, deadline)
+            root, present = self.begin_root(chain, begin, hints, deadline)
         # Those before it are there, or on their way from memory (rule W5).
         there = np.arange(len(chain)) < (present if root is None else begin)
-        return Write(self, chain, first, there, mode, hints, root, refused=root is None)
+        return WriteBatch(self, chain, first, there, mode, hints, root, refused=root is None)
 
     def mode(self, asked: WriteMode | None) -> WriteMode:
-        """Returns how a put is acknowledged here."""
         return self.tiers.mode(asked) if self.tiers is not None else WriteMode.UNCACHED
-
-    def begin_root(self, wanted: Wanted, first: int, hints: Hints, deadline: Deadline) -> RootWrite | None:
-        """Begins to put chunks on the root, from ``first`` on; None if their parents are not there."""
-        if isinstance(wanted, Keyed):
-            return self._begin_keyed(wanted, hints, deadline)
-        return self._begin_chain(wanted, first, hints, deadline)[0]
 
     def publish(self, job: Job, slots: Slots) -> int:
         """Writes chunks from memory to the root; returns the index after the last leading chunk that is there then."""
         deadline = Deadline(self.clock, self._limits.now.write_deadline_s)
         wanted, stop = job.wanted, job.first + job.count
-        if isinstance(wanted, Keyed):
+        if not wanted.prefix_ordered:
             return self._publish_blocks(wanted, stop, slots, job.hints, deadline)
-        self.view.check_room(sum(sizes_of(wanted)[job.first : stop]))
+        self.view.check_room(sum(wanted.payload_sizes()[job.first : stop]))
         sweeps = self.view.sweeps
         chain = wanted.leading(min(stop, self.view.leading(wanted)))
         count = max(0, min(slots.leading_count, len(chain) - job.first))  # each is verified once it is staged
-        root, present = self._begin_chain(chain, job.first, job.hints, deadline, [slots])
+        root, present = self.begin_root(chain, job.first, job.hints, deadline, [slots])
         if root is None:
             return present
         there = _store(root, slots.sections(job.first, job.first + count), job.first, count, deadline)
@@ -221,33 +210,30 @@ class Puts:
             present = self.present_leading(chain.leading(present))
         return present
 
-    def used(self, wanted: Wanted, found: Mask, hints: Hints) -> None:
+    def used(self, wanted: KeySet, found: Mask, hints: Hints) -> None:
         """Notes that a put behind found chunks there: a use of them, which raises their hints.
 
         New chunks count no use: a put alone does not make a chunk worth a place on the disk.
         """
-        if isinstance(wanted, Chain):
-            part: Wanted = wanted.leading(leading(found))
-        else:
-            part = wanted.picked(np.flatnonzero(found).tolist())
+        part = wanted.found(found)
         count, is_raised = len(part), hints != DEFAULT
         lacking = frozenset(range(count)) if is_raised else frozenset[int]()
         self.refresher.used(part, hints, lacking)
         if self.tiers is not None:
             self.tiers.memory.used(part, count, hints if is_raised else None)
 
-    def write_out(self, wanted: Wanted, timeout_s: float) -> None:
+    def write_out(self, wanted: KeySet, timeout_s: float) -> None:
         """Waits until those that were put behind are on the root or lost, or out of time."""
         if self.tiers is not None:
             self.tiers.behind.settle(wanted, 0, len(wanted), timeout_s)
 
-    def present_leading(self, wanted: Wanted) -> int:
+    def present_leading(self, wanted: KeySet) -> int:
         """Looks at each file; returns how many leading ones are there.
 
         A put or pin must not build on a hole.
         """
         chunks, deadline = self.chunks, Deadline(self.clock, self._limits.now.match_deadline_s)
-        if isinstance(wanted, Chain):
+        if wanted.prefix_ordered:
             return RootWrite(self, wanted, len(wanted), DEFAULT).present_before(deadline)
         missing = [len(wanted)]
 
@@ -259,10 +245,10 @@ class Puts:
         self.lanes.each(len(wanted), look, deadline)
         return min(missing)
 
-    def _begin_blocks(self, keyed: Keyed, mode: WriteMode, hints: Hints, deadline: Deadline) -> Write:
+    def _begin_blocks(self, keyed: KeySet, mode: WriteMode, hints: Hints, deadline: Deadline) -> WriteBatch:
         found = np.zeros(len(keyed), np.bool_)
         if mode is not WriteMode.BEHIND or self.tiers is None:
-            return Write(self, keyed, 0, found, mode, hints, self._begin_keyed(keyed, hints, deadline))
+            return WriteBatch(self, keyed, 0, found, mode, hints, self.begin_root(keyed, 0, hints, deadline)[0])
         # Chunks that memory has, or that the root is remembered to have, only count a use.
         known, quantum = self.chunks.known, self.chunks.known.quantum()
         with self.tiers.memory.refer(keyed, 0, len(keyed)) as slots:
@@ -270,9 +256,9 @@ class Puts:
                 entry is not None or known.is_present(address, quantum)
                 for address, entry in zip(keyed.addresses, slots.entries, strict=True)
             ]
-        return Write(self, keyed, 0, found & self.view.unswept(keyed), mode, hints)
+        return WriteBatch(self, keyed, 0, found & self.view.unswept(keyed), mode, hints)
 
-    def _publish_blocks(self, wanted: Keyed, stop: int, slots: Slots, hints: Hints, deadline: Deadline) -> int:
+    def _publish_blocks(self, wanted: KeySet, stop: int, slots: Slots, hints: Hints, deadline: Deadline) -> int:
         """Writes the blocks that are right; returns how many leading blocks are on the root, or no longer in memory."""
         assert self.tiers is not None
         memory, every = self.tiers.memory, range(slots.first, stop)
@@ -280,38 +266,36 @@ class Puts:
         if not right:
             return stop
         picked = slots.picked(right)
-        root = self._begin_keyed(picked.wanted, hints, deadline, [picked])
+        root, _ = self.begin_root(picked.wanted, 0, hints, deadline, [picked])
+        assert root is not None, "blocks have no parents"
         there = _store(root, picked.sections(0, len(right)), 0, len(right), deadline)
         unswept = self.view.stays(picked.wanted)
         # Another writer's block has the name and another size: ours will never be there. What is swept may be, later.
         memory.drop_entries([entry for entry, lost in zip(picked.referred, ~there & unswept, strict=True) if lost])
         return min((right[at] for at in np.flatnonzero(~unswept).tolist()), default=stop)
 
-    def _begin_keyed(
-        self, wanted: Wanted, hints: Hints, deadline: Deadline, sources: Sequence[Slots] = ()
-    ) -> RootWrite:
-        root = RootWrite(self, wanted, 0, hints, sources)
-        root.reserve(deadline)
-        return root
-
-    def _begin_chain(
-        self, chain: Chain, first: int, hints: Hints, deadline: Deadline, sources: Sequence[Slots] = ()
+    def begin_root(
+        self, keys: KeySet, first: int, hints: Hints, deadline: Deadline, sources: Sequence[Slots] = ()
     ) -> tuple[RootWrite | None, int]:
         """Begins a write to the root from chunk ``first`` on; None if a chunk before it is missing. Also returns how
         many leading chunks are there.
         """
-        guard = Guard(self.view, self.chunks, chain)
+        if not keys.prefix_ordered:
+            blocks = RootWrite(self, keys, 0, hints, sources)
+            blocks.reserve(deadline)
+            return blocks, 0
+        guard = Guard(self.view, self.chunks, keys)
         root: RootWrite | None = None
         try:
-            begun = RootWrite(self, chain, first, hints, sources, guard=guard)
+            begun = RootWrite(self, keys, first, hints, sources, guard=guard)
             present = begun.present_before(deadline)
             if not guard.is_settled:
-                present = min(present, self.view.leading(chain))
+                present = min(present, self.view.leading(keys))
             elif present >= first:
                 begun.reserve(deadline)
                 root = begun
-            elif first <= len(chain):
-                root = self._begin_with_parents(chain, first, present, hints, deadline, sources, guard)
+            elif first <= len(keys):
+                root = self._begin_with_parents(keys, first, present, hints, deadline, sources, guard)
         finally:
             if root is None:
                 guard.release()
@@ -319,7 +303,7 @@ class Puts:
 
     def _begin_with_parents(
         self,
-        chain: Chain,
+        chain: KeySet,
         first: int,
         present: int,
         hints: Hints,
@@ -363,16 +347,16 @@ def _store(root: RootWrite, source: Sections, first: int, count: int, deadline: 
     return there
 
 
-class Write:
-    """A put under way: ``add`` runs of chunks, then ``finish`` or ``abandon``. Used by one thread.
+class WriteBatch:
+    """A put under way: ``add`` runs of chunks, then ``commit`` or ``abort``. Used by one thread.
 
     A run's memory belongs to the caller again when its ``release`` is called, which happens in the order of the runs.
     """
 
     def __init__(
         self,
-        puts: Puts,
-        wanted: Wanted,
+        writer: Writer,
+        wanted: KeySet,
         first: int,
         found: Mask,
         mode: WriteMode,
@@ -388,16 +372,14 @@ class Write:
         self.mode = mode
         self.refused = refused
         """True if a chunk before the first is missing, so that nothing is stored."""
-        self._puts = puts
+        self._writer = writer
         self._wanted = wanted
-        self._is_chain = isinstance(wanted, Chain)
-        self._sizes = sizes_of(wanted)
+        self._is_chain = wanted.prefix_ordered
+        self._sizes = wanted.payload_sizes()
         self._first = first
         self._found = found
         self._there = found.copy()
-        self._left_out = ~puts.view.unswept(wanted)
-        if isinstance(wanted, Keyed):
-            self._left_out |= wanted.contradicting()
+        self._left_out = ~writer.view.unswept(wanted) | wanted.contradicting()
         self._hints = hints
         self._root = root
         self._is_shed = False
@@ -415,7 +397,7 @@ class Write:
     def add(
         self, source: Sections, first: int, count: int, deadline: Deadline, release: Callable[[], None] = nothing
     ) -> None:
-        """Stores ``count`` chunks from index ``first`` on, or begins to. Raises as ``finish`` does."""
+        """Stores ``count`` chunks from index ``first`` on, or begins to. Raises as ``commit`` does."""
         run = slice(first, min(first + count, len(self._wanted)))
         new = first + np.flatnonzero(~(self._there[run] | self._left_out[run]))
         if self.refused:
@@ -435,7 +417,7 @@ class Write:
             if self._root.abandon():
                 release()
 
-    def finish(self, deadline: Deadline) -> Written:
+    def commit(self, deadline: Deadline) -> Written:
         """Waits for what is on its way to the root. Raises the root's errors, or Unavailable."""
         if self.refused:
             return Written(self._found, 0, 0, 0, self._fresh)
@@ -453,25 +435,25 @@ class Write:
             fresh = fresh | root.fresh
             chunks, size_bytes = chunks + root.written, size_bytes + root.bytes_written
         # A chunk condemned during its put counts as absent.
-        there = there & ~self._left_out & self._puts.view.stays(self._wanted)
+        there = there & ~self._left_out & self._writer.view.stays(self._wanted)
         if self._is_chain:
             there[leading(there) :] = False
         found = max(0, int(there[self._first :].sum()) - chunks)
-        self._puts.counters.add(NodeCount.CHUNKS_FOUND, found)
+        self._writer.counters.add(NodeCount.CHUNKS_FOUND, found)
         if self.mode is WriteMode.BEHIND:
-            self._puts.used(self._wanted, self._found, self._hints)
+            self._writer.used(self._wanted, self._found, self._hints)
         if root is not None:
             root.used(there)
         return Written(there, chunks, size_bytes, found, fresh & there, self._reason)
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Puts nothing more on the root. Chunks that memory took stay there. Idempotent."""
         if self._root is not None:
             self._root.abandon()
 
     @property
     def _tiers(self) -> TierStack:
-        tiers = self._puts.tiers
+        tiers = self._writer.tiers
         assert tiers is not None, "without memory nothing is put behind, and nothing kept"
         return tiers
 
@@ -483,7 +465,7 @@ class Write:
             left, goes_on = new, new[:0]
         else:
             waits = not self._reason  # once for a put: a root that hangs keeps it no longer
-            kept = self._tiers.absorb(*self._part(source, new), self._hints, deadline, waits=waits)
+            kept = self._tiers.absorb(self._incoming(source, new, deadline), waits=waits)
             self._there[new] = kept.there
             self._fresh[new[kept.fresh]] = True
             self._absorbed += len(kept.fresh)
@@ -493,7 +475,7 @@ class Write:
         if shed := len(left) - len(goes_on):
             self._is_shed = self._is_chain
             self._reason = Overloaded.reason
-            self._puts.counters.add(NodeCount.BEHIND_SHED, shed)
+            self._writer.counters.add(NodeCount.BEHIND_SHED, shed)
         return goes_on
 
     def _for_root(self, left: Indexes, deadline: Deadline) -> Indexes:
@@ -508,7 +490,7 @@ class Write:
             left = left[[memory.is_taken(self._wanted, index) for index in left.tolist()]]
         if left.size and self._root is None:
             with suppress(KVStoreError):
-                self._root = self._puts.begin_root(self._wanted, int(left[0]), self._hints, deadline)
+                self._root, _ = self._writer.begin_root(self._wanted, int(left[0]), self._hints, deadline)
         return left if self._root is not None else left[:0]
 
     def _add_to_root(
@@ -533,15 +515,14 @@ class Write:
         if not self._is_chain:
             new = new[root.there()[new]]  # another writer's block may have another size
         if new.size:
-            self._tiers.keep(*self._part(source, new), self._hints, deadline)
+            self._tiers.keep(self._incoming(source, new, deadline))
 
-    def _part(self, source: Sections, indexes: Indexes) -> tuple[Wanted, int, int, Sections]:
+    def _incoming(self, source: Sections, indexes: Indexes, deadline: Deadline) -> Incoming:
         """Returns the chunks as neighbours, and where their sections are."""
-        first, count = int(indexes[0]), len(indexes)
-        if isinstance(self._wanted, Chain) or indexes[-1] - first == count - 1:
-            return self._wanted, first, count, source
-        places = indexes.tolist()
-        return self._wanted.picked(places), 0, count, lambda at: source(places[at])
+        places: list[int] = indexes.tolist()
+        part, first = self._wanted.run(places)
+        sections = source if part is self._wanted else lambda at: source(places[at])
+        return Incoming(part, first, len(places), sections, self._hints, deadline)
 
 
 def _reason(error: KVStoreError) -> str:
@@ -559,8 +540,8 @@ class RootWrite:
 
     def __init__(
         self,
-        puts: Puts,
-        wanted: Wanted,
+        writer: Writer,
+        wanted: KeySet,
         first: int,
         hints: Hints,
         sources: Sequence[Slots] = (),
@@ -582,14 +563,14 @@ class RootWrite:
         """True for each chunk that got its name by this put."""
         self.abandoned = ctypes.c_int32(0)
         """Not 0 once nothing more is published. Native code reads it too."""
-        self._puts = puts
-        self._chunks = puts.chunks
+        self._writer = writer
+        self._chunks = writer.chunks
         self._hints = hints
         self._sources = sources
         self._guard = guard
         self._parents = parents
-        self._is_chain = isinstance(wanted, Chain)
-        self._stamped_s = puts.chunks.known.tick()
+        self._is_chain = wanted.prefix_ordered
+        self._stamped_s = writer.chunks.known.tick()
         """All chunks of a put have one time, and their ancestors none before it."""
         self._lacking: set[int] = set()
         """Chunks whose hints or time this put has to raise."""
@@ -608,7 +589,7 @@ class RootWrite:
 
     def reserve(self, deadline: Deadline) -> None:
         """Reserves space for all chunks; waits for it a moment. Raises Overloaded if there is none then."""
-        size_bytes = file_bytes(self.wanted, self.first)
+        size_bytes = self.wanted.file_bytes(self.first)
         self._room = self._chunks.usage.reserve(size_bytes, self._missing_bytes, deadline.left_s())
 
     def present_before(self, deadline: Deadline) -> int:
@@ -616,7 +597,7 @@ class RootWrite:
 
         Native code looks for many at once.
         """
-        chain, lanes, runs = self.wanted, self._puts.lanes, self._chunks.runs
+        chain, lanes, runs = self.wanted, self._writer.lanes, self._chunks.runs
         count = min(self.first, len(chain))
         run = runs.of(chain, 0, count)
         size = min(max(-(-count // lanes.width), LOOKED_MIN), LOOKED_MAX) if run is not None else 1
@@ -640,7 +621,7 @@ class RootWrite:
 
     def _look(self, index: int) -> bool:
         """True if chunk ``index`` is in the store; notes one whose hints this put has to raise."""
-        stat = self._chunks.look(expected_of(self.wanted, index))
+        stat = self._chunks.look(self.wanted.expected(index))
         if stat is None:
             return False
         if self._chunks.lacks(stat, self._hints) or not recency.is_fresh(stat.mtime_ns, self._stamped_s):
@@ -685,7 +666,7 @@ class RootWrite:
         Releases the memory of runs on their way. False if a lane may still read some of it, which is not released.
         """
         if not self.abandoned.value:
-            self._puts.counters.add(NodeCount.PUT_FAILED)
+            self._writer.counters.add(NodeCount.PUT_FAILED)
         with self._changed:
             self.abandoned.value = 1
             staged = self._staged(self._ready)
@@ -699,7 +680,7 @@ class RootWrite:
                 is_read = True
                 break
             release()
-        lanes, clock = self._puts.lanes, self._puts.clock
+        lanes, clock = self._writer.lanes, self._writer.clock
 
         def discard(at: int) -> bool:
             self._chunks.discard(staged[at])
@@ -726,8 +707,7 @@ class RootWrite:
 
     def used(self, there: Mask) -> None:
         """Notes a use of the chunks that are there, and raises the hints of those that were found."""
-        used = self.wanted.leading(int(there.sum())) if isinstance(self.wanted, Chain) else self.wanted
-        self._puts.refresher.used(used, self._hints, frozenset(self._lacking))
+        self._writer.refresher.used(self.wanted.needed(int(there.sum())), self._hints, frozenset(self._lacking))
 
     def _renew_parents(self, deadline: Deadline) -> None:
         """Renews the parents of what was published."""
@@ -735,7 +715,7 @@ class RootWrite:
         parents = guard.unlisted(self.fresh) if guard is not None else []
         if guard is not None and parents:
             with suppress(KVStoreError):  # a collector may take a parent then, and its children count as misses
-                self._puts.lanes.run(lambda: guard.renew(parents), deadline)
+                self._writer.lanes.run(lambda: guard.renew(parents), deadline)
 
     def _end(self, *, releases: bool = True) -> None:
         if releases and self._room is not None:
@@ -758,11 +738,10 @@ class RootWrite:
             return True
 
         with suppress(KVStoreError):
-            self._puts.lanes.each(len(missing), look, Deadline(self._puts.clock, LOOK_S))
-        return sum(image_sizes(self.wanted, (first + np.flatnonzero(missing)).tolist()))
+            self._writer.lanes.each(len(missing), look, Deadline(self._writer.clock, LOOK_S))
+        return sum(self.wanted.image_sizes((first + np.flatnonzero(missing)).tolist()))
 
     def _wait(self, deadline: Deadline) -> None:
-        """Waits for the oldest run."""
         batch, release = self._pending[0]
         try:
             batch.wait(deadline)
@@ -774,7 +753,7 @@ class RootWrite:
     # Staging, on lanes
 
     def _begin(self, source: Sections, first: int, count: int) -> Batch:
-        runs, lanes = self._chunks.runs, self._puts.lanes
+        runs, lanes = self._chunks.runs, self._writer.lanes
         run = runs.of(self.wanted, first, count, source) if runs.stages else None
         if run is None:
             return lanes.start(count, lambda at: self._store(source, first + at))
@@ -796,7 +775,7 @@ class RootWrite:
 
     def _shared(self, run: Run) -> SharedPut:
         """Returns chunks that lanes find, stage and publish together."""
-        durable, chunk_bytes = self._puts.durable, max(1, mean_bytes(self.wanted, run.first, run.count))
+        durable, chunk_bytes = self._writer.durable, max(1, self.wanted.mean_bytes(run.first, run.count))
         # Blocks that the caller vouches for need no look between staging and publishing.
         at_once = not self._is_chain and not durable and not self._sources
         files_max, bytes_max = (TURN_SYNCED_MAX if durable else TURN_FILES_MAX), TURN_BYTES_MAX
@@ -804,11 +783,10 @@ class RootWrite:
             files_max, bytes_max = TURN_PUBLISHED_MAX, TURN_PUBLISHED_BYTES_MAX
         most = max(1, min(bytes_max // chunk_bytes, files_max))
         sizes = Sizes(max(1, min(STEP_BYTES // chunk_bytes, STEP_FILES_MAX, most)), most)
-        first, stop, depths = run.first, run.first + run.count, self.wanted.depths
         return self._chunks.runs.shared_put(
             run,
             sizes,
-            np.array(depths[first:stop], np.int64) if depths else np.arange(first, stop),
+            np.array(self.wanted.depths()[run.first : run.first + run.count], np.int64),
             stamped_s=self._stamped_s,
             durable=durable,
             hints=self._hints,
@@ -873,14 +851,14 @@ class RootWrite:
         if self._look(index):
             self._completed({index: None})
             return True
-        expected, depths = expected_of(self.wanted, index), self.wanted.depths
+        expected = self.wanted.expected(index)
         staged = self._chunks.stage(
             expected,
             source(index),
             self._stamped_s,
-            self._puts.durable,
+            self._writer.durable,
             self._hints,
-            depths[index] if depths else index,
+            self.wanted.depths()[index],
             source.origin(index) if isinstance(source, Images) else None,
         )
         if not self._is_chain or self._chunks.root.traits.ordered_publish:
@@ -945,7 +923,7 @@ class RootWrite:
         found = list[Staged]()
         for index, each in ready.items():
             if isinstance(each, SharedPut):
-                expected = expected_of(self.wanted, index)
+                expected = self.wanted.expected(index)
                 found.append(Staged(each.name(index - each.run.first), expected, expected.file_bytes))
             elif each is not None:
                 found.append(each)
@@ -1040,7 +1018,7 @@ class RootWrite:
                 return
             raise Unavailable("a chunk in memory went wrong while it was written to the root: put it again")
         try:
-            won = self._chunks.publish(staged, self._puts.durable)
+            won = self._chunks.publish(staged, self._writer.durable)
             if not won:
                 self._look(index)  # its stamp may be older than those of its children here: then it is renewed first
             # Another writer's block under this key may have another size: then ours is not in the store.
@@ -1058,7 +1036,7 @@ class RootWrite:
         if self._is_renewed and not lacking:
             return
         self._is_renewed = True
-        self._puts.refresher.renew(self.wanted.leading(depth), self._hints, lacking, self._stamped_s)
+        self._writer.refresher.renew(self.wanted.leading(depth), self._hints, lacking, self._stamped_s)
         self._lacking -= lacking
 
     def _still_right(self, indexes: Sequence[int]) -> Mask:
@@ -1068,7 +1046,7 @@ class RootWrite:
         as right ever after.
         """
         right = np.ones(len(indexes), np.bool_)
-        tiers = self._puts.tiers
+        tiers = self._writer.tiers
         for slots in self._sources:
             ours = [at for at, index in enumerate(indexes) if 0 <= index - slots.first < len(slots.entries)]
             if ours and tiers is not None:
@@ -1084,7 +1062,7 @@ class RootWrite:
 class Guard:
     """Keeps a prompt from being evicted while a put adds to it (gc/PROTOCOL.md, section 7)."""
 
-    def __init__(self, view: GcState, chunks: Chunks, chain: Chain) -> None:
+    def __init__(self, view: GcState, chunks: ChunkStore, chain: KeySet) -> None:
         self._view = view
         self._chunks = chunks
         self._chain = chain
@@ -1111,6 +1089,5 @@ class Guard:
             self._chunks.root.mark(self._chunks.name(self._chain.addresses[index], self._chain.namespace.id))
 
     def release(self) -> None:
-        """Ends it. Idempotent."""
         mark, self._mark = self._mark, None
         self._view.unprotect(mark)
