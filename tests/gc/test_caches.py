@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.caches import Blocks, Cache, Column, Fifo, Lfu, Lru, Optimum, S3Fifo, Sieve, Sweeping
+from benchmarks.policies import Blocks, Cache, Column, Fifo, Lfu, Lru, Optimum, S3Fifo, Sieve, Sweeping
 from kvstore_gc.policy import Order
 from tests.kit.cases import for_each
 

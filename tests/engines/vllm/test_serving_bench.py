@@ -7,13 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import serving, streams, turns
-from benchmarks.contents import WrongBytes
-from benchmarks.options import Options
-from benchmarks.played import Played, Sizes, Turn
-from benchmarks.serving import WAYS, Took, Way
-from benchmarks.streams import Reply
-from benchmarks.turns import Pair
+from benchmarks import serving
+from benchmarks.harness.load import WrongBytes
+from benchmarks.harness.options import Options
+from benchmarks.serving import WAYS, Pair, Played, Reply, Sizes, Took, Turn, Way
 
 WAYS_HERE = ["none", "sync", "fs"]
 TALK = Sizes(chats=3, chatters=1, turns=2, system_tokens=64, asked_tokens=32, answered_tokens=8)
@@ -78,9 +75,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[int]]]:
         found.append((url, prompt))
         return Reply([7] * count, 0.5, 32)
 
-    monkeypatch.setattr(streams, "ask", ask)
-    monkeypatch.setattr(turns, "counters", lambda _: {})
-    monkeypatch.setattr(turns, "REST_S", 0.0)
+    monkeypatch.setattr(serving, "ask", ask)
+    monkeypatch.setattr(serving, "counters", lambda _: {})
+    monkeypatch.setattr(serving, "REST_S", 0.0)
     return found
 
 
@@ -109,11 +106,11 @@ def test_another_answer_is_told_with_the_distance_of_the_best_two_tokens(monkeyp
         return Played(TALK, [[Turn([1, 2], Reply(answer, 0.5, 0)) for answer in answers]], 1.0, 1.0, 0.0)
 
     monkeypatch.setattr(
-        streams, "best_two", lambda url, prompt: {3: -0.5, 9: -0.75} if (url, prompt) == ("first", [1, 2, 5]) else {}
+        serving, "best_two", lambda url, prompt: {3: -0.5, 9: -0.75} if (url, prompt) == ("first", [1, 2, 5]) else {}
     )
     expected = played([5, 3, 4], [6, 6, 6])
-    (line,) = turns.differing(pair("none"), expected, played([5, 9, 4], [8, 8, 8]))
+    (line,) = serving.differing(pair("none"), expected, played([5, 9, 4], [8, 8, 8]))
     assert line == "turn 0, token 1: its two best tokens are 0.25 apart"
-    (line,) = turns.differing(pair("none"), expected, played([5, 10, 4], [8, 8, 8]))
+    (line,) = serving.differing(pair("none"), expected, played([5, 10, 4], [8, 8, 8]))
     assert "NOT" in line
-    assert turns.differing(pair("none"), expected, played([5, 3, 4], [6, 6, 6])) == []
+    assert serving.differing(pair("none"), expected, played([5, 3, 4], [6, 6, 6])) == []

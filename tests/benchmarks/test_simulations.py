@@ -1,0 +1,78 @@
+"""Benchmarks that count instead of measuring, and the two that run planned batches and segments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import blocks, planning
+from benchmarks.blocks import agents, swept
+from benchmarks.harness import page_cache
+from benchmarks.harness.load import WrongBytes
+from benchmarks.planning import BLOCK, Load, prefetching_main, saved, shared_by, steps
+from kvstore.planning import Prompts
+from kvstore.segments import Segments
+
+FEW = ["--groups", "3", "--prefix", "512", "--rounds", "1"]
+
+
+def small_batch() -> Load:
+    chance = np.random.default_rng(0)
+    prompts = shared_by(chance, 20, 4, prefix=64, own=16)
+    packed = Prompts.of_tokens((prompts[at] for at in chance.permutation(len(prompts))), BLOCK)
+    return Load("small", packed, [5] * len(prompts))
+
+
+def test_eviction_by_chain_keeps_reachable_blocks() -> None:
+    replay = agents()
+    capacity, engine = len(replay.blocks) // 4, len(replay.blocks) // 20
+    aged = swept(replay, capacity, engine, is_chained=True)
+    superseded = swept(replay, capacity, engine, is_chained=True, sessions=True)
+    assert aged.unreachable == superseded.unreachable == 0
+    assert superseded.hits > aged.hits, "superseded forks free space for what is used again"
+    assert swept(replay, capacity, engine, is_chained=False).unreachable > 0
+
+
+def test_planned_order_saves_all_that_can_be_saved() -> None:
+    rows = list(saved(small_batch(), [10_000]))
+    assert [row[1] for row in rows] == [160, 10_000]
+    for row in rows:
+        assert row[3] == row[4] == row[5] == pytest.approx(60.0)
+    arrival = [row[2] for row in rows]
+    assert isinstance(arrival[0], float) and arrival[0] < 10
+    assert arrival[1] == pytest.approx(60.0), "memory for all"
+
+
+def test_steps_are_never_fewer_than_full_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "STEP_TOKENS", 64)
+    _, arrival, ratio, least = steps(small_batch())
+    assert isinstance(arrival, int) and isinstance(ratio, int) and isinstance(least, int)
+    assert min(arrival, ratio) >= least == -(-(20 * 64 + 80 * 16 + 80 * 5) // 64)
+
+
+@pytest.mark.slow
+def test_prefetching_needs_a_cold_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(page_cache, "emptied", lambda *_: 0.0)  # a file system in memory cannot be emptied
+    assert prefetching_main(["--root", str(tmp_path), *FEW]) == 0
+    printed = capsys.readouterr().out
+    assert all(way in printed for way in ("in memory", "from the root", "brought ahead"))
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(page_cache, "emptied", lambda *_: 1.0)
+    with pytest.raises(SystemExit, match="give --root"):
+        prefetching_main(["--root", str(tmp_path), *FEW])
+
+
+@pytest.mark.slow
+def test_segments_are_found_on_each_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(blocks, "DOCUMENTS", 4)
+    monkeypatch.setattr(blocks, "KEYS_SHAPE", (2, 64, 2, 128))
+    assert blocks.segments_main(["--tokens", "2000", "--rounds", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("any offset") == 3 and "through a worker" in printed and printed.count("interleaved") == 3
+    monkeypatch.setattr(Segments, "find", lambda *_, **__: [])
+    with pytest.raises(WrongBytes, match="0 tokens of 1280"):
+        blocks.segments_main(["--tokens", "2000", "--rounds", "1"])
