@@ -57,6 +57,7 @@ BENCHMARKS = {
     "match": Benchmark("match latency, etcd operations, memory", "1 min", "match"),
     "serving": Benchmark("the real vLLM on a CPU, with and without stores", "20 min", "serving"),
     "steady": Benchmark("a full store beside an unlimited one", "3 min", "steady"),
+    "mlperf": Benchmark("MLPerf Storage's KV cache benchmark, and its trace", "4 min", "mlperf"),
     "competitors": Benchmark(
         "beside Vineyard, LMCache, Mooncake, Redis and plain files", "3 min", "competitors.report"
     ),
