@@ -164,8 +164,11 @@ class Measured:
             if bare is None or path not in self.ratios:
                 continue
             found = self.ratios[path]
-            pairs = ((bare[base], found[name]) for name, base in BESIDE.items())
-            yield [self.model.name, path, *(statistics.median(map(operator.truediv, *pair)) for pair in pairs)]
+            row: list[Cell] = [self.model.name, path]
+            for name, base in BESIDE.items():  # a put behind needs a worker with memory
+                ratios = map(operator.truediv, bare[base], found.get(name, []))
+                row.append(statistics.median(ratios) if name in found else None)
+            yield row
 
 
 def measure(model: Model, tokens: int, paths: Sequence[str], folder: Path, rounds: int, skipped: list[str]) -> Measured:
