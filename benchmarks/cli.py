@@ -65,7 +65,6 @@ BENCHMARKS = {
     "check": Benchmark("fails if a path lost a third of its speed", "1 min", "check", "main"),
     "durability": Benchmark("puts with each durability, on a disk", "5 min", "storage", "durability_main"),
     "encodings": Benchmark("compression and encryption of chunks", "2 min", "storage", "encodings_main"),
-    "engine-blocks": Benchmark("engine-hashed blocks under eviction", "2 min", "blocks", "blocks_main"),
     "events": Benchmark("KV events: cost under load, memory, queries", "1 min", "events", "main"),
     "gc": Benchmark("speed and memory of the collector, and its effect on readers", "5 min", "gc", "main"),
     "gpu": Benchmark("KV into and out of a GPU (torch)", "5 min", "gpu", "main"),
@@ -75,7 +74,7 @@ BENCHMARKS = {
     "prefetching": Benchmark(
         "first token of a planned batch, prefetched or not", "3 min", "planning", "prefetching_main"
     ),
-    "segments": Benchmark("finding segments, and rotating their keys", "1 min", "blocks", "segments_main"),
+    "segments": Benchmark("finding segments, and rotating their keys", "1 min", "segments", "main"),
     "spreading": Benchmark("how prompts spread over workers", "1 min", "spreading", "main"),
 }
 

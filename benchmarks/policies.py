@@ -12,9 +12,7 @@ blocks of the trace.  No cache state, no timing: the figures are the same on eve
 in one store, where alone such hints can matter.
 
 Every cache has ``request(now_s, chain)``, which returns the leading blocks of the chain that it had; afterwards it has
-the whole chain, as far as there is space. A block counts as found only if all before it were. *Leaf-first* policies
-never evict a block while they have one that continues it. The plain ones of the literature do: blocks after a gap take
-space and are never found.
+the whole chain, as far as there is space. A block counts as found only if all before it were.
 """
 
 from __future__ import annotations
@@ -23,8 +21,7 @@ import argparse
 import heapq
 import json
 import sys
-from abc import ABC, abstractmethod
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -81,174 +78,6 @@ class Lru:
 
     def present(self) -> set[int]:
         return set(self._order)
-
-
-class Lfu:
-    """Least frequently used since it came, the least recently used among those: leaf-first as it stands."""
-
-    def __init__(self, blocks: Blocks, capacity: int) -> None:
-        self._blocks = blocks
-        self._capacity = capacity
-        self._keys: dict[int, tuple[int, int, int]] = {}
-        self._heap: list[tuple[tuple[int, int, int], int]] = []
-        self._clock = 0
-
-    def request(self, now_s: float, chain: Column) -> int:
-        blocks = chain.tolist()
-        found = _leading(blocks, self._keys)
-        self._clock += 1
-        for depth, block in enumerate(blocks):
-            key = (self._keys.get(block, (0, 0, 0))[0] + 1, self._clock, -depth)
-            self._keys[block] = key
-            heapq.heappush(self._heap, (key, block))
-        while len(self._keys) > self._capacity:
-            key, block = heapq.heappop(self._heap)
-            if self._keys.get(block) == key:
-                del self._keys[block]
-        return found
-
-    def present(self) -> set[int]:
-        return set(self._keys)
-
-
-class _Queued(ABC):
-    """The common base of FIFO, SIEVE and S3-FIFO: the blocks that are there, and the number that continue each."""
-
-    def __init__(self, blocks: Blocks, capacity: int, *, leaf_first: bool) -> None:
-        self._parents = blocks.parents.tolist()
-        self._capacity = capacity
-        self._leaf_first = leaf_first
-        self._seen: dict[int, int] = {}
-        """The number of requests for each block since it came, up to 3."""
-        self._children = [0] * (len(blocks) + 1)
-
-    def request(self, now_s: float, chain: Column) -> int:
-        blocks = chain.tolist()
-        found = _leading(blocks, self._seen)
-        for block in blocks:
-            if block in self._seen:
-                self._seen[block] = min(self._seen[block] + 1, 3)
-            else:
-                self._seen[block] = 0
-                self._children[self._parents[block]] += 1
-                self._enqueue(block)
-        while len(self._seen) > self._capacity:
-            block = self._victim()
-            del self._seen[block]
-            self._children[self._parents[block]] -= 1
-        return found
-
-    def present(self) -> set[int]:
-        return set(self._seen)
-
-    def _stays(self, block: int) -> bool:
-        return self._leaf_first and self._children[block] > 0
-
-    @abstractmethod
-    def _enqueue(self, block: int) -> None:
-        """Takes in a block that was not there."""
-
-    @abstractmethod
-    def _victim(self) -> int:
-        """Takes out the block that goes next."""
-
-
-class Fifo(_Queued):
-    """First in, first out; leaf-first: the oldest that nothing continues."""
-
-    def __init__(self, blocks: Blocks, capacity: int, *, leaf_first: bool) -> None:
-        super().__init__(blocks, capacity, leaf_first=leaf_first)
-        self._heap: list[tuple[int, int]] = []
-        self._came: dict[int, int] = {}
-        self._count = 0
-
-    def _enqueue(self, block: int) -> None:
-        self._count += 1
-        self._came[block] = self._count
-        heapq.heappush(self._heap, (self._count, block))
-
-    def _victim(self) -> int:
-        while True:
-            came, block = heapq.heappop(self._heap)
-            if block not in self._seen or self._came[block] != came or self._stays(block):
-                continue
-            parent = self._parents[block]
-            if self._leaf_first and parent in self._seen and self._children[parent] == 1:
-                heapq.heappush(self._heap, (self._came[parent], parent))
-            return block
-
-
-class Sieve(_Queued):
-    """SIEVE (Zhang et al., NSDI 2024): one queue, and a hand that passes over blocks used since its last visit."""
-
-    def __init__(self, blocks: Blocks, capacity: int, *, leaf_first: bool) -> None:
-        super().__init__(blocks, capacity, leaf_first=leaf_first)
-        self._newer: dict[int, int] = {}
-        self._older: dict[int, int] = {}
-        self._newest = self._oldest = self._hand = -1
-
-    def _enqueue(self, block: int) -> None:
-        self._older[block], self._newer[block] = self._newest, -1
-        if self._newest >= 0:
-            self._newer[self._newest] = block
-        else:
-            self._oldest = block
-        self._newest = block
-
-    def _victim(self) -> int:
-        block = self._hand if self._hand >= 0 else self._oldest
-        while self._seen[block] or self._stays(block):
-            self._seen[block] = 0
-            block = self._newer[block] if self._newer[block] >= 0 else self._oldest
-        newer, older = self._newer.pop(block), self._older.pop(block)
-        self._hand = newer
-        if newer >= 0:
-            self._older[newer] = older
-        else:
-            self._newest = older
-        if older >= 0:
-            self._newer[older] = newer
-        else:
-            self._oldest = newer
-        return block
-
-
-class S3Fifo(_Queued):
-    """S3-FIFO (Yang et al., SOSP 2023): a small queue of a tenth for newcomers, a main one, a ghost queue."""
-
-    def __init__(self, blocks: Blocks, capacity: int, *, leaf_first: bool) -> None:
-        super().__init__(blocks, capacity, leaf_first=leaf_first)
-        self._small: deque[int] = deque()
-        self._main: deque[int] = deque()
-        self._ghosts: OrderedDict[int, None] = OrderedDict()
-        self._small_max = max(1, capacity // 10)
-
-    def _enqueue(self, block: int) -> None:
-        if block in self._ghosts:
-            del self._ghosts[block]
-            self._main.append(block)
-        else:
-            self._small.append(block)
-
-    def _victim(self) -> int:
-        while True:
-            if len(self._small) > self._small_max or not self._main:
-                block = self._small.popleft()
-                if self._seen[block] > 1 or self._stays(block):
-                    self._main.append(block)
-                    continue
-                self._ghosts[block] = None
-                while len(self._ghosts) > self._capacity - self._small_max:
-                    self._ghosts.popitem(last=False)
-                return block
-            for _ in range(4 * len(self._main)):
-                block = self._main.popleft()
-                if not self._seen[block] and not self._stays(block):
-                    return block
-                self._seen[block] = max(0, self._seen[block] - 1)
-                self._main.append(block)
-            # All of the main queue is continued from the small one.
-            self._small_max = len(self._small) - 1
 
 
 class Optimum:
@@ -472,11 +301,7 @@ def policies(replay: Replay, hinted: bool) -> list[tuple[str, str, Callable[[int
     found: list[tuple[str, str, Callable[[int], Cache]]] = [
         ("optimum", "per insert", lambda capacity: Optimum(blocks, capacity, replay.chains)),
         ("LRU", "per insert", lambda capacity: Lru(blocks, capacity)),
-        ("LFU", "per insert", lambda capacity: Lfu(blocks, capacity)),
     ]
-    for name, kind in (("FIFO", Fifo), ("SIEVE", Sieve), ("S3-FIFO", S3Fifo)):
-        found.append((name, "per insert, leaf-first", partial(kind, blocks, leaf_first=True)))
-        found.append((name, "per insert, plain", partial(kind, blocks, leaf_first=False)))
     ways: list[tuple[str, dict[str, float]]] = [
         ("per insert (1 %)", PER_INSERT),
         ("ahead of need (5 % free)", SWEPT),

@@ -8,8 +8,8 @@ each turn is read again and compared.
 ``encodings`` measures ratio, speed of the codec alone, and what a store pays. Its KV is made, not taken from a model:
 each channel is an AR(1) process along the tokens (correlation 0.9 in K, 0.5 in V) around a mean of its own, scaled by a
 log-normal factor; one channel in 64 of K is an outlier, 20 times as large, as keys before and after RoPE have them.
-Hypothesis: exponents of neighbouring channels are alike and mantissas are noise, so bfloat16 loses about a quarter, and
-sorting into byte planes finds what zstd alone does not; AES costs less than one memcpy.
+Hypothesis: exponents of neighbouring channels are alike and mantissas are noise, so bfloat16 loses about a
+quarter; AES costs less than one memcpy.
 
     python -m benchmarks durability [--rates-mib 100 0] [--seconds 8] [--rounds 5] [--disk FOLDER] [--json]
     python -m benchmarks encodings [--mib N] [--folder FOLDER]
@@ -31,7 +31,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import zstandard
 
 import kvstore
 from benchmarks.harness import machine
@@ -187,9 +186,6 @@ def codec(mib: int) -> None:
         payload = memoryview(kv.tobytes())
         size = layout.section_bytes
         sections = [payload[at : at + size] for at in range(0, len(payload), size)]
-        row(dtype, "zstd 1 alone", sections, copy_s / mib, _zstd(1), _unzstd)
-        for level in (1, 3):
-            row(dtype, f"byte planes, zstd {level}", sections, copy_s / mib, _planes(level, layout.itemsize), None)
         itemsize = layout.itemsize
 
         def stretch(stored: bytes, memory: memoryview, itemsize: int = itemsize) -> None:
@@ -214,7 +210,7 @@ def row(
     sections: list[memoryview],
     copy_s: float,
     put: Callable[[memoryview], bytes | memoryview],
-    get: Callable[[bytes, memoryview], None] | None,
+    get: Callable[[bytes, memoryview], None],
 ) -> None:
     """One line; ``copy_s`` is memcpy's of a MiB."""
     stored = [bytes(put(section)) for section in sections]
@@ -222,24 +218,10 @@ def row(
     put_s = cpu_s(lambda: [put(section) for section in sections])
     cells = [f"{sum(map(len, sections)) / sum(map(len, stored)):.2f}"]
     cells += [f"{plain / 1024 / put_s:.2f}", f"{put_s / plain / copy_s:.1f}"]
-    if get is not None:
-        memory = memoryview(bytearray(len(sections[0])))
-        get_s = cpu_s(lambda: [get(each, memory) for each in stored])
-        cells += [f"{plain / 1024 / get_s:.2f}", f"{get_s / plain / copy_s:.1f}"]
-    print(f"| {dtype} | {how} | " + " | ".join([*cells, "-", "-"][:5]) + " |", flush=True)
-
-
-def _zstd(level: int) -> Callable[[memoryview], bytes]:
-    return zstandard.ZstdCompressor(level=level).compress
-
-
-def _unzstd(stored: bytes, memory: memoryview) -> None:
-    memory[:] = zstandard.ZstdDecompressor().decompress(stored)
-
-
-def _planes(level: int, itemsize: int) -> Callable[[memoryview], bytes]:
-    compressor = zstandard.ZstdCompressor(level=level)
-    return lambda section: compressor.compress(squeezing.split_planes(section, itemsize))
+    memory = memoryview(bytearray(len(sections[0])))
+    get_s = cpu_s(lambda: [get(each, memory) for each in stored])
+    cells += [f"{plain / 1024 / get_s:.2f}", f"{get_s / plain / copy_s:.1f}"]
+    print(f"| {dtype} | {how} | " + " | ".join(cells) + " |", flush=True)
 
 
 def store(folder: Path, mib: int) -> None:

@@ -1,4 +1,4 @@
-"""Benchmarks that count instead of measuring, and the two that run planned batches and segments."""
+"""Benchmarks that count instead of measuring, and two that run planned batches and segments."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import blocks, planning
-from benchmarks.blocks import agents, swept
+from benchmarks import planning, segments
 from benchmarks.harness import page_cache
 from benchmarks.harness.load import WrongBytes
 from benchmarks.planning import BLOCK, Load, prefetching_main, saved, shared_by, steps
@@ -23,16 +22,6 @@ def small_batch() -> Load:
     prompts = shared_by(chance, 20, 4, prefix=64, own=16)
     packed = Prompts.of_tokens((prompts[at] for at in chance.permutation(len(prompts))), BLOCK)
     return Load("small", packed, [5] * len(prompts))
-
-
-def test_eviction_by_chain_keeps_reachable_blocks() -> None:
-    replay = agents()
-    capacity, engine = len(replay.blocks) // 4, len(replay.blocks) // 20
-    aged = swept(replay, capacity, engine, is_chained=True)
-    superseded = swept(replay, capacity, engine, is_chained=True, sessions=True)
-    assert aged.unreachable == superseded.unreachable == 0
-    assert superseded.hits > aged.hits, "superseded forks free space for what is used again"
-    assert swept(replay, capacity, engine, is_chained=False).unreachable > 0
 
 
 def test_planned_order_saves_all_that_can_be_saved() -> None:
@@ -68,11 +57,11 @@ def test_prefetching_needs_a_cold_root(
 
 @pytest.mark.slow
 def test_segments_are_found_on_each_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(blocks, "DOCUMENTS", 4)
-    monkeypatch.setattr(blocks, "KEYS_SHAPE", (2, 64, 2, 128))
-    assert blocks.segments_main(["--tokens", "2000", "--rounds", "1"]) == 0
+    monkeypatch.setattr(segments, "DOCUMENTS", 4)
+    monkeypatch.setattr(segments, "KEYS_SHAPE", (2, 64, 2, 128))
+    assert segments.main(["--tokens", "2000", "--rounds", "1"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("any offset") == 3 and "through a worker" in printed and printed.count("interleaved") == 3
     monkeypatch.setattr(Segments, "find", lambda *_, **__: [])
     with pytest.raises(WrongBytes, match="0 tokens of 1280"):
-        blocks.segments_main(["--tokens", "2000", "--rounds", "1"])
+        segments.main(["--tokens", "2000", "--rounds", "1"])
