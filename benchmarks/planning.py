@@ -44,7 +44,7 @@ from benchmarks.harness.result import Cell, Plot, Table, markdown
 from kvstore.client.cache import Cache
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
-from kvstore.planning import Group, Plan, Prompts, Storage, make_plan, pack
+from kvstore.planning import Group, Plan, Prompts, Storage, make_plan
 from kvstore.replay.trace import BLOCK_TOKENS, load_trace
 
 Ids = npt.NDArray[np.uint32]
@@ -52,7 +52,6 @@ Ids = npt.NDArray[np.uint32]
 BLOCK = 16
 CHUNK = 256
 HELD_CHUNKS = 4
-STEP_TOKENS = 8192
 VOCABULARY = 128_000
 COST_PROMPTS = 100_000
 COST_TOKENS = 2080
@@ -134,14 +133,6 @@ def saved(load: Load, memories: Sequence[int]) -> Iterator[list[str | int | floa
         plan = make_plan(load.prompts, memory_tokens=memory, decode_tokens=load.decode)
         counts = (plan.tokens_arrival, plan.tokens_one_level, plan.tokens_to_compute, plan.tokens_optimum)
         yield [load.name, memory, *(None if each is None else 100 * plan.share_saved(each) for each in counts)]
-
-
-def steps(load: Load) -> list[str | int | float | None]:
-    """Steps of a simulated engine: siblings in order of arrival, and those that decode more first."""
-    plans = [make_plan(load.prompts, memory_tokens=400_000, decode_tokens=decode) for decode in (None, load.decode)]
-    packed = [pack(plan, load.decode, step_tokens=STEP_TOKENS, memory_tokens=400_000) for plan in plans]
-    least = -(-(plans[0].tokens_to_compute + sum(load.decode)) // STEP_TOKENS)
-    return [load.name, *(sum(1 for _ in each) for each in packed), least]
 
 
 def with_store(seed: int = 3) -> list[str | int | float | None]:
@@ -238,12 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("batch", "stored %", "to compute, planned %", "optimum %", "planned without looking %"),
         [with_store()],
     )
-    packed = Table(
-        f"Steps of a simulated engine, {STEP_TOKENS} tokens each",
-        ("batch", "steps, order of arrival", "steps, by decode ratio", "if every step were full"),
-        [steps(load) for load in batches],
-    )
-    for each in (table, stored, packed):
+    for each in (table, stored):
         print(f"{each.title}\n\n{markdown(each)}\n", flush=True)
     if asked.plot is not None:
         asked.plot.write_text(svg(table))

@@ -269,9 +269,6 @@ def settings_of(name: str, root: Path, prompt_bytes: int, connect: str = "") -> 
         }
         return {"kv_transfer_config": config}
     place: dict[str, Any] = {"connect": connect} if connect else {"root": str(root), "max_bytes": None}
-    if name in ("sync", "layerwise"):
-        place.update(load="sync", layerwise=name == "layerwise")
-        return {"kv_transfer_config": transfer(place), "async_scheduling": False}
     return {"kv_transfer_config": transfer(place)}
 
 
@@ -469,14 +466,12 @@ def run_chats(options: Options, arguments: argparse.Namespace | None = None) -> 
 
 
 HYPOTHESIS = "storing costs a few hundredths of a cold request, and a warm one takes about a tenth of it"
-WAYS = ("none", "async", "sync", "layerwise", "worker", "tier", "fs")
-QUICK = ("none", "async", "sync")
+WAYS = ("none", "async", "worker", "tier", "fs")
+QUICK = ("none", "async")
 ABOUT = {
     "none": "vLLM without a store, and without a prefix cache",
     "async": "the connector: a request waits aside for its KV",
-    "sync": "the connector: KV is loaded within the first step",
-    "layerwise": "the connector: sync, each layer when the model reaches it",
-    "worker": "the connector, async, through a worker that has the KV in memory",
+    "worker": "the connector through a worker that has the KV in memory",
     "tier": "vLLM's offloading with our secondary tier",
     "fs": "vLLM's offloading with its own tier of files",
 }

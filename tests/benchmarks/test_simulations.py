@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import planning, segments
+from benchmarks import segments
 from benchmarks.harness import page_cache
 from benchmarks.harness.load import WrongBytes
-from benchmarks.planning import BLOCK, Load, prefetching_main, saved, shared_by, steps
+from benchmarks.planning import BLOCK, Load, prefetching_main, saved, shared_by
 from kvstore.planning import Prompts
 from kvstore.segments import Segments
 
@@ -32,13 +32,6 @@ def test_planned_order_saves_all_that_can_be_saved() -> None:
     arrival = [row[2] for row in rows]
     assert isinstance(arrival[0], float) and arrival[0] < 10
     assert arrival[1] == pytest.approx(60.0), "memory for all"
-
-
-def test_steps_are_never_fewer_than_full_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "STEP_TOKENS", 64)
-    _, arrival, ratio, least = steps(small_batch())
-    assert isinstance(arrival, int) and isinstance(ratio, int) and isinstance(least, int)
-    assert min(arrival, ratio) >= least == -(-(20 * 64 + 80 * 16 + 80 * 5) // 64)
 
 
 @pytest.mark.slow
