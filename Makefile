@@ -56,7 +56,7 @@ nightly: $(READY) ## one part of the tests that take longer (PART=model); withou
 docs: $(READY) ## the documents as a site, with the API from docstrings (installs mkdocs)
 	@.ci/docs.sh $(ARGS)
 
-bench: $(READY) ## every table beside fio, memcpy and other stores, some minutes (ARGS="workers --workers 1,32" for some)
+bench: $(READY) ## every table beside fio, memcpy and other stores, some minutes (ARGS="throughput --workers 1,32" for some)
 	@$(BIN)/python -m benchmarks $(or $(ARGS),all --quick)
 
 # ==== `make help` ends here
@@ -167,6 +167,6 @@ bench-test: $(READY) ## the tests that run benchmarks, at tiny sizes
 bench-check: $(READY) ## fails when a path has lost a third of its speed relative to a memory copy: about a minute
 	@$(BIN)/python -m benchmarks.check $(ARGS)
 
-results: $(READY) ## measures everything and writes benchmarks/RESULTS.md with its plots (ARGS=--quick for some minutes)
+results: $(READY) ## measures everything and writes benchmarks/RESULTS.md, draws plots (ARGS=--quick for some minutes)
 	@$(BIN)/python -m benchmarks all --save benchmarks/results $(ARGS)
-	@$(BIN)/python -m benchmarks.report
+	@$(BIN)/python -m benchmarks.harness.report

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,15 +19,17 @@ from kvstore_gc.cli import command as collector
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
 HEAD = """# Commands
 
-Made from the commands by `make docs`; do not edit. `kvstore COMMAND --help` prints the same. Every command that prints
-results has `--json`. Exit codes: 0 done, 1 the check failed, 2 wrong use or could not run, 130 Ctrl-C.
+`.ci/commands.py` makes this page from the commands; do not edit it.
+`kvstore COMMAND --help` prints the same text.
+Every command that prints results has `--json`.
+Exit codes: 0 done, 1 the check failed, 2 wrong use or could not run, 130 Ctrl-C.
 
 ## Which store
 
-`KVSTORE_ROOT`, `KVSTORE_CONNECT` and `KVSTORE_ETCD` stand for `--root`, `--connect` and `--etcd`, in commands that
-have them. An option wins over the variables: with `--connect`, `KVSTORE_ROOT` is not read, and so on. Only
-`KVSTORE_ETCD` still counts beside `--root`, and `--etcd ""` turns that off. Without options, `KVSTORE_CONNECT` wins
-over `KVSTORE_ROOT`.
+`KVSTORE_ROOT`, `KVSTORE_CONNECT` and `KVSTORE_ETCD` are the defaults of `--root`, `--connect` and `--etcd`.
+An option overrides the variables: with `--connect`, `KVSTORE_ROOT` is not read, and vice versa.
+`KVSTORE_ETCD` applies in addition to `--root`; `--etcd ""` turns it off.
+If both variables are set and no option is given, `KVSTORE_CONNECT` is used.
 
 ## Completion in a shell
 
@@ -45,6 +48,17 @@ Put one of these lines into the shell's start file:
 | command | what it does |
 |---|---|
 """
+COMMON = """
+## Common options
+
+These options mean the same in each command that has them.
+Each command below lists its own options first, then the names of the common ones.
+
+| option | |
+|---|---|
+"""
+COMMON_MIN = 3
+"""Commands that must have an option in the same words."""
 
 
 def commands(name: str, command: click.Command, parent: click.Context | None = None) -> Iterator[click.Context]:
@@ -75,24 +89,45 @@ def description(command: click.Command) -> str:
     return "\n\n".join(parts)
 
 
-def section(context: click.Context) -> str:
+def rows_of(context: click.Context) -> dict[str, str]:
+    """The options of one command as rows of a table, by name."""
+    found = {}
+    for option in context.command.params:
+        record = option.get_help_record(context)
+        if record and record[1]:
+            names = record[0].replace("|", "/")
+            found[re.sub(r" .*", "", names)] = f"| `{names}` | {cell(record[1])} |\n"
+    return found
+
+
+def common_rows(found: list[click.Context]) -> dict[str, str]:
+    """Options that mean the same in several commands: they are shown once."""
+    counts = Counter(row for context in found for row in rows_of(context).items())
+    return {name: row for (name, row), count in counts.items() if count >= COMMON_MIN}
+
+
+def section(context: click.Context, common: dict[str, str]) -> str:
     """The heading, help and options of one command."""
     usage = " ".join([context.command_path, *context.command.collect_usage_pieces(context)])
-    rows = [record for option in context.command.params if (record := option.get_help_record(context)) and record[1]]
-    table = "".join(f"| `{names.replace('|', '/')}` | {cell(help)} |\n" for names, help in rows)
+    rows = rows_of(context)
+    shared = [name for name, row in rows.items() if common.get(name) == row]
+    table = "".join(row for name, row in rows.items() if name not in shared)
     options = f"\n| option | |\n|---|---|\n{table}" if table else ""
+    if shared:
+        options += f"\n[Common options](#common-options): {', '.join(f'`{name}`' for name in shared)}.\n"
     return f"\n## {context.command_path}\n\n`{usage}`\n\n{description(context.command)}\n{options}"
 
 
 def page() -> str:
     """The whole page."""
     found = [*commands("kvstore", app), *commands("kvstore-gc", collector)]
+    common = common_rows(found)
     table = "".join(
         f"| [`{each.command_path}`](#{each.command_path.replace(' ', '-')}) "
         f"| {cell(each.command.get_short_help_str(limit=300))} |\n"
         for each in found
     )
-    return HEAD + table + "".join(section(each) for each in found)
+    return HEAD + table + COMMON + "".join(common.values()) + "".join(section(each, common) for each in found)
 
 
 if __name__ == "__main__":

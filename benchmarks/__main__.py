@@ -8,6 +8,6 @@ from kvstore.cli.signals import aborts, exits_on_sigterm
 
 if __name__ == "__main__":
     with aborts(), exits_on_sigterm():
-        from benchmarks.command import main
+        from benchmarks.cli import main
 
         sys.exit(main())

@@ -25,13 +25,21 @@ from typing import Any
 import numpy as np
 
 import kvstore
-from benchmarks import machine
-from benchmarks.contents import WrongBytes, check_count, check_equal, poison, random_bytes, stamp_chunks
-from benchmarks.models import LLAMA_8B
-from benchmarks.moving import FileMover, Load
-from benchmarks.options import Options, default_directory
-from benchmarks.paths import IN_PROCESS, PATHS, PLAIN, Way, served
-from benchmarks.rounds import MIB, in_turns, timed
+from benchmarks.harness import machine
+from benchmarks.harness.load import (
+    LLAMA_8B,
+    FileMover,
+    Load,
+    WrongBytes,
+    check_count,
+    check_equal,
+    poison,
+    random_bytes,
+    stamp_chunks,
+)
+from benchmarks.harness.machine import MIB, in_turns, timed
+from benchmarks.harness.options import Options, default_directory
+from benchmarks.harness.paths import IN_PROCESS, PATHS, PLAIN, Way, served
 from kvstore import Layout
 from kvstore.buffers import KvArray
 from kvstore.client.store import Store

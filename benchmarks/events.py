@@ -4,9 +4,9 @@ Hypothesis: with 2,000 blocks stored and 2,000 removed a second and 10 subscribe
 of a core; a known chunk costs less than 100 bytes beside its tokens; a question about 10,000 blocks takes 5 ms of CPU
 (p99) with a million chunks known.
 
-    python -m benchmarks.events load [--seconds 20] [--rate 2000]
-    python -m benchmarks.events known [--chunks 1000000]
-    python -m benchmarks.events questions [--prompts 1000]
+    python -m benchmarks events load [--seconds 20] [--rate 2000]
+    python -m benchmarks events known [--chunks 1000000]
+    python -m benchmarks events questions [--prompts 1000]
 
 The baseline of a question is ``RecentChains.of`` alone, which hashes the prompt's 160,000 tokens: no answer can do
 without it. No prompt is asked for twice within what that remembers.
@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -283,22 +283,21 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> int:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks events", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["load", "known", "questions"])
     parser.add_argument("--seconds", type=int, default=20)
     parser.add_argument("--rate", type=int, default=2000)
     parser.add_argument("--chunks", type=int, default=1_000_000)
     parser.add_argument("--prompts", type=int, default=1_000)
-    asked = parser.parse_args()
+    asked = parser.parse_args(given)
     if asked.what == "load":
         load(asked.seconds, asked.rate)
     elif asked.what == "known":
         known(asked.chunks)
     else:
         questions(asked.prompts)
-
-
-if __name__ == "__main__":
-    main()
+    return 0

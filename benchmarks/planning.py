@@ -5,11 +5,17 @@ longest prompts; on Mooncake's conversation trace, with 400,000 tokens of memory
 more than arrival order with least-recently-used eviction. 100,000 prompts of 2,080 tokens are planned in 15 s of CPU
 and 2.5 GB. The savings are counted, not measured: they are the same on every machine.
 
-    python -m benchmarks.planning [TRACE ...] [--memory 100000 400000 1600000] [--plot FILE.svg]
-    python -m benchmarks.planning --cost [COUNT] [--tokens N]
+    python -m benchmarks planning [TRACE ...] [--memory 100000 400000 1600000] [--plot FILE.svg]
+    python -m benchmarks planning --cost [COUNT] [--tokens N]
+    python -m benchmarks prefetching [--root FOLDER] [--groups 8] [--prefix 4096] [--rounds 5]
 
 ``--cost`` measures CPU time and peak memory of planning one large batch, and nothing else; without it that is a process
 of its own.
+
+``prefetching`` measures the time to first token of a planned batch whose prefixes are stored: from memory, from the
+root, and prefetched. An emulated engine runs the batch in planned order: compute is slept, KV is real. Its own cache
+holds nothing between requests. Before each pass memory is empty, and the root's files are out of the page cache. The
+figures are those of the first member of each group but the first, before which nothing runs.
 """
 
 from __future__ import annotations
@@ -18,18 +24,27 @@ import argparse
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.plots import svg
-from benchmarks.result import Plot, Table, markdown
+import kvstore
+from benchmarks.engine import CHUNK_TOKENS, Engine, Prompt, Push, Settings
+from benchmarks.harness import page_cache
+from benchmarks.harness.load import QWEN_7B
+from benchmarks.harness.machine import in_turns
+from benchmarks.harness.report import svg
+from benchmarks.harness.result import Cell, Plot, Table, markdown
+from kvstore.client.cache import Cache
+from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
-from kvstore.planning import Plan, Prompts, Storage, make_plan, pack
+from kvstore.planning import Group, Plan, Prompts, Storage, make_plan
 from kvstore.replay.trace import BLOCK_TOKENS, load_trace
 
 Ids = npt.NDArray[np.uint32]
@@ -37,12 +52,11 @@ Ids = npt.NDArray[np.uint32]
 BLOCK = 16
 CHUNK = 256
 HELD_CHUNKS = 4
-STEP_TOKENS = 8192
 VOCABULARY = 128_000
 COST_PROMPTS = 100_000
 COST_TOKENS = 2080
 COST_S_MAX = 3600
-COLUMNS = ("batch", "memory, tokens", "arrival, LRU %", "one level %", "planned %", "optimum %")
+PLAN_COLUMNS = ("batch", "memory, tokens", "arrival, LRU %", "one level %", "planned %", "optimum %")
 
 
 @dataclass(frozen=True)
@@ -121,14 +135,6 @@ def saved(load: Load, memories: Sequence[int]) -> Iterator[list[str | int | floa
         yield [load.name, memory, *(None if each is None else 100 * plan.share_saved(each) for each in counts)]
 
 
-def steps(load: Load) -> list[str | int | float | None]:
-    """Steps of a simulated engine: siblings in order of arrival, and those that decode more first."""
-    plans = [make_plan(load.prompts, memory_tokens=400_000, decode_tokens=decode) for decode in (None, load.decode)]
-    packed = [pack(plan, load.decode, step_tokens=STEP_TOKENS, memory_tokens=400_000) for plan in plans]
-    least = -(-(plans[0].tokens_to_compute + sum(load.decode)) // STEP_TOKENS)
-    return [load.name, *(sum(1 for _ in each) for each in packed), least]
-
-
 def with_store(seed: int = 3) -> list[str | int | float | None]:
     """A store that was given half of the prompts before, 1,024 tokens at most: a plan that looks, one that does not."""
     chance = np.random.default_rng(seed)
@@ -196,7 +202,7 @@ def print_cost(count: int, tokens: int) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the tables."""
-    parser = argparse.ArgumentParser(prog="benchmarks.planning", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks planning")
     parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE", help="a trace, as JSON lines")
     parser.add_argument("--memory", nargs="+", type=int, default=[100_000, 400_000, 1_600_000], metavar="TOKENS")
     parser.add_argument("--cost", nargs="?", type=int, const=COST_PROMPTS, metavar="COUNT", help="only the cost")
@@ -209,28 +215,124 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         batches = [*map(trace, asked.traces), *loads()]
     except InvalidRequest as error:
-        print(f"benchmarks.planning: {error}", file=sys.stderr)
+        print(f"benchmarks: {error}", file=sys.stderr)
         return 2
     rows = [row for load in batches for row in saved(load, asked.memory)]
     table = Table(
-        "Tokens saved, % of all", COLUMNS, rows, plot=Plot("memory, tokens", COLUMNS[2:5], "batch", "%", log_x=True)
+        "Tokens saved, % of all",
+        PLAN_COLUMNS,
+        rows,
+        plot=Plot("memory, tokens", PLAN_COLUMNS[2:5], "batch", "%", log_x=True),
     )
     stored = Table(
         "With a store: tokens, % of all",
         ("batch", "stored %", "to compute, planned %", "optimum %", "planned without looking %"),
         [with_store()],
     )
-    packed = Table(
-        f"Steps of a simulated engine, {STEP_TOKENS} tokens each",
-        ("batch", "steps, order of arrival", "steps, by decode ratio", "if every step were full"),
-        [steps(load) for load in batches],
-    )
-    for each in (table, stored, packed):
+    for each in (table, stored):
         print(f"{each.title}\n\n{markdown(each)}\n", flush=True)
     if asked.plot is not None:
         asked.plot.write_text(svg(table))
     command = [sys.executable, "-m", "benchmarks.planning", "--cost"]
     subprocess.run(command, timeout=COST_S_MAX, check=True)
+    return 0
+
+
+# Prefetching
+
+
+MODEL = QWEN_7B
+PREFETCH_LAYOUT = MODEL.layout(CHUNK_TOKENS)
+OWN_TOKENS, OUTPUT_TOKENS, MEMBERS = 64, 24, 3
+CACHED_SHARE_MAX = 0.1
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A stored batch: its prompts in order of arrival, and where it lies."""
+
+    folder: Path
+    prompts: list[Prompt]
+    tokens_max: int
+
+    @classmethod
+    def stored(cls, folder: Path, groups: int, prefix_tokens: int) -> Batch:
+        """Makes questions about documents, in turns, and stores the documents."""
+        chance = np.random.default_rng(1)
+
+        def ids(count: int) -> np.ndarray:
+            return chance.integers(0, 32_000, count, np.uint32)
+
+        documents = [ids(prefix_tokens) for _ in range(groups)]
+        prompts = [Prompt.of(np.concatenate([each, ids(OWN_TOKENS)])) for _ in range(MEMBERS) for each in documents]
+        batch = cls(folder, prompts, prefix_tokens + OWN_TOKENS)
+        with kvstore.open(folder, max_bytes=None, durability="fsync") as store:
+            engine = Engine(batch.settings(prefill_tokens_per_s=1e9), cache_of(store))
+            for document in documents:
+                engine.serve(Prompt.of(document), 0)
+            engine.close()
+        return batch
+
+    @property
+    def memory_bytes(self) -> int:
+        """Room for all prompts twice."""
+        return 2 * len(self.prompts) * self.tokens_max * MODEL.bytes_per_token // MEMBERS
+
+    def settings(self, prefill_tokens_per_s: float = 0.0) -> Settings:
+        """An engine that stores nothing but the documents."""
+        push: Push = "step" if prefill_tokens_per_s else "none"
+        return Settings(MODEL, self.tokens_max, push=push, prefill_tokens_per_s=prefill_tokens_per_s)
+
+    def first_s(self, *, in_memory: bool, ahead: int | None) -> float:
+        """The median time to first token of the groups' first members, in one pass with empty caches."""
+        share = page_cache.emptied(self.folder, CACHED_SHARE_MAX)
+        if share > CACHED_SHARE_MAX:
+            raise SystemExit(f"benchmarks: {share:.0%} of the root stays in the page cache: give --root")
+        with kvstore.open(self.folder, memory=self.memory_bytes, max_bytes=None) as store:
+            cache = cache_of(store)
+            plan = cache.plan([each.tokens for each in self.prompts], memory_tokens=3 * self.tokens_max)
+            engine = Engine(self.settings(), cache)
+            if in_memory:
+                for group in plan.groups:
+                    cache.prefetch(self.prompts[group.members[0]].tokens).wait(60.0)
+            groups: Iterator[Group] = iter(plan.groups)
+            with plan.run(ahead=ahead or 0) as run:
+                found = []
+                for group in groups if ahead is None else run:
+                    answers = [engine.serve(self.prompts[at], OUTPUT_TOKENS) for at in group.members]
+                    found.append(answers[0].first_byte_s)
+            engine.close()
+        return median(found[1:])
+
+
+def cache_of(store: Store) -> Cache:
+    return store.namespace("batch", PREFETCH_LAYOUT)
+
+
+def prefetching_main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks prefetching")
+    parser.add_argument("--root", type=Path, metavar="FOLDER", help="where to make the root; a folder on a disk")
+    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--prefix", type=int, default=4096, metavar="TOKENS")
+    parser.add_argument("--rounds", type=int, default=5)
+    asked = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(dir=asked.root, prefix="kvstore-prefetching-") as folder:
+        batch = Batch.stored(Path(folder) / "root", asked.groups, asked.prefix)
+        ways = {
+            "in memory": lambda: batch.first_s(in_memory=True, ahead=None),
+            "from the root": lambda: batch.first_s(in_memory=False, ahead=None),
+            "brought ahead": lambda: batch.first_s(in_memory=False, ahead=2),
+        }
+        rounds = in_turns(ways, asked.rounds)
+    rows: list[list[Cell]] = []
+    for way in ways:
+        ratios = [each[way] / each["in memory"] for each in rounds]
+        rows.append([way, 1000 * median(each[way] for each in rounds), median(ratios), min(ratios), max(ratios)])
+    columns = ("KV of the prefix", "time to first token, ms", "ratio", "least", "most")
+    size_mb = asked.prefix * MODEL.bytes_per_token / 1e6
+    title = f"{MODEL.name}: prefixes of {asked.prefix:,} tokens ({size_mb:.0f} MB)"
+    print(f"{title}, {len(rounds)} rounds\n\n{markdown(Table(title, columns, rows))}")
     return 0
 
 

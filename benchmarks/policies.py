@@ -6,29 +6,183 @@ per line with ``timestamp`` (ms), ``input_length`` and ``hash_ids`` of blocks of
 (conversation and synthetic).  Part blocks are not stored and never found.  Capacities are shares of all different
 blocks of the trace.  No cache state, no timing: the figures are the same on every machine.
 
-    python -m benchmarks.policies TRACE [TRACE ...] [--capacities 0.05 0.1 ...] [--halves] [--json]
+    python -m benchmarks policies TRACE [TRACE ...] [--capacities 0.05 0.1 ...] [--halves] [--json]
 
 ``PATH:PRESET`` says what the writers of a trace hint (``chat``, ``rag`` ...); ``--mixed`` replays all traces together
 in one store, where alone such hints can matter.
+
+Every cache has ``request(now_s, chain)``, which returns the leading blocks of the chain that it had; afterwards it has
+the whole chain, as far as there is space. A block counts as found only if all before it were.
 """
 
 from __future__ import annotations
 
 import argparse
+import heapq
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Container, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from benchmarks.caches import Blocks, Cache, Column, Fifo, Lfu, Lru, Optimum, S3Fifo, Sieve, Sweeping
 from kvstore.errors import InvalidRequest
-from kvstore.hints import Hints, checked_preset
+from kvstore.hints import PRIORITY_DEFAULT, Hints, checked_preset
+from kvstore.recency import QUANTUM_S, USES_MAX
 from kvstore.replay.trace import BLOCK_TOKENS, load_trace
-from kvstore_gc.policy import Order
+from kvstore_gc.policy import Order, Uses, ranks
+
+NEVER = 1 << 40
+Column = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """All blocks of a trace, numbered from 0: of each its parent (-1: none), its depth, and its writer's priority."""
+
+    parents: Column
+    depths: Column
+    priorities: Column
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+
+class Cache(Protocol):
+    def request(self, now_s: float, chain: Column) -> int: ...
+
+    def present(self) -> set[int]: ...
+
+
+class Lru:
+    """Least recently used. Touched from leaf to root, so it is leaf-first as it stands."""
+
+    def __init__(self, blocks: Blocks, capacity: int) -> None:
+        self._capacity = capacity
+        self._order: OrderedDict[int, None] = OrderedDict()
+
+    def request(self, now_s: float, chain: Column) -> int:
+        blocks = chain.tolist()
+        found = _leading(blocks, self._order)
+        for block in reversed(blocks):
+            self._order[block] = None
+            self._order.move_to_end(block)
+        while len(self._order) > self._capacity:
+            self._order.popitem(last=False)
+        return found
+
+    def present(self) -> set[int]:
+        return set(self._order)
+
+
+class Optimum:
+    """Evicts what is needed again last, and may refuse a newcomer: Belady's MIN with bypass.
+
+    Exact for blocks of one size.  A parent is needed again no later than its child, so with ties broken by depth it is
+    leaf-first, and no policy, leaf-first or not, finds more.
+    """
+
+    def __init__(self, blocks: Blocks, capacity: int, chains: list[Column]) -> None:
+        self._blocks = blocks
+        self._capacity = capacity
+        self._next: list[list[int]] = []
+        needed = np.full(len(blocks), NEVER)
+        for number in range(len(chains) - 1, -1, -1):
+            self._next.append(needed[chains[number]].tolist())
+            needed[chains[number]] = number
+        self._present: dict[int, int] = {}
+        self._heap: list[tuple[int, int, int]] = []
+
+    def request(self, now_s: float, chain: Column) -> int:
+        blocks = chain.tolist()
+        found = _leading(blocks, self._present)
+        for depth, (block, needed) in enumerate(zip(blocks, self._next.pop(), strict=True)):
+            self._present[block] = needed
+            heapq.heappush(self._heap, (-needed, -depth, block))
+        while len(self._present) > self._capacity:
+            needed, _, block = heapq.heappop(self._heap)
+            if self._present.get(block) == -needed:
+                del self._present[block]
+        return found
+
+    def present(self) -> set[int]:
+        return set(self._present)
+
+
+class Sweeping:
+    """Ours: knows of each block what its mtime tells, and evicts by the rank of ``kvstore_gc.policy``.
+
+    It sweeps as soon as more than ``high`` is taken, down to ``low``.  What finds no room is not stored.
+    """
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        capacity: int,
+        order: Order,
+        *,
+        high: float,
+        low: float,
+        hinted: bool = False,
+    ) -> None:
+        self._blocks = blocks
+        self._capacity = capacity
+        self._order = order
+        self._high_count = int(high * capacity)
+        self._low_count = int(low * capacity)
+        self._room = capacity if high < 1 else len(blocks)
+        self._present = np.zeros(len(blocks), np.bool_)
+        self._last_s = np.zeros(len(blocks), np.int64)
+        self._uses = np.zeros(len(blocks), np.int64)
+        self._priorities = blocks.priorities if hinted else np.full(len(blocks), PRIORITY_DEFAULT)
+        self._ties = np.random.default_rng(0).integers(0, 1 << 20, len(blocks))
+        self._used = 0
+
+    def request(self, now_s: float, chain: Column) -> int:
+        present = self._present[chain]
+        found = len(chain) if present.all() else int(present.argmin())
+        quantum_s = int(now_s) // QUANTUM_S * QUANTUM_S
+        stale = chain[:found][self._last_s[chain[:found]] < quantum_s]
+        self._uses[stale] = np.minimum(self._uses[stale] + 1, USES_MAX)
+        self._last_s[stale] = quantum_s
+        new = chain[found:][: max(0, self._room - self._used)]
+        self._present[new], self._last_s[new], self._uses[new] = True, quantum_s, 0
+        self._used += len(new)
+        self._sweep(now_s)
+        return found
+
+    def present(self) -> set[int]:
+        return set(np.flatnonzero(self._present).tolist())
+
+    def _sweep(self, now_s: float) -> None:
+        excess = self._used - self._low_count
+        if self._used <= self._high_count or excess <= 0:
+            return
+        there = np.flatnonzero(self._present)
+        none = np.zeros(len(there), np.int64)
+        uses = Uses(
+            self._last_s[there], self._blocks.depths[there], self._uses[there], self._priorities[there], none, none
+        )
+        worth = ranks(uses, self._ties[there], now_s, self._order)
+        self._present[there[np.argpartition(worth, excess - 1)[:excess]]] = False
+        self._used -= excess
+
+
+def _leading(blocks: list[int], present: Container[int]) -> int:
+    """The number of leading blocks that are there."""
+    for count, block in enumerate(blocks):
+        if block not in present:
+            return count
+    return len(blocks)
+
+
+# The replay
+
 
 CAPACITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 PER_INSERT = {"high": 1.0, "low": 0.99}
@@ -60,10 +214,10 @@ class Row:
     ratios: list[float]
 
 
-def main() -> int:
+def main(given: Sequence[str] | None = None) -> int:
     """Prints the tables; 0 when it ran."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.policies", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks policies", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("traces", nargs="+", metavar="TRACE[:PRESET]")
     parser.add_argument(
@@ -72,7 +226,7 @@ def main() -> int:
     parser.add_argument("--halves", action="store_true", help="each half of a trace by time, instead of the whole")
     parser.add_argument("--mixed", action="store_true", help="all traces together in one store")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     parts = ((0.0, 0.5), (0.5, 1.0)) if arguments.halves else ((0.0, 1.0),)
     groups = [arguments.traces] if arguments.mixed else [[one] for one in arguments.traces]
     try:
@@ -147,11 +301,7 @@ def policies(replay: Replay, hinted: bool) -> list[tuple[str, str, Callable[[int
     found: list[tuple[str, str, Callable[[int], Cache]]] = [
         ("optimum", "per insert", lambda capacity: Optimum(blocks, capacity, replay.chains)),
         ("LRU", "per insert", lambda capacity: Lru(blocks, capacity)),
-        ("LFU", "per insert", lambda capacity: Lfu(blocks, capacity)),
     ]
-    for name, kind in (("FIFO", Fifo), ("SIEVE", Sieve), ("S3-FIFO", S3Fifo)):
-        found.append((name, "per insert, leaf-first", partial(kind, blocks, leaf_first=True)))
-        found.append((name, "per insert, plain", partial(kind, blocks, leaf_first=False)))
     ways: list[tuple[str, dict[str, float]]] = [
         ("per insert (1 %)", PER_INSERT),
         ("ahead of need (5 % free)", SWEPT),
@@ -182,7 +332,3 @@ def show(replay: Replay, capacities: Sequence[float], rows: Sequence[Row]) -> No
     for row in rows:
         print(f"| {row.policy} | {row.how} | " + " | ".join(f"{100 * ratio:.1f}" for ratio in row.ratios) + " |")
     print()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,15 +1,11 @@
-"""Segments: the time to find those of a prompt, embedded and through a worker, and what it costs to rotate their keys.
+"""Segments: the time to find those of a prompt, embedded and through a worker, and to rotate their keys.
 
-    python -m benchmarks.segments [--tokens 10000] [--rounds 51] [--save FOLDER]
-
-Hypothesis: segments of a prompt of 10,000 tokens are found within 2 ms, boundaries given or not, in process and
-through a worker; keys are rotated at 8 GB/s a core where memcpy does as much.
+python -m benchmarks segments [--tokens 10000] [--rounds 51] [--save FOLDER]
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -20,11 +16,10 @@ from statistics import median
 import ml_dtypes
 import numpy as np
 
-from benchmarks.contents import WrongBytes
-from benchmarks.machine import describe
-from benchmarks.paths import IN_PROCESS, reached
-from benchmarks.result import Cell, Result, Table, markdown, save
-from benchmarks.rounds import in_turns, percentile, timed
+from benchmarks.harness.load import WrongBytes
+from benchmarks.harness.machine import describe, in_turns, percentile, timed
+from benchmarks.harness.paths import IN_PROCESS, reached
+from benchmarks.harness.result import Cell, Result, Table, markdown, save
 from kvstore import Layout
 from kvstore.client import Store
 from kvstore.segments import Rope, Style
@@ -37,6 +32,12 @@ DOCUMENT_TOKENS = 640
 SYSTEM_TOKENS, QUESTION_TOKENS = 100, 32
 KEYS_SHAPE = (32, 2048, 8, 128)
 """K of 2,048 tokens in the shape of Llama-3.1-8B: more than caches hold."""
+
+
+HYPOTHESIS = (
+    "segments of a prompt of 10,000 tokens are found within 2 ms, boundaries given or not, in process and through a "
+    "worker; keys are rotated at 8 GB/s a core where memcpy does as much"
+)
 
 
 def documents() -> list[TokenArray]:
@@ -111,7 +112,7 @@ def rotation_table(rounds: int) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints both tables."""
-    parser = argparse.ArgumentParser(prog="benchmarks.segments", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks segments")
     parser.add_argument("--tokens", type=int, default=10_000, help="length of prompts (10000)")
     parser.add_argument("--rounds", type=int, default=51, help="prompts, and rounds of rotation (51)")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="keep the raw figures there, as JSON")
@@ -123,10 +124,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for table in tables:
         print(f"{table.title}\n\n{markdown(table)}\n")
     if asked.save:
-        hypothesis = " ".join((__doc__ or "").split("Hypothesis: ")[1].split())
-        save(Result("segments", hypothesis, (), machine, tables, [], time.monotonic() - began_s), asked.save)
+        save(Result("segments", HYPOTHESIS, (), machine, tables, [], time.monotonic() - began_s), asked.save)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

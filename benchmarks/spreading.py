@@ -6,7 +6,7 @@ and made-up chats over system prompts whose use follows Zipf's law. Each worker'
 together a share of the different blocks. With several clients each knows only what went through it, and a chat goes
 through any of them. No timing: the figures are the same on every machine.
 
-    python -m benchmarks.spreading [TRACE ...] [--workers 2 4 8] [--clients 1 4] [--memory 0.3] [--requests N]
+    python -m benchmarks spreading [TRACE ...] [--workers 2 4 8] [--clients 1 4] [--memory 0.3] [--requests N]
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def zipf_chats(count: int, systems: int = 20, seed: int = 1) -> list[Blocks]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table."""
-    parser = argparse.ArgumentParser(prog="benchmarks.spreading", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks spreading")
     parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE", help="a trace, as JSON lines")
     parser.add_argument("--workers", nargs="+", type=int, default=[2, 4, 8], help="numbers of workers (2 4 8)")
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 4], help="numbers of clients (1 4)")
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             path.stem: [each.hash_ids for each in load_trace(path, asked.requests)] for path in asked.traces
         }
     except InvalidRequest as error:
-        print(f"benchmarks.spreading: {error}", file=sys.stderr)
+        print(f"benchmarks: {error}", file=sys.stderr)
         return 2
     loads["system prompts by Zipf"] = zipf_chats(asked.requests)
     print(
@@ -138,7 +138,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 row = f"{found.hit_share:.1%} | {found.busiest_blocks:.2f} | {found.busiest_calls:.2f}"
                 print(f"| {name} | {workers} | {rule} | {row} |", flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -21,11 +21,10 @@ from pathlib import Path
 import numpy as np
 
 import kvstore
-from benchmarks import machine
-from benchmarks.machine import GIB
-from benchmarks.options import Options, numbers, told
-from benchmarks.result import Cell, Plot, Result, Table
-from benchmarks.rounds import MIB, percentile
+from benchmarks.harness import machine
+from benchmarks.harness.machine import GIB, MIB, percentile
+from benchmarks.harness.options import Options, numbers, told
+from benchmarks.harness.result import Cell, Plot, Result, Table
 from kvstore import Layout
 from kvstore.children import Program
 

@@ -31,7 +31,7 @@ from kvstore.hints import DEFAULT, LEAST, PRIORITY_MAX, TTL_CLASSES_S, Hints
 NS_PER_S = 1_000_000_000
 QUANTUM_S = 30
 """The quantum by default. With 60 s a store that is rewritten within minutes found up to 2 % less, because uses within
-a quantum count once (``benchmarks/engine_blocks.py``); a shorter one costs more renewals than it finds.
+a quantum count once; a shorter one costs more renewals than it finds.
 """
 TICK_NS = 250_000_000
 TICK_S = TICK_NS / NS_PER_S

@@ -1,6 +1,6 @@
 """The rank of a chunk: how long it is worth keeping, as one number from its mtime alone. A lower rank goes first.
 
-Pure, and separate from plans, because a trace replay judges it (``python -m benchmarks.policies``).
+Pure, and separate from plans, because a trace replay judges it (``python -m benchmarks policies``).
 
 A chunk's *weighted age* is the time since its last use. It is halved for every second later quantum in which the chunk
 was used and for every ten points of priority above the default, and doubled for every ten points below. So a chunk that

@@ -23,7 +23,7 @@ SOURCE = Path(kvstore.__file__).resolve().parents[1]
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench(arguments: tuple[str, ...]) -> None:
-    """Measure the store beside its limits: workers, memcpy, engine, match, peers or all (arguments go to benchmarks).
+    """Run one benchmark, or all that make the results page; `kvstore bench list` lists them.
 
     The benchmarks are part of the source, not of an installed package: run it from a checkout, as `make bench` does, or
     as .venv/bin/kvstore after `make setup`.
@@ -31,8 +31,8 @@ def bench(arguments: tuple[str, ...]) -> None:
     \b
     Examples:
       kvstore bench --quick
-      kvstore bench workers --workers 1,8,32 --chunk-mib 2,32 --cache cold
-      kvstore bench workers --help
+      kvstore bench throughput --workers 1,8,32 --chunk-mib 2,32 --cache cold
+      kvstore bench throughput --help
     """
     if not (SOURCE / "benchmarks" / "__main__.py").is_file():
         if "--help" in arguments or "-h" in arguments:

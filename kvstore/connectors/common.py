@@ -610,7 +610,7 @@ def text(value: str) -> bytes:
 #
 # A session that returns to a branch has abandoned what it did in between: a fork that was dropped, or an answer that
 # was written anew. A session that merely begins another branch has abandoned nothing, as far as anybody can tell:
-# agents fork, and go on with what they left (``python -m benchmarks.engine_blocks`` has the figures). So that needs a
+# agents fork, and go on with what they left (docs/performance-notes.md has the figures). So that needs a
 # word of the request, and a session that uses again what it seemed to have abandoned is not guessed about any more.
 
 

@@ -101,7 +101,7 @@ class Seal:
 
 
 LEVEL = 1
-"""The level of zstd. Higher levels are slower and gain nothing on KV (benchmarks/NOTES.md)."""
+"""The level of zstd. Higher levels are slower and gain nothing on KV (docs/performance-notes.md)."""
 
 _own = threading.local()
 """zstd's contexts are for one thread at a time, and making one costs more than a small section."""

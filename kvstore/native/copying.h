@@ -1,5 +1,5 @@
 /* Copies past the caches, for bytes that their reader does not need soon, or not on this core. The copy neither fetches
- * what it overwrites nor evicts other bytes from the cache (benchmarks/NOTES.md). */
+ * what it overwrites nor evicts other bytes from the cache (docs/performance-notes.md). */
 #ifndef KVSTORE_COPYING_H
 #define KVSTORE_COPYING_H
 

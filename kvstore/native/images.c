@@ -3,7 +3,7 @@
  * One pass over memory: each block of the hash is copied, then hashed while it is in the nearest cache. The copy comes
  * first: room that was given to another chunk never gets the old bytes back, so bytes that are right when they are
  * hashed were right when they were copied. Writes go past the caches, where they would only evict others
- * (benchmarks/NOTES.md). */
+ * (docs/performance-notes.md). */
 #include "copying.h"
 #include "native.h"
 

@@ -99,7 +99,7 @@ static int vectors(const kv_chunk *chunk, uint8_t *header, uint64_t at, struct i
 }
 
 /* Whether memory is read into straight, where it is aligned. That costs more than a piece on Intel, and less on a Zen 4
- * (benchmarks/NOTES.md). */
+ * (docs/performance-notes.md). */
 static int use_straight;
 
 /* Chooses whether to read straight: 1, 0, or what suits this processor if negative. Returns what is in use. */

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.models import Model
-from benchmarks.options import Options
+from benchmarks.harness.load import Model
+from benchmarks.harness.options import Options
 
 TINY = Model("tiny", 2, 1, 64, 10_000_000)
 """512 bytes a token, and a prefill that takes no time."""

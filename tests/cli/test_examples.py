@@ -40,6 +40,8 @@ def test_the_python_blocks_run_one_after_the_other(page: Path, up: Running, modu
     places = {
         '"10.0.0.7:7070"': repr(one),
         '"10.0.0.8:7070"': repr(two),
+        '"127.0.0.1:7070"': repr(one),
+        '"127.0.0.1:7071"': repr(two),
         '"10.0.0.5:2379"': repr(up.etcd),
     }
     for block in PYTHON[page]:

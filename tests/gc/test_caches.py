@@ -8,22 +8,13 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.caches import Blocks, Cache, Column, Fifo, Lfu, Lru, Optimum, S3Fifo, Sieve, Sweeping
+from benchmarks.policies import Blocks, Cache, Column, Lru, Optimum, Sweeping
 from kvstore_gc.policy import Order
 from tests.kit.cases import for_each
 
 LEAF_FIRST: dict[str, Callable[[Blocks, int], Cache]] = {
     "lru": Lru,
-    "lfu": Lfu,
-    "fifo": partial(Fifo, leaf_first=True),
-    "sieve": partial(Sieve, leaf_first=True),
-    "s3-fifo": partial(S3Fifo, leaf_first=True),
     "ours": partial(Sweeping, order=Order.USES, high=1.0, low=0.9),
-}
-PLAIN: dict[str, Callable[[Blocks, int], Cache]] = {
-    "fifo, plain": partial(Fifo, leaf_first=False),
-    "sieve, plain": partial(Sieve, leaf_first=False),
-    "s3-fifo, plain": partial(S3Fifo, leaf_first=False),
 }
 
 
@@ -54,7 +45,7 @@ def test_no_policy_finds_more_than_the_optimum(seed: int, share: float) -> None:
     blocks, chains = traffic(seed)
     capacity = int(share * len(blocks))
     most = found(Optimum(blocks, capacity, chains), chains)
-    for name, make in {**LEAF_FIRST, **PLAIN}.items():
+    for name, make in LEAF_FIRST.items():
         assert 0 < found(make(blocks, capacity), chains) <= most, name
 
 

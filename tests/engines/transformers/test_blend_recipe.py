@@ -17,9 +17,26 @@ import pytest
 import torch
 
 import kvstore
-from benchmarks.blend_model import ATTEMPTS, COOL_DOWN, ONE_HOP, Recipe, Stage, trained
-from benchmarks.blend_task import ASK, Kind, Prompt
-from benchmarks.blending import BOUNDS, MEASURED, REUSE, SEARCHED, case_of, full_row, plan, prompts_of, quality
+from benchmarks.blending import (
+    ASK,
+    ATTEMPTS,
+    BOUNDS,
+    COOL_DOWN,
+    MEASURED,
+    ONE_HOP,
+    REUSE,
+    SEARCHED,
+    Kind,
+    Prompt,
+    Recipe,
+    Stage,
+    case_of,
+    full_row,
+    plan,
+    prompts_of,
+    quality,
+    trained,
+)
 from kvstore.connectors.transformers import model_cache, prefill_blended, put_segments
 from kvstore.connectors.transformers.decoder import Decoder, Rows, deviation
 from kvstore.connectors.transformers.gate import candidates, choose

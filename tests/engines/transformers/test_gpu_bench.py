@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, report
-from benchmarks.contents import WrongBytes
-from benchmarks.gpu_model import SMALL, opened
-from benchmarks.gpu_pages import Moves
-from benchmarks.gpu_prefill import Prefill
+from benchmarks import gpu
+from benchmarks.gpu import SMALL, Moves, Prefill, opened
+from benchmarks.harness import report
+from benchmarks.harness.load import WrongBytes
 from kvstore.connectors.vllm.gpu_copy import Pages
 
 

@@ -1,1 +1,0 @@
-"""One module for each contender; those of peers import the peer only when they are made."""
