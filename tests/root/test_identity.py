@@ -18,17 +18,12 @@ from kvstore.root import posix
 from kvstore.root.identity import RootId, RootIdentity, create_or_open, read_identity, read_small
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.root.object_store import open_object_root
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds
 from tests.kit.faulty_root import ENOSPC, FaultyRoot, Lost, Missing, Rule
 from tests.kit.roots import Hosts, content_of, names, publish
 
 GOOD = {"format": "kvstore", "version": 1, "root": "ab" * 16, "generation": 3, "shard_bits": 7}
-
-
-def no_pause(seconds: float) -> None:
-    pass
 
 
 def with_format(content: bytes) -> MemoryRoot:
@@ -38,9 +33,9 @@ def with_format(content: bytes) -> MemoryRoot:
 
 
 def test_a_new_root_gets_an_identity_that_every_host_reads(hosts: Hosts) -> None:
-    made = create_or_open(hosts.first, RandomIds(), shard_bits=5, pause=no_pause)
+    made = create_or_open(hosts.first, RandomIds(), shard_bits=5)
     assert (made.generation, made.shard_bits, made.version, len(made.root)) == (1, 5, 1, 16)
-    assert create_or_open(hosts.second, RandomIds(), shard_bits=9, pause=no_pause) == made
+    assert create_or_open(hosts.second, RandomIds(), shard_bits=9) == made
     assert read_identity(hosts.second) == made
     assert names(hosts.first, "") <= {"FORMAT", "staging"}, "creating left something behind"
     assert names(hosts.first, "staging") == set()
@@ -66,38 +61,6 @@ def test_hosts_that_race_to_make_one_root_agree(hosts: Hosts) -> None:
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda n: create_or_open(hosts.both[n % 2], RandomIds()), range(8)))
     assert len(set(found)) == 1
-
-
-def test_without_exclusive_publish_a_maker_waits_until_the_file_stands_still() -> None:
-    root = open_object_root("memory://settle/root")
-    rival = RootIdentity(RootId(b"r" * 16), 1, 12)
-    pauses = []
-
-    def overwritten(seconds: float) -> None:
-        pauses.append(seconds)
-        if len(pauses) == 1:  # the rival had looked before we wrote, and writes now
-            root.remove(places.FORMAT)
-            publish(root, places.FORMAT, rival.to_json())
-
-    try:
-        assert create_or_open(root, RandomIds(), pause=overwritten) == rival
-        assert len(pauses) == 2
-    finally:
-        root.remove(places.FORMAT)
-
-
-def test_a_format_that_never_stands_still_is_given_up() -> None:
-    root = open_object_root("memory://restless/root")
-
-    def overwritten(seconds: float) -> None:
-        root.remove(places.FORMAT)
-        publish(root, places.FORMAT, RootIdentity(RootId(RandomIds().fresh()), 1, 12).to_json())
-
-    try:
-        with pytest.raises(Unavailable, match="start one node first"):
-            create_or_open(root, RandomIds(), pause=overwritten)
-    finally:
-        root.remove(places.FORMAT)
 
 
 def test_the_expected_root_is_opened_and_another_is_refused() -> None:
@@ -181,12 +144,6 @@ def test_a_wrong_field_is_refused() -> None:
             RootIdentity.from_json(json.dumps({**GOOD, **changed}).encode())
 
 
-def test_a_missing_field_is_refused() -> None:
-    for missing in sorted(GOOD):
-        with pytest.raises(RootMismatch):
-            RootIdentity.from_json(json.dumps({key: value for key, value in GOOD.items() if key != missing}).encode())
-
-
 def test_fields_of_later_additions_are_ignored() -> None:
     assert RootIdentity.from_json(json.dumps({**GOOD, "more": [1]}).encode()).generation == 3
 
@@ -203,12 +160,6 @@ def test_a_huge_or_empty_format_is_refused_without_being_read_whole() -> None:
     for content in (b"", b" " * 100_000):
         with pytest.raises(RootMismatch):
             read_identity(with_format(content))
-
-
-@given(st.binary(min_size=16, max_size=16), st.integers(1, 1 << 40), st.integers(0, 16))
-def test_an_identity_is_read_back(root: bytes, generation: int, shard_bits: int) -> None:
-    identity = RootIdentity(RootId(root), generation, shard_bits)
-    assert RootIdentity.from_json(identity.to_json()) == identity
 
 
 def test_shard_bits_out_of_range_are_refused() -> None:
