@@ -13,11 +13,11 @@
     /kv/<root>/usage/<session>                   bytes that a node or collector wrote and deleted, under its lease
     /kv/<root>/collectors/<session>              one per collector, under its session's lease
     /kv/<root>/peers/<session>/address           where others read from a worker's memory, under its session's lease
-    /kv/<root>/peers/<session>/<shard>           what its memory holds, 64 of them; see ``digests.py``
+    /kv/<root>/peers/<session>/<shard>           what its memory holds, 64 of them; see ``workers.py``
     /kv/<root>/peers/cleared/<digest>            one per namespace that was ever cleared: changes each time
     /kv/<root>/clears/<order>                    what was cleared by selection; see ``clears.py``
     /kv/<root>/events/<name>                     the publisher of events that speaks, under its lease
-    /kv/<root>/clearing/<order>                  a clear is deleting, under its lease; see ``barriers.py``
+    /kv/<root>/clearing/<order>                  a clear is deleting, under its lease; see ``clears.py``
     /kv/<root>/cleared/<order>/<session>         a node has dropped it, under its session's lease
 
 Their number is O(nodes + pins + namespaces + sweeps in flight), never O(chunks). Nodes watch ``gc/`` as a whole, so

@@ -225,7 +225,6 @@ class MemoryWatch:
         self.closed = False
 
     def next(self, timeout_s: float) -> tuple[Event, ...] | None:
-        """See ``interface.Watch``."""
         if self.closed:
             raise WatchLost("the watch is closed")
         events, self._from_revision = self._store.events(
@@ -236,7 +235,6 @@ class MemoryWatch:
         return events or None
 
     def close(self) -> None:
-        """See ``interface.Watch``."""
         self.closed = True
         self._store.wake()
 
@@ -253,35 +251,28 @@ class MemoryMeta:
 
     @property
     def operations_count(self) -> int:
-        """See ``interface.Meta``."""
         return self._operations_count
 
     def get(self, key: str, timeout_s: float | None = None) -> KeyValue | None:
-        """See ``interface.Meta``."""
         check_key(key)
         return self._open().get(key)
 
     def list(self, prefix: str, timeout_s: float | None = None) -> Snapshot:
-        """See ``interface.Meta``."""
         return self._open().list(prefix)
 
     def count(self, prefix: str, timeout_s: float | None = None) -> int:
-        """See ``interface.Meta``."""
         return self._open().count(prefix)
 
     def txn(
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete], timeout_s: float | None = None
     ) -> TxnResult:
-        """See ``interface.Meta``."""
         check_request(compares, operations)
         return self._open().txn(compares, operations)
 
     def put(self, key: str, value: bytes, lease: LeaseId = NO_LEASE, timeout_s: float | None = None) -> int:
-        """See ``interface.Meta``."""
         return self.txn((), (Put(key, value, lease),)).revision
 
     def delete(self, key: str, timeout_s: float | None = None) -> bool:
-        """See ``interface.Meta``."""
         check_key(key)
         store = self._open()
         found = store.get(key)
@@ -292,20 +283,16 @@ class MemoryMeta:
         return False
 
     def grant(self, ttl_s: int, timeout_s: float | None = None) -> LeaseId:
-        """See ``interface.Meta``."""
         check_ttl(ttl_s)
         return self._open().grant(ttl_s)
 
     def keep_alive(self, lease: LeaseId, timeout_s: float | None = None) -> bool:
-        """See ``interface.Meta``."""
         return self._open().keep_alive(lease)
 
     def revoke(self, lease: LeaseId, timeout_s: float | None = None) -> None:
-        """See ``interface.Meta``."""
         self._open().revoke(lease)
 
     def watch(self, prefix: str, from_revision: int) -> MemoryWatch:
-        """See ``interface.Meta``."""
         check_from_revision(from_revision)
         watch = MemoryWatch(self._open(), prefix, from_revision)
         with self._lock:
@@ -313,7 +300,7 @@ class MemoryMeta:
         return watch
 
     def close(self) -> None:
-        """See ``interface.Meta``. The store stays for its other clients."""
+        """The store stays for its other clients."""
         with self._lock:
             self._closed = True
             watches, self._watches = self._watches, []

@@ -21,8 +21,7 @@ from kvstore.census.selection import ClearOrder, Selection
 from kvstore.counts import NodeCount
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.host.pins import HostPins
-from kvstore.meta.barriers import Barriers
-from kvstore.meta.clears import Clears
+from kvstore.meta.clears import Barriers, Clears
 from kvstore.meta.keys import ID_BYTES, Keys, PinId, parse_id
 from kvstore.meta.namespaces import Namespaces
 from kvstore.meta.pins import PinQuota, Pins

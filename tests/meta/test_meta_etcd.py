@@ -162,7 +162,7 @@ def test_tls_with_client_certificates(tmp_path: Path, client: Callable[..., Etcd
 
 def test_bad_tls_settings_are_invalid(tmp_path: Path) -> None:
     (tmp_path / "no.pem").write_text("nothing")
-    with pytest.raises(InvalidRequest, match="cannot read the CA file"):
+    with pytest.raises(InvalidRequest, match="cannot read the TLS authority"):
         EtcdMeta("h:1", tls=EtcdTls(tmp_path / "missing.pem"))
     with pytest.raises(InvalidRequest, match="PEM"):
         EtcdMeta("h:1", tls=EtcdTls(tmp_path / "no.pem"))

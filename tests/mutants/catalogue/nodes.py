@@ -296,13 +296,13 @@ PINNING = [
     rule(
         "P5",
         "pin-ignores-a-clear",
-        at("kvstore.meta.barriers:Barriers", "orders", giving(())),
+        at("kvstore.meta.clears:Barriers", "orders", giving(())),
         "node/test_pin_and_clear.py",
     ),
     rule(
         "P5",
         "clear-outlives-its-barrier",
-        at("kvstore.meta.barriers:Barrier", "check", giving(None)),
+        at("kvstore.meta.clears:Barrier", "check", giving(None)),
         "node/test_pin_and_clear.py",
     ),
 ]
