@@ -275,10 +275,9 @@ PINNING = [
         "pin-of-a-dead-session",
         comparing_less(lambda one, operations: "/sessions/" in one.key and puts(operations, "/refs/")),
         PIN_TESTS,
-        "meta/test_meta_nouns.py",
     ),
     rule("P2", "pin-drops-the-names", at(META, "txn", _txn_without_names), CONTRACT),
-    rule("P3", "lost-pin-keeps-its-lease", at(META, "revoke", giving(None)), "meta/test_meta_nouns.py", "-k", "p3"),
+    rule("P3", "lost-pin-keeps-its-lease", at(META, "revoke", giving(None)), PIN_TESTS, "-k", "p3"),
     rule(
         "P3",
         "unpins-blindly",
