@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from kvstore.buffers import Borrowed, Pieces, byte_length
 from kvstore.errors import InvalidRequest, StoreFull, Unavailable
 from kvstore.format.places import Name
-from kvstore.root.interface import Entry, Seen, Space, Stat, Traits
+from kvstore.root.interface import Entry, Seen, Space, Stat, Traits, fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,15 +251,11 @@ class MemoryReader:
 
     def read(self, pieces: Pieces, offset: int, borrowed: Borrowed) -> int:
         file = self._find()
-        content = memoryview(b"" if file is None else file.content)
-        done = max(0, min(byte_length(pieces), min(len(content), self.stat.size_bytes) - offset))
-        end = offset + done
+        end = offset + byte_length(pieces)
+        content = b"" if file is None else memoryview(file.content)[: self.stat.size_bytes][offset:end]
         with borrowed.writing():
-            for piece in pieces:
-                size = max(0, min(len(piece), end - offset))
-                piece[:size] = content[offset : offset + size]
-                offset += size
-        return done
+            fill(pieces, content)
+        return len(content)
 
     def map(self) -> memoryview | None:
         file = self._find() if self._mapped else None
