@@ -159,7 +159,6 @@ class Report:
 
     @property
     def unrepaired_count(self) -> int:
-        """Problems that are still there."""
         return self.problems_count - self.repaired_count
 
     @property
@@ -492,7 +491,6 @@ class Repairer:
         self._numbers = itertools.count()
 
     def right_name(self, header: Header) -> Name:
-        """The name at which the chunk of that header belongs."""
         return places.chunk(header.address, NamespaceId(header.namespace[:8]), self._shard_bits)
 
     def take(self, name: Name) -> Outcome:

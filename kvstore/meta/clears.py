@@ -85,11 +85,9 @@ class Clears:
         return {session for session, value in self._answers(order, timeout_s).items() if value != _DONE}
 
     def snapshot(self, timeout_s: float) -> Snapshot:
-        """Returns all orders that are kept. Raises Unavailable."""
         return self._meta.list(self._keys.clears, timeout_s)
 
     def watch(self, from_revision: int) -> Watch:
-        """Watches orders from a revision on."""
         return self._meta.watch(self._keys.clears, from_revision)
 
     def read(self, key: str, found: KeyValue | None) -> OrderTold | None:
@@ -174,5 +172,4 @@ class Barriers:
         return Barrier(self._meta, lease, sent_s, self._clock)
 
     def orders(self, timeout_s: float) -> list[bytes]:
-        """Returns the orders of all barriers that stand. Raises Unavailable."""
         return [kv.value for kv in self._meta.list(self._keys.barriers, timeout_s).items]

@@ -76,7 +76,6 @@ class EmbeddedEtcd:
 
     @property
     def running(self) -> bool:
-        """True while the server runs."""
         return self._child is not None and self._child.running
 
     def start(self, timeout_s: float = START_S) -> None:

@@ -61,20 +61,17 @@ class MemoryStore:
         self._history: deque[tuple[Event, ...]] = deque()
 
     def get(self, key: str) -> KeyValue | None:
-        """Returns the key as it is now."""
         with self._changed:
             self._expire()
             return self._keys.get(key)
 
     def list(self, prefix: str) -> Snapshot:
-        """Returns all keys under ``prefix`` as they are now."""
         with self._changed:
             self._expire()
             items = tuple(self._keys[key] for key in sorted(self._keys) if key.startswith(prefix))
             return Snapshot(items, self._revision)
 
     def count(self, prefix: str) -> int:
-        """Returns the number of keys under ``prefix`` now."""
         with self._changed:
             self._expire()
             return sum(key.startswith(prefix) for key in self._keys)
@@ -92,7 +89,6 @@ class MemoryStore:
             return TxnResult(True, self._revision)
 
     def grant(self, ttl_s: int) -> LeaseId:
-        """Grants a new lease, ending ``ttl_s`` from now."""
         with self._changed:
             self._lease_last += 1
             lease = LeaseId(self._lease_last)
@@ -101,7 +97,6 @@ class MemoryStore:
             return lease
 
     def keep_alive(self, lease: LeaseId) -> bool:
-        """Puts the lease's end off to its ttl from now; False if it has ended."""
         with self._changed:
             self._expire()
             found = self._leases.get(lease)
@@ -111,7 +106,6 @@ class MemoryStore:
             return True
 
     def revoke(self, lease: LeaseId) -> None:
-        """Ends the lease and deletes its keys at one revision."""
         with self._changed:
             self._expire()
             self._end_lease(lease)

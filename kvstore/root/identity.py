@@ -66,7 +66,6 @@ class RootIdentity:
     version: int = VERSION
 
     def to_json(self) -> bytes:
-        """Returns the content of ``FORMAT``."""
         fields = {
             "format": FORMAT_NAME,
             "version": self.version,

@@ -26,7 +26,6 @@ class MemoryFile:
 
     @property
     def stat(self) -> Stat:
-        """Size and mtime."""
         return Stat(len(self.content), self.mtime_ns)
 
     @property
@@ -47,7 +46,6 @@ class MemoryFiles:
     # Call everything below with the lock held.
 
     def find(self, name: str) -> MemoryFile | None:
-        """Returns the file of that name; None if there is none, or a folder."""
         folder, last = _split(name)
         return self._folders.get(folder, {}).get(last)
 
@@ -80,13 +78,11 @@ class MemoryFiles:
         return True
 
     def entries(self, folder: str) -> list[Entry]:
-        """Returns a folder's entries at this moment."""
         return [
             Entry(name, None if file is None else file.stat) for name, file in self._folders.get(folder, {}).items()
         ]
 
     def has_folder(self, name: str) -> bool:
-        """True if there is a folder of that name."""
         return name in self._folders
 
     def make_folder(self, name: str) -> None:

@@ -57,7 +57,6 @@ class Remote:
         return None if found.get("type") == "directory" else stat_of(found)
 
     def read(self, path: str, start: int, end: int) -> bytes:
-        """Returns the bytes from ``start`` up to ``end``."""
         content: bytes = self.fs.cat_file(path, start=start, end=end)
         return content
 
@@ -78,11 +77,9 @@ class Remote:
         self._write(path, content, "create")
 
     def write(self, path: str, content: bytes) -> None:
-        """Writes a file, replacing an existing one."""
         self._write(path, content, None)
 
     def copy(self, source: str, path: str) -> None:
-        """Copies a file on the server."""
         try:
             self.fs.cp_file(source, path)
         except FileNotFoundError:
@@ -92,7 +89,6 @@ class Remote:
             self.fs.cp_file(source, path)
 
     def delete(self, path: str) -> None:
-        """Deletes a file."""
         self.fs.rm_file(path)
 
     def delete_if(self, path: str, tag: str) -> bool:

@@ -260,7 +260,6 @@ class PosixReader:
                 raise
 
     def fileno(self) -> int:
-        """Returns the file's descriptor, which stays this reader's."""
         return self._fd
 
     def close(self) -> None:

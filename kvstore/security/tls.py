@@ -239,7 +239,6 @@ class Certificate:
         return min(each.not_valid_after_utc.timestamp() for each in x509.load_pem_x509_certificates(cert))
 
     def expires_in_s(self) -> float | None:
-        """Returns the seconds until the certificate expires; under 0 once it has."""
         ends_s = self.expires_s()
         return None if ends_s is None else ends_s - datetime.now(UTC).timestamp()
 

@@ -45,7 +45,6 @@ class Fault:
     advice: str
 
     def error(self, what: str) -> KVStoreError:
-        """Converts it to one of our errors, for a call that ends here."""
         message = f"etcd: {what}: {self.text}: {self.advice}"
         if self.effect in (Effect.DENIED, Effect.TOKEN):
             return PermissionDenied(message)
