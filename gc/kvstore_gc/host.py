@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 from kvstore.address import Address
@@ -44,8 +43,7 @@ from kvstore.host.tables import (
     smallest,
     why_not_shared,
 )
-from kvstore.root.identity import newest_number, read_identity
-from kvstore.root.namespaces import NamespaceRecords
+from kvstore.root.identity import newest_number, read_identity, read_namespaces
 from kvstore.root.open import open_root
 from kvstore.root.posix import FILE_MODE, PosixRoot, translated
 from kvstore.sources import SystemClock
@@ -195,8 +193,7 @@ class HostCollector:
         return ranking, victims
 
     def _goals(self, ttl_s: float | None) -> Goals:
-        records = NamespaceRecords(self._root, lambda: b"", count(), self._clock).list()
-        return replace(self._config.goals(records), ttl_s=ttl_s)
+        return replace(self._config.goals(read_namespaces(self._root)), ttl_s=ttl_s)
 
     def once(self, listed: Callable[[], object] = lambda: None) -> Evicted:
         """Lists the root once, evicts what is due and what is over the limit, less the headroom. Raises the root's

@@ -140,7 +140,7 @@ def _check(root: Root, identity: RootIdentity, wanted: _Wanted, etcd: EtcdAccess
                 identity,
                 options,
                 found=show,
-                progress=lambda progress: run.progress(progress.shards_done, shards),
+                progress=lambda shards_done: run.progress(shards_done, shards),
             )
         )
         return ""

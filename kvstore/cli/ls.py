@@ -141,8 +141,7 @@ def _workers(access: Access, as_json: bool) -> None:
 def _writers(access: Access, as_json: bool) -> None:
     """Prints what each writer has, which takes a look at the header of every file."""
     from kvstore.census.walk import by_writer, walk
-    from kvstore.root.identity import read_writers
-    from kvstore.root.namespaces import read_namespaces
+    from kvstore.root.identity import read_namespaces, read_writers
 
     if access.root is None:
         raise InvalidRequest(

@@ -21,8 +21,8 @@ from kvstore.meta.keys import Keys
 from kvstore.meta.store import KeyValue, Meta, Watch, WatchLost
 from kvstore.meta.sweeps import Condemned, Members
 from kvstore.namespace import Namespace, NamespaceId
+from kvstore.root.identity import read_namespaces
 from kvstore.root.interface import Root
-from kvstore.root.namespaces import read_namespaces
 from kvstore.root.posix import folder_time, list_names
 from kvstore.sources import Clock
 

@@ -116,11 +116,9 @@ class Descent:
 
     @property
     def packed_bytes(self) -> int:
-        """The size of its bytes."""
         return _DESCENT_FIXED.size + len(self.parent) + 4 * len(self.tokens) + len(self.extra)
 
     def pack(self) -> bytes:
-        """Returns its bytes."""
         counts = (len(self.tokens), len(self.parent), len(self.extra))
         fixed = _DESCENT_FIXED.pack(self.hash_bytes, self.group, self.parts, self.depth, self.whole, *counts)
         return b"".join((fixed, self.parent, token_array(self.tokens).tobytes(), self.extra))
@@ -262,12 +260,10 @@ class Expected:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of all sections."""
         return self.section_count * self.section_bytes
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the whole file."""
         return self.header_bytes + self.payload_bytes
 
 
@@ -671,7 +667,6 @@ class Generation:
     cluster: bytes
 
     def to_json(self) -> bytes:
-        """Returns the content that both sides store."""
         return json.dumps({"generation": self.number, "cluster": self.cluster.hex()}, separators=(",", ":")).encode()
 
     @classmethod
@@ -736,7 +731,6 @@ class Writer:
     identity: str = ""
 
     def to_json(self) -> bytes:
-        """Returns the record's content on the root."""
         return json.dumps(asdict(self), sort_keys=True).encode() + b"\n"
 
     @classmethod

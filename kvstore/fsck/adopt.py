@@ -6,16 +6,15 @@ processes, which make it again: so their sessions are ended, and what sweeps hav
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvstore.errors import InvalidRequest, KVStoreError, LayoutMismatch, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.format.header import Generation
 from kvstore.format.places import Name
-from kvstore.fsck.report import read_claim
+from kvstore.fsck.check import read_record
 from kvstore.meta.keys import Keys
 from kvstore.meta.namespaces import Namespaces
 from kvstore.meta.pins import PinRecord
@@ -23,12 +22,9 @@ from kvstore.meta.store import OPERATIONS_MAX, Absent, Compare, Delete, KeyValue
 from kvstore.meta.sweeps import NO_NONCE, Seq
 from kvstore.namespace import Namespace
 from kvstore.root.fences import lift, list_twins, read_twin
-from kvstore.root.identity import RootIdentity, newest_number, publish, read_small
+from kvstore.root.identity import RootIdentity, newest_number, publish, read_claim
 from kvstore.root.interface import Root
-from kvstore.root.namespaces import RECORD_BYTES_MAX, claim_key
-from kvstore.sources import Clock, Ids, RandomIds, SystemClock
-
-log = logging.getLogger(__name__)
+from kvstore.sources import Clock, RandomIds, SystemClock
 
 ROUNDS_MAX = 20
 """Sweeps that begin while we undo others are undone in another round; collectors of the old generation end by then."""
@@ -66,11 +62,8 @@ def adopt(
     meta: Meta,
     *,
     clock: Clock | None = None,
-    ids: Ids | None = None,
-    timeout_s: float | None = None,
 ) -> Adopted:
-    """Makes root and ``meta`` one generation again. May be killed at any point, and repeated; ``timeout_s`` is for each
-    call to ``meta``.
+    """Makes root and ``meta`` one generation again. May be killed at any point, and repeated.
 
     Nodes may run: those of ``meta`` lose their sessions, and protect nothing until the end of this; what those of
     another etcd hold, no collector of ``meta`` will ever know of, which costs them misses. Collectors of another etcd
@@ -79,32 +72,23 @@ def adopt(
     Raises the root's errors, Unavailable and PermissionDenied of the metadata store, Unavailable if another adoption
     runs or a collector goes on condemning.
     """
-    return _Adoption(root, identity, meta, clock or SystemClock(), ids or RandomIds(), timeout_s).run()
+    return _Adoption(root, identity, meta, clock or SystemClock()).run()
 
 
 class _Adoption:
     """One adoption; a method per step, in their order."""
 
-    def __init__(
-        self,
-        root: Root,
-        identity: RootIdentity,
-        meta: Meta,
-        clock: Clock,
-        ids: Ids,
-        timeout_s: float | None,
-    ) -> None:
+    def __init__(self, root: Root, identity: RootIdentity, meta: Meta, clock: Clock) -> None:
         self._root = root
         self._shard_bits = identity.shard_bits
         self._meta = meta
         self._keys = Keys(identity.root)
         self._clock = clock
-        self._ids = ids
-        self._timeout_s = timeout_s
+        self._ids = RandomIds()
         self._done = Adopted()
 
     def run(self) -> Adopted:
-        before = self._meta.get(self._keys.generation, self._timeout_s)
+        before = self._meta.get(self._keys.generation)
         # First of all, so that root and etcd differ from here until the last step: a session that begins meanwhile
         # protects nothing and promises nothing, and one that began before is in the list that is revoked next.
         mine = self._next_generation()
@@ -128,11 +112,11 @@ class _Adoption:
     def _end_sessions(self) -> None:
         """Sessions of nodes, whose views and announcements may be of another history, and of collectors."""
         for prefix in (self._keys.sessions, self._keys.collectors):
-            for kv in self._meta.list(prefix, self._timeout_s).items:
+            for kv in self._meta.list(prefix).items:
                 if kv.lease:
-                    self._meta.revoke(kv.lease, self._timeout_s)
+                    self._meta.revoke(kv.lease)
                 else:
-                    self._meta.delete(kv.key, self._timeout_s)  # nobody else would ever end it
+                    self._meta.delete(kv.key)  # nobody else would ever end it
                 self._done.sessions_count += 1
 
     def _undo_sweeps(self) -> None:
@@ -141,7 +125,7 @@ class _Adoption:
         The folder of a sweep is made before its key is put: what the keys of one reading name is on the root, or was.
         """
         for _ in range(ROUNDS_MAX):
-            found = self._meta.list(self._keys.gc, self._timeout_s).items
+            found = self._meta.list(self._keys.gc).items
             for entry in list(self._root.list(places.TRASH)):
                 sweep = places.parse_sweep(entry.name)
                 if sweep is not None and entry.stat is None:
@@ -170,7 +154,7 @@ class _Adoption:
             batch = condemned[start : start + size]
             link = Seq(self._ids.fresh(), prev)
             put = Put(self._keys.gc_seq, link.to_json())
-            result = self._meta.txn((compare,), (put, *(Delete(kv.key) for kv in batch)), self._timeout_s)
+            result = self._meta.txn((compare,), (put, *(Delete(kv.key) for kv in batch)))
             if not result.succeeded:
                 return False
             self._done.condemned_count += len(batch)
@@ -181,10 +165,10 @@ class _Adoption:
         namespaces = Namespaces(self._meta, self._keys)
         for name, namespace in _records(self._root, self._done.refused):
             try:
-                if namespaces.find(namespace.digest, self._timeout_s) is not None:
+                if namespaces.find(namespace.digest) is not None:
                     self._done.known_count += 1
                     continue
-                namespaces.claim(namespace, self._timeout_s)
+                namespaces.claim(namespace)
             except (LayoutMismatch, RootMismatch, InvalidRequest) as error:
                 self._done.refused.append(f"{name}: {error}")
             else:
@@ -214,25 +198,20 @@ class _Adoption:
 
     def _put_ref(self, key: str, content: bytes, ttl_s: int) -> bool:
         """Puts the key of a pin under a lease; False if there is one already."""
-        if self._meta.get(key, self._timeout_s) is not None:
+        if self._meta.get(key) is not None:
             return False
-        lease = self._meta.grant(ttl_s, self._timeout_s)
+        lease = self._meta.grant(ttl_s)
         try:
-            put = self._meta.txn((Absent(key),), (Put(key, content, lease),), self._timeout_s).succeeded
+            put = self._meta.txn((Absent(key),), (Put(key, content, lease),)).succeeded
         except LeaseGone:
             return False  # its last seconds passed meanwhile
         except KVStoreError:
-            self._drop_quietly(lambda: self._meta.revoke(lease, self._timeout_s))
+            with suppress(KVStoreError):
+                self._meta.revoke(lease)
             raise
         if not put:
-            self._meta.revoke(lease, self._timeout_s)
+            self._meta.revoke(lease)
         return put
-
-    def _drop_quietly(self, revoke: Callable[[], None]) -> None:
-        try:
-            revoke()
-        except KVStoreError as error:
-            log.debug("adopt.lease_left %s", error)
 
     def _agree(self, mine: Generation, before: KeyValue | None) -> None:
         """The last word: etcd gets the root's generation, unless somebody else gave either another meanwhile."""
@@ -240,7 +219,7 @@ class _Adoption:
             raise _another_adoption()
         key = self._keys.generation
         compare: Compare = Absent(key) if before is None else ModifiedAt(key, before.mod_revision)
-        if not self._meta.txn((compare,), (Put(key, mine.to_json()),), self._timeout_s).succeeded:
+        if not self._meta.txn((compare,), (Put(key, mine.to_json()),)).succeeded:
             raise _another_adoption()
 
 
@@ -257,25 +236,25 @@ def _nonce(seq: KeyValue | None) -> bytes:
         return NO_NONCE  # nobody can continue what nobody can read
 
 
-def _records(root: Root, refused: list[str]) -> Iterator[tuple[Name, Namespace]]:
+def _records(root: Root, refused: list[str]) -> list[tuple[Name, Namespace]]:
     """The readable records, those first whose layout the root's own claim names: etcd keeps the first of a name."""
     found = []
     for entry in root.list(places.NAMESPACES):
         name = Name(f"{places.NAMESPACES}/{entry.name}")
         if entry.stat is None or not entry.name.endswith(".json"):
             continue
-        raw = read_small(root, name, RECORD_BYTES_MAX)
-        if raw is None:
-            continue
         try:
-            namespace = Namespace.from_json(raw)
+            namespace = read_record(root, name)
         except InvalidRequest as error:
             refused.append(f"{name}: {error}")
             continue
-        if namespace.digest.hex() != entry.name.removesuffix(".json"):
-            refused.append(f"{name}: describes namespace {namespace.digest.hex()}")
-            continue
-        claimed = read_claim(root, claim_key(namespace.tenant, namespace.name))
-        found.append((claimed != namespace.layout, name, namespace))
-    for _, name, namespace in sorted(found, key=lambda record: record[:2]):
-        yield name, namespace
+        if namespace is not None:
+            found.append((_is_claimed(root, namespace), name, namespace))
+    return [(name, namespace) for _, name, namespace in sorted(found, key=lambda record: (not record[0], record[1]))]
+
+
+def _is_claimed(root: Root, namespace: Namespace) -> bool:
+    try:
+        return read_claim(root, namespace) == namespace.layout
+    except RootMismatch:
+        return False

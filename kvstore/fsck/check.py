@@ -1,36 +1,554 @@
-"""Walks a root folder by folder, names what is wrong, and repairs it if asked to.
+"""Walks a root folder by folder, names what is wrong, and repairs it if asked to, while nodes use the root.
 
 Streaming: memory does not grow with the root, but for 32 bytes per chunk while looking for unreachable ones.
 """
 
 from __future__ import annotations
 
+import enum
+import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import ADDRESS_BYTES, NO_PARENT, Address
-from kvstore.errors import KVStoreError
+from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch
 from kvstore.format import places
+from kvstore.format.header import Header, LineageId, written
 from kvstore.format.header import Kind as HeaderKind
-from kvstore.format.header import LineageId, written
 from kvstore.format.places import Name
-from kvstore.fsck.repair import Outcome, Repairer
-from kvstore.fsck.report import FINDINGS_MAX, Finding, Kind, Progress, Records, Report
 from kvstore.meta.keys import parse_id
-from kvstore.namespace import NamespaceId
+from kvstore.namespace import Namespace, NamespaceId
 from kvstore.recency import NS_PER_S, was_never_stamped
-from kvstore.root.identity import FILE_SYSTEMS_OWN, SCRATCH_FOLDER, TOP, RootIdentity, read_writer
+from kvstore.root.fences import remove_tree
+from kvstore.root.identity import (
+    FILE_SYSTEMS_OWN,
+    NAMESPACE_BYTES_MAX,
+    SCRATCH_FOLDER,
+    TOP,
+    RootIdentity,
+    claim_key,
+    claimed_layout,
+    read_small,
+    read_writer,
+)
 from kvstore.root.inspect import Broken, Inspector
 from kvstore.root.interface import Entry, Root
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
+from kvstore.text import parse_json
 
-# Finds chunks without a parent: 32 bytes of memory for each chunk, up to a limit.
+FINDINGS_MAX = 10_000
+
+
+class Kind(enum.Enum):
+    """The kind of a finding."""
+
+    DAMAGED = "damaged"
+    """A chunk file whose bytes are not what its header and format demand; the detail is the reason."""
+    MISPLACED = "misplaced"
+    """A whole chunk under another chunk's name (swapped files, another namespace's)."""
+    WRONG_SHARD = "wrong_shard"
+    """A whole chunk under its own name in another shard's folder, where nobody looks."""
+    FOREIGN = "foreign"
+    """Something that this store did not write. Never touched."""
+    ORPHAN_STAGING = "orphan_staging"
+    """A file that a dead session staged and never published."""
+    YOUNG_STAGING = "young_staging"
+    """Staged lately by a session that may live: perhaps a put in progress."""
+    QUARANTINED = "quarantined"
+    """A file that was set aside; the detail says what is wrong with it, or that it is whole."""
+    BAD_RECORD = "bad_record"
+    """A namespace's record or claim that cannot be read."""
+    NO_RECORD = "no_record"
+    """Chunks of a namespace that no record describes: only a node that is told the namespace can use them."""
+    UNREACHABLE = "unreachable"
+    """Chunks whose parent is not there; no match reaches them, garbage collection takes them in time."""
+    UNREADABLE = "unreadable"
+    """The root refused to show it: an I/O error, or no permission."""
+    OLD_WRITER = "old_writer"
+    """The record of a session that ended long ago, and that has no chunk on the root any more."""
+    LEFTOVER = "leftover"
+    """The scratch folder of a ``check-root`` that was killed."""
+
+
+HOUSEKEEPING = frozenset(
+    {
+        Kind.ORPHAN_STAGING,
+        Kind.YOUNG_STAGING,
+        Kind.QUARANTINED,
+        Kind.NO_RECORD,
+        Kind.UNREACHABLE,
+        Kind.OLD_WRITER,
+        Kind.LEFTOVER,
+    }
+)
+"""Findings of a sound root, which collectors, ``--repair`` or the next use tidy; they do not make a check fail."""
+
+
+class Action(enum.Enum):
+    """The action that repair took on a finding."""
+
+    QUARANTINED = "quarantined"
+    """Set aside, so that the next put writes it again."""
+    RESTORED = "restored"
+    """Put back at its right name."""
+    REMOVED = "removed"
+    """Deleted: staged by a dead session, verified as damaged in quarantine, or a whole copy is at the right name."""
+    VANISHED = "vanished"
+    """Gone, or sound, when repairing looked again: another node was faster."""
+    FAILED = "failed"
+    """The root did not let us; the detail says why."""
+
+
+REPAIRED = frozenset({Action.QUARANTINED, Action.RESTORED, Action.REMOVED})
+"""Actions after which a problem is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing found. ``name`` is relative to the root; ``action`` is None if nothing was to be done."""
+
+    kind: Kind
+    name: Name
+    detail: str = ""
+    action: Action | None = None
+
+    @property
+    def is_housekeeping(self) -> bool:
+        """True if a sound root may have it."""
+        return self.kind in HOUSEKEEPING
+
+    @property
+    def is_problem(self) -> bool:
+        """True if it is damage, and was not gone when repair looked again."""
+        return not self.is_housekeeping and self.action is not Action.VANISHED
+
+
+@dataclass(slots=True)
+class Report:
+    """The whole outcome; the counts are of all findings.
+
+    ``findings`` keeps the first ``findings_max`` that are housekeeping, and as many that are not.
+    """
+
+    findings_max: int = FINDINGS_MAX
+    findings: list[Finding] = field(default_factory=list)
+    counts: Counter[Kind] = field(default_factory=Counter)
+    actions: Counter[Action] = field(default_factory=Counter)
+    problems_count: int = 0
+    housekeeping_count: int = 0
+    repaired_count: int = 0
+    chunks_count: int = 0
+    chunks_bytes: int = 0
+    read_bytes: int = 0
+    namespaces_count: int = 0
+    unreachable_count: int | None = None
+    """Chunks without their parent; None if not counted, or if the root has too many chunks."""
+
+    @property
+    def is_clean(self) -> bool:
+        """True if nothing was wrong (housekeeping apart): exit code 0 of ``kvstore fsck``, else 1."""
+        return self.problems_count == 0
+
+    @property
+    def unrepaired_count(self) -> int:
+        return self.problems_count - self.repaired_count
+
+    @property
+    def is_truncated(self) -> bool:
+        """True if there were more findings than ``findings`` keeps."""
+        return self.counts.total() > len(self.findings)
+
+    def add(self, finding: Finding) -> None:
+        """Counts a finding, and keeps it while there is room."""
+        self.counts[finding.kind] += 1
+        self.problems_count += finding.is_problem
+        self.housekeeping_count += finding.is_housekeeping
+        self.repaired_count += finding.is_problem and finding.action in REPAIRED
+        if finding.action is not None:
+            self.actions[finding.action] += 1
+        others_count = self.counts.total() - self.housekeeping_count
+        if (self.housekeeping_count if finding.is_housekeeping else others_count) <= self.findings_max:
+            self.findings.append(finding)
+
+
+STAGING_AGE_S = 3600.0
+STAGING_GRACE_S = 120.0
+"""A session may have begun after the list of live ones was read; its staged files are younger than this."""
+REACH_MAX = 10_000_000
+WRITER_AGE_S = 30 * 86_400.0
+"""By this age, chunks that the root has lost are gone from every memory and local disk as well."""
+LINEAGES_MAX = 1_000_000
+"""The most writers that are told apart; beyond it no record counts as old."""
+
+_FILES = frozenset({places.FORMAT, places.RESERVE, places.BOUND})
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The choices of a check."""
+
+    repair: bool = False
+    verify_payload: bool = True
+    """Read all bytes, otherwise only headers."""
+    live_sessions: Set[bytes] | None = None
+    """Ids of the sessions that live; None: unknown."""
+    staging_age_s: float = STAGING_AGE_S
+    """If ``live_sessions`` is None, files that were staged longer ago count as left by a dead session."""
+    bytes_per_s: float | None = None
+    """The limit of reading."""
+    findings_max: int = FINDINGS_MAX
+
+
+def fsck(
+    root: Root,
+    identity: RootIdentity,
+    options: Options | None = None,
+    *,
+    found: Callable[[Finding], object] = lambda finding: None,
+    progress: Callable[[int], object] = lambda shards_done: None,
+    clock: Clock | None = None,
+    ids: Ids | None = None,
+    pause: Callable[[float], object] = time.sleep,
+) -> Report:
+    """Checks every file of a root, while nodes use it.
+
+    ``found`` is called with each finding, ``progress`` after each file. If a folder cannot be read, that is one
+    finding. Raises the root's errors if the top cannot be read.
+    """
+    options, clock, ids = options or Options(), clock or SystemClock(), ids or RandomIds()
+    inspector = Inspector(
+        root,
+        verify_payload=options.verify_payload,
+        bytes_per_s=options.bytes_per_s,
+        monotonic_s=clock.monotonic_s,
+        pause=pause,
+    )
+    repairer = Repairer(root, identity.shard_bits, inspector, ids.fresh())
+    walk = _Walk(root, options, inspector, repairer, clock.now_s(), found, progress)
+    walk.top()
+    walk.namespaces()
+    walk.chunks()
+    walk.staging()
+    walk.quarantine()
+    walk.lineage()
+    walk.reach()
+    walk.report.read_bytes = inspector.read_bytes
+    return walk.report
+
+
+class _Walk:
+    """One check of one root; a method per folder."""
+
+    def __init__(
+        self,
+        root: Root,
+        options: Options,
+        inspector: Inspector,
+        repairer: Repairer,
+        now_s: float,
+        found: Callable[[Finding], object],
+        progress: Callable[[int], object],
+    ) -> None:
+        self.report = Report(options.findings_max)
+        self._root = root
+        self._options = options
+        self._inspector = inspector
+        self._repairer = repairer
+        self._now_s = now_s
+        self._found = found
+        self._progress = progress
+        self._reach = Reach(REACH_MAX)
+        self._recorded: set[NamespaceId] = set()
+        self._undescribed: set[NamespaceId] = set()
+        self._lineages: set[LineageId] = set()
+        self._shards_done = 0
+
+    def top(self) -> None:
+        """Checks the root's own folder, the only one that must be readable."""
+        for entry in list(self._root.list(TOP)):
+            name = Name(entry.name)
+            if entry.name in _FILES or entry.name in FILE_SYSTEMS_OWN:
+                continue
+            if entry.stat is None and SCRATCH_FOLDER.fullmatch(entry.name):
+                self._add(Kind.LEFTOVER, name, "", partial(self._repairer.remove_tree, name))
+            elif entry.stat is not None or entry.name not in places.FOLDERS:
+                self._add(Kind.FOREIGN, name)
+
+    def namespaces(self) -> None:
+        """Every record and claim must be readable."""
+        for entry in self._entries(places.NAMESPACES):
+            name = Name(f"{places.NAMESPACES}/{entry.name}")
+            stem, _, suffix = entry.name.rpartition(".")
+            if entry.stat is None or suffix not in ("json", "claim") or not _is_hex(stem):
+                self._add(Kind.FOREIGN, name)
+                continue
+            try:
+                if suffix == "claim":
+                    check_claim(self._root, name)
+                elif (namespace := read_record(self._root, name)) is not None:
+                    self._recorded.add(namespace.id)
+            except (InvalidRequest, RootMismatch) as wrong:
+                # Taken away, the next node that opens the namespace writes it again; the digest guards what it says.
+                self._add(Kind.BAD_RECORD, name, str(wrong), partial(self._repairer.set_aside, name))
+            except KVStoreError as error:
+                self._add(Kind.UNREADABLE, name, str(error))
+        self.report.namespaces_count = len(self._recorded)
+
+    def chunks(self) -> None:
+        """Every chunk must be whole, and where its address says."""
+        for folder in self._entries(places.CHUNKS):
+            name = Name(f"{places.CHUNKS}/{folder.name}")
+            if folder.stat is not None or len(folder.name) != 4 or not _is_hex(folder.name):
+                self._add(Kind.FOREIGN, name)
+                continue
+            for entry in self._entries(name):
+                self._chunk(Name(f"{name}/{entry.name}"), entry)
+            self._shards_done += 1
+            self._progress(self._shards_done)
+
+    def staging(self) -> None:
+        """Finds what dead sessions left: staged files, and their folders."""
+        live, now_s = self._options.live_sessions, self._now_s
+        for folder in self._entries(places.STAGING):
+            name = Name(f"{places.STAGING}/{folder.name}")
+            session = parse_id(folder.name)
+            if folder.stat is not None or session is None:
+                self._add(Kind.FOREIGN, name)
+                continue
+            if live is not None and session in live:
+                continue
+            wanted_age_s = self._options.staging_age_s if live is None else STAGING_GRACE_S
+            young = False
+            for entry in self._entries(name):
+                file = Name(f"{name}/{entry.name}")
+                if entry.stat is None:
+                    self._add(Kind.FOREIGN, file)
+                    continue
+                detail = f"{entry.stat.size_bytes} bytes"
+                mtime_ns = entry.stat.mtime_ns
+                is_old = now_s - mtime_ns / NS_PER_S >= wanted_age_s or was_never_stamped(mtime_ns, now_s)
+                if is_old:
+                    self._add(Kind.ORPHAN_STAGING, file, detail, partial(self._repairer.remove, file))
+                else:
+                    young = True
+                    self._add(Kind.YOUNG_STAGING, file, detail)
+            if self._options.repair and live is not None and not young:
+                # An empty folder of a dead session is no finding. If it lives after all it makes the folder again.
+                self._repairer.remove_folder(name)
+
+    def quarantine(self) -> None:
+        """Lists quarantined files. Repair puts whole ones back and deletes damaged ones."""
+        for entry in self._entries(places.QUARANTINE):
+            name = Name(f"{places.QUARANTINE}/{entry.name}")
+            if entry.stat is None:
+                self._add(Kind.FOREIGN, name)
+                continue
+            try:
+                verdict = self._inspector.look(name, thorough=True)
+            except KVStoreError as error:
+                self._add(Kind.UNREADABLE, name, str(error))
+                continue
+            if verdict is not None:
+                detail = verdict.damage.value if isinstance(verdict, Broken) else "whole"
+                self._add(Kind.QUARANTINED, name, detail, partial(self._repairer.settle, name))
+            self._progress(self._shards_done)
+
+    def lineage(self) -> None:
+        """Every record of a writer must be readable. Repair removes old ones that no chunk names any more."""
+        live = self._options.live_sessions
+        for entry in self._entries(places.LINEAGE):
+            name, session = Name(f"{places.LINEAGE}/{entry.name}"), places.parse_writer(entry.name)
+            if entry.stat is None or session is None:
+                self._add(Kind.FOREIGN, name)
+                continue
+            try:
+                writer = read_writer(self._root, name)
+            except KVStoreError as error:
+                self._add(Kind.UNREADABLE, name, str(error))
+                continue
+            is_old = self._now_s - entry.stat.mtime_ns / NS_PER_S >= WRITER_AGE_S and session not in (live or ())
+            if writer is None:
+                self._add(Kind.BAD_RECORD, name, "", partial(self._repairer.remove, name))
+            elif is_old and len(self._lineages) < LINEAGES_MAX and writer.lineage not in self._lineages:
+                self._add(Kind.OLD_WRITER, name, writer.label or writer.host, partial(self._repairer.remove, name))
+
+    def reach(self) -> None:
+        """Finds chunks without their parent."""
+        lost = self._reach.unreachable()
+        self.report.unreachable_count = None if lost is None else len(lost)
+        for name, parent in lost or ():
+            self._add(Kind.UNREACHABLE, name, f"its parent {parent.hex()} does not exist")
+
+    def _chunk(self, name: Name, entry: Entry) -> None:
+        parsed = places.parse_chunk(entry.name)
+        if entry.stat is None or parsed is None:
+            self._add(Kind.FOREIGN, name)
+            return
+        try:
+            verdict = self._inspector.look(name)
+        except KVStoreError as error:
+            self._add(Kind.UNREADABLE, name, str(error))
+            return
+        self._progress(self._shards_done)
+        if verdict is None:
+            return  # removed since it was listed
+        if isinstance(verdict, Broken):
+            self._add(Kind.DAMAGED, name, verdict.damage.value, partial(self._repairer.take, name))
+            return
+        header = verdict.header
+        right = self._repairer.right_name(header)
+        if right != name:
+            own_name = (header.address, NamespaceId(header.namespace[:8])) == parsed
+            kind = Kind.WRONG_SHARD if own_name else Kind.MISPLACED
+            self._add(kind, name, f"belongs at {right}", partial(self._repairer.take, name))
+            return
+        self.report.chunks_count += 1
+        self.report.chunks_bytes += header.file_bytes
+        said = written(header.incarnation)
+        if said is not None and len(self._lineages) < LINEAGES_MAX:
+            self._lineages.add(said.lineage)
+        self._reach.add(name, header.address, header.parent if header.kind is HeaderKind.TOKENS else None)
+        if parsed[1] not in self._recorded and parsed[1] not in self._undescribed:
+            self._undescribed.add(parsed[1])
+            self._add(Kind.NO_RECORD, name, f"namespace {header.namespace.hex()} has no record")
+
+    def _entries(self, folder: Name) -> list[Entry]:
+        """Lists a folder completely before any entry is acted upon: repairing changes the folder."""
+        try:
+            return list(self._root.list(folder))
+        except KVStoreError as error:
+            self._add(Kind.UNREADABLE, folder, str(error))
+            return []
+
+    def _add(self, kind: Kind, name: Name, detail: str = "", act: Callable[[], Outcome] | None = None) -> None:
+        finding = Finding(kind, name, detail)
+        if self._options.repair and act is not None:
+            try:
+                action, said = act()
+            except KVStoreError as error:
+                action, said = Action.FAILED, str(error)
+            finding = replace(finding, action=action, detail="; ".join(part for part in (detail, said) if part))
+        self.report.add(finding)
+        self._found(finding)
+
+
+def read_record(root: Root, name: Name) -> Namespace | None:
+    """Returns a namespace's record; None if it was removed. Raises InvalidRequest if it is wrong, the root's errors."""
+    raw = read_small(root, name, NAMESPACE_BYTES_MAX)
+    if raw is None:
+        return None
+    namespace = Namespace.from_json(raw)
+    if name != places.namespace_record(namespace.digest):
+        raise InvalidRequest(f"describes namespace {namespace.digest.hex()}")
+    return namespace
+
+
+def check_claim(root: Root, name: Name) -> None:
+    """Raises InvalidRequest or RootMismatch for a claim that is wrong, and the root's errors."""
+    raw = read_small(root, name, NAMESPACE_BYTES_MAX)
+    if raw is None:
+        return
+    claimed_layout(raw, name)
+    fields = parse_json(raw)
+    tenant, namespace = fields.get("tenant"), fields.get("name")
+    if name != places.namespace_claim(claim_key(tenant, namespace)):
+        raise InvalidRequest(f"claims {namespace!r} of tenant {tenant!r}")
+
+
+# Repair: take, look, put.
+#
+# A look at a file may be old when we act: a node may have quarantined it and put a good one at its name. So a file is
+# first *taken*: renamed to a quarantine name that nobody else uses. There nobody can change it any more. If it is whole
+# and was at its right name, it goes back; a good file that was taken by mistake is missing for that moment, which is a
+# miss.
+#
+# At the end of the check we look at all that is in quarantine once more, put back what is whole, and delete what is
+# damaged still. So a file is read at its name, after it was taken, and at the end before it is deleted, twice each
+# time, and one whole reading of it brings it back: a device that delivers wrong bytes for a moment costs nothing. Files
+# in each other's places are all in quarantine by then, so that none is in the way of another.
+
+
+Outcome = tuple[Action, str]
+"""The action taken, and a detail for the report."""
+
+
+class Repairer:
+    """Repairs one root under the name of ``session``, an id that nobody else has. Raises the root's errors."""
+
+    def __init__(self, root: Root, shard_bits: int, inspector: Inspector, session: bytes) -> None:
+        self._root = root
+        self._shard_bits = shard_bits
+        self._inspector = inspector
+        self._session = session
+        self._numbers = itertools.count()
+
+    def right_name(self, header: Header) -> Name:
+        return places.chunk(header.address, NamespaceId(header.namespace[:8]), self._shard_bits)
+
+    def take(self, name: Name) -> Outcome:
+        """Quarantines a chunk file, unless it turns out to be whole and in its place."""
+        aside = self._aside(name)
+        if not self._root.move(name, aside):
+            return Action.VANISHED, "gone when it was looked at again"
+        verdict = self._inspector.look(aside, thorough=True)
+        if verdict is None or isinstance(verdict, Broken) or self.right_name(verdict.header) != name:
+            return Action.QUARANTINED, ""
+        self._root.publish(aside, name, durable=False)
+        return Action.VANISHED, "sound when it was looked at again"
+
+    def settle(self, name: Name) -> Outcome:
+        """Decides about a file in quarantine: a whole one goes back, a damaged one is deleted."""
+        verdict = self._inspector.look(name, thorough=True)
+        if verdict is None:
+            return Action.VANISHED, "another check was faster"
+        if isinstance(verdict, Broken):
+            removed = self._root.remove(name)
+            return (Action.REMOVED, f"damaged ({verdict.damage.value})") if removed else (Action.VANISHED, "")
+        right = self.right_name(verdict.header)
+        occupant = self._inspector.look(right)
+        if isinstance(occupant, Broken) or (occupant is not None and self.right_name(occupant.header) != right):
+            # Publishing would find the name taken, and delete what may be the only copy.
+            return Action.QUARANTINED, f"{right} is taken by another file"
+        won = self._root.publish(name, right, durable=False)
+        return (Action.RESTORED, f"as {right}") if won else (Action.REMOVED, f"{right} has a whole copy")
+
+    def set_aside(self, name: Name) -> Outcome:
+        """Takes a small file (a record) away, for the next writer to write it anew; the end of the check deletes it."""
+        taken = self._root.move(name, self._aside(name))
+        return (Action.QUARANTINED, "") if taken else (Action.VANISHED, "")
+
+    def remove(self, name: Name) -> Outcome:
+        """Deletes a file that nobody will ever publish."""
+        return (Action.REMOVED, "") if self._root.remove(name) else (Action.VANISHED, "")
+
+    def remove_tree(self, folder: Name) -> Outcome:
+        """Deletes a scratch folder of ours with all that is in it."""
+        return (Action.REMOVED, "") if remove_tree(self._root, folder) else (Action.FAILED, "it is not empty")
+
+    def remove_folder(self, name: Name) -> None:
+        """Deletes a folder if it is empty and we may."""
+        try:
+            self._root.remove_folder(name)
+        except KVStoreError:
+            return
+
+    def _aside(self, name: Name) -> Name:
+        last = name.rpartition("/")[2]
+        found = places.parse_chunk(last)
+        # Something else than a chunk's name has no address; a digest of the name keeps entries apart.
+        key = found[0] if found else blake2b(last.encode("utf-8", "surrogateescape"), digest_size=16).digest()
+        return places.quarantined(Address(key), self._session, next(self._numbers))
+
+
+# Chunks without a parent: 32 bytes of memory for each chunk, up to a limit.
 
 
 class Reach:
@@ -87,287 +605,5 @@ def _array(packed: bytearray) -> npt.NDArray[Any]:
     return np.frombuffer(packed, dtype=f"S{ADDRESS_BYTES}") if packed else np.empty(0, dtype=f"S{ADDRESS_BYTES}")
 
 
-STAGING_AGE_S = 3600.0
-STAGING_GRACE_S = 120.0
-"""A session may have begun after the list of live ones was read; its staged files are younger than this."""
-REACH_MAX = 10_000_000
-WRITER_AGE_S = 30 * 86_400.0
-"""By this age, chunks that the root has lost are gone from every memory and local disk as well."""
-LINEAGES_MAX = 1_000_000
-"""The most writers that are told apart; beyond it no record counts as old."""
-
-_FILES = frozenset({places.FORMAT, places.RESERVE, places.BOUND})
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The choices of a check."""
-
-    repair: bool = False
-    verify_payload: bool = True
-    """Read all bytes, otherwise only headers."""
-    live_sessions: Set[bytes] | None = None
-    """Ids of the sessions that live; None: unknown."""
-    staging_age_s: float = STAGING_AGE_S
-    """If ``live_sessions`` is None, files that were staged longer ago count as left by a dead session."""
-    reach_max: int = REACH_MAX
-    """Chunks without their parent are looked for up to so many chunks (32 bytes of memory each)."""
-    bytes_per_s: float | None = None
-    """The limit of reading."""
-    findings_max: int = FINDINGS_MAX
-
-
-def fsck(
-    root: Root,
-    identity: RootIdentity,
-    options: Options | None = None,
-    *,
-    found: Callable[[Finding], object] = lambda finding: None,
-    progress: Callable[[Progress], object] = lambda progress: None,
-    clock: Clock | None = None,
-    ids: Ids | None = None,
-    pause: Callable[[float], object] = time.sleep,
-) -> Report:
-    """Checks every file of a root, beside nodes that use it.
-
-    ``found`` is called with each finding, ``progress`` after each file. If a folder cannot be read, that is one
-    finding. Raises the root's errors if the top cannot be read.
-    """
-    options, clock, ids = options or Options(), clock or SystemClock(), ids or RandomIds()
-    inspector = Inspector(
-        root,
-        verify_payload=options.verify_payload,
-        bytes_per_s=options.bytes_per_s,
-        monotonic_s=clock.monotonic_s,
-        pause=pause,
-    )
-    repairer = Repairer(root, identity.shard_bits, inspector, ids.fresh())
-    walk = _Walk(root, options, inspector, repairer, clock.now_s(), found, progress, 1 << identity.shard_bits)
-    walk.top()
-    walk.namespaces()
-    walk.chunks()
-    walk.staging()
-    walk.quarantine()
-    walk.lineage()
-    walk.reach()
-    walk.report.read_bytes = inspector.read_bytes
-    return walk.report
-
-
-class _Walk:
-    """One check of one root; a method per folder."""
-
-    def __init__(
-        self,
-        root: Root,
-        options: Options,
-        inspector: Inspector,
-        repairer: Repairer,
-        now_s: float,
-        found: Callable[[Finding], object],
-        progress: Callable[[Progress], object],
-        shards_count: int,
-    ) -> None:
-        self.report = Report(options.findings_max)
-        self._root = root
-        self._options = options
-        self._inspector = inspector
-        self._repairer = repairer
-        self._now_s = now_s
-        self._found = found
-        self._progress = progress
-        self._shards_count = shards_count
-        self._reach = Reach(options.reach_max)
-        self._records = Records(root)
-        self._undescribed: set[NamespaceId] = set()
-        self._lineages: set[LineageId] = set()
-        self._files_count = 0
-        self._shards_done = 0
-
-    def top(self) -> None:
-        """Checks the root's own folder, the only one that must be readable."""
-        for entry in list(self._root.list(TOP)):
-            name = Name(entry.name)
-            if entry.name in _FILES or entry.name in FILE_SYSTEMS_OWN:
-                continue
-            if entry.stat is None and SCRATCH_FOLDER.fullmatch(entry.name):
-                self._add(Kind.LEFTOVER, name, "", partial(self._repairer.remove_tree, name))
-            elif entry.stat is not None or entry.name not in places.FOLDERS:
-                self._add(Kind.FOREIGN, name)
-
-    def namespaces(self) -> None:
-        """Every record and claim must be readable."""
-        for entry in self._entries(places.NAMESPACES):
-            name = Name(f"{places.NAMESPACES}/{entry.name}")
-            try:
-                wrong = self._records.read(entry)
-            except KVStoreError as error:
-                self._add(Kind.UNREADABLE, name, str(error))
-                continue
-            if wrong is None:
-                continue
-            kind, detail = wrong
-            if kind is Kind.FOREIGN:
-                self._add(kind, name)
-            else:
-                # Taken away, the next node that opens the namespace writes it again; the digest guards what it says.
-                self._add(kind, name, detail, partial(self._repairer.set_aside, name))
-        self.report.namespaces_count = len(self._records.ids)
-
-    def chunks(self) -> None:
-        """Every chunk must be whole, and where its address says."""
-        for folder in self._entries(places.CHUNKS):
-            name = Name(f"{places.CHUNKS}/{folder.name}")
-            if folder.stat is not None or not _is_shard(folder.name):
-                self._add(Kind.FOREIGN, name)
-                continue
-            for entry in self._entries(name):
-                self._chunk(Name(f"{name}/{entry.name}"), entry)
-            self._shards_done += 1
-            self._tell()
-
-    def staging(self) -> None:
-        """Finds what dead sessions left: staged files, and their folders."""
-        live, now_s = self._options.live_sessions, self._now_s
-        for folder in self._entries(places.STAGING):
-            name = Name(f"{places.STAGING}/{folder.name}")
-            session = parse_id(folder.name)
-            if folder.stat is not None or session is None:
-                self._add(Kind.FOREIGN, name)
-                continue
-            if live is not None and session in live:
-                continue
-            wanted_age_s = self._options.staging_age_s if live is None else STAGING_GRACE_S
-            young = False
-            for entry in self._entries(name):
-                file = Name(f"{name}/{entry.name}")
-                if entry.stat is None:
-                    self._add(Kind.FOREIGN, file)
-                    continue
-                detail = f"{entry.stat.size_bytes} bytes"
-                mtime_ns = entry.stat.mtime_ns
-                is_old = now_s - mtime_ns / NS_PER_S >= wanted_age_s or was_never_stamped(mtime_ns, now_s)
-                if is_old:
-                    self._add(Kind.ORPHAN_STAGING, file, detail, partial(self._repairer.remove, file))
-                else:
-                    young = True
-                    self._add(Kind.YOUNG_STAGING, file, detail)
-            if self._options.repair and live is not None and not young:
-                # An empty folder of a dead session is no finding. If it lives after all it makes the folder again.
-                remove_folder_quietly(self._root, name)
-
-    def quarantine(self) -> None:
-        """Lists quarantined files. Repair puts whole ones back and deletes damaged ones."""
-        for entry in self._entries(places.QUARANTINE):
-            name = Name(f"{places.QUARANTINE}/{entry.name}")
-            if entry.stat is None:
-                self._add(Kind.FOREIGN, name)
-                continue
-            try:
-                verdict = self._inspector.look(name, thorough=True)
-            except KVStoreError as error:
-                self._add(Kind.UNREADABLE, name, str(error))
-                continue
-            if verdict is not None:
-                detail = verdict.damage.value if isinstance(verdict, Broken) else "whole"
-                self._add(Kind.QUARANTINED, name, detail, partial(self._repairer.settle, name))
-            self._tell()
-
-    def lineage(self) -> None:
-        """Every record of a writer must be readable. Repair removes old ones that no chunk names any more."""
-        live = self._options.live_sessions
-        for entry in self._entries(places.LINEAGE):
-            name, session = Name(f"{places.LINEAGE}/{entry.name}"), places.parse_writer(entry.name)
-            if entry.stat is None or session is None:
-                self._add(Kind.FOREIGN, name)
-                continue
-            try:
-                writer = read_writer(self._root, name)
-            except KVStoreError as error:
-                self._add(Kind.UNREADABLE, name, str(error))
-                continue
-            is_old = self._now_s - entry.stat.mtime_ns / NS_PER_S >= WRITER_AGE_S and session not in (live or ())
-            if writer is None:
-                self._add(Kind.BAD_RECORD, name, "", partial(self._repairer.remove, name))
-            elif is_old and len(self._lineages) < LINEAGES_MAX and writer.lineage not in self._lineages:
-                self._add(Kind.OLD_WRITER, name, writer.label or writer.host, partial(self._repairer.remove, name))
-
-    def reach(self) -> None:
-        """Finds chunks whose parent is not there."""
-        lost = self._reach.unreachable()
-        self.report.unreachable_count = None if lost is None else len(lost)
-        for name, parent in lost or ():
-            self._add(Kind.UNREACHABLE, name, f"its parent {parent.hex()} is not there")
-
-    def _chunk(self, name: Name, entry: Entry) -> None:
-        self._files_count += 1
-        parsed = places.parse_chunk(entry.name)
-        if entry.stat is None or parsed is None:
-            self._add(Kind.FOREIGN, name)
-            return
-        try:
-            verdict = self._inspector.look(name)
-        except KVStoreError as error:
-            self._add(Kind.UNREADABLE, name, str(error))
-            return
-        self._tell()
-        if verdict is None:
-            return  # removed since it was listed
-        if isinstance(verdict, Broken):
-            self._add(Kind.DAMAGED, name, verdict.damage.value, partial(self._repairer.take, name))
-            return
-        header = verdict.header
-        right = self._repairer.right_name(header)
-        if right != name:
-            own_name = (header.address, NamespaceId(header.namespace[:8])) == parsed
-            kind = Kind.WRONG_SHARD if own_name else Kind.MISPLACED
-            self._add(kind, name, f"belongs at {right}", partial(self._repairer.take, name))
-            return
-        self.report.chunks_count += 1
-        self.report.chunks_bytes += header.file_bytes
-        said = written(header.incarnation)
-        if said is not None and len(self._lineages) < LINEAGES_MAX:
-            self._lineages.add(said.lineage)
-        self._reach.add(name, header.address, header.parent if header.kind is HeaderKind.TOKENS else None)
-        if parsed[1] not in self._records.ids and parsed[1] not in self._undescribed:
-            self._undescribed.add(parsed[1])
-            self._add(Kind.NO_RECORD, name, f"namespace {header.namespace.hex()} has no record")
-
-    def _entries(self, folder: Name) -> list[Entry]:
-        """Lists a folder completely before any entry is acted upon: repairing changes the folder."""
-        try:
-            return list(self._root.list(folder))
-        except KVStoreError as error:
-            self._add(Kind.UNREADABLE, folder, str(error))
-            return []
-
-    def _add(self, kind: Kind, name: Name, detail: str = "", act: Callable[[], Outcome] | None = None) -> None:
-        finding = Finding(kind, name, detail)
-        if self._options.repair and act is not None:
-            action, said = act()
-            finding = replace(finding, action=action, detail="; ".join(part for part in (detail, said) if part))
-        self.report.add(finding)
-        self._found(finding)
-
-    def _tell(self) -> None:
-        self._progress(
-            Progress(
-                self._shards_done,
-                self._shards_count,
-                self._files_count,
-                self._inspector.read_bytes,
-                self.report.problems_count,
-            )
-        )
-
-
-def remove_folder_quietly(root: Root, name: Name) -> None:
-    """Deletes a folder if it is empty and we may."""
-    try:
-        root.remove_folder(name)
-    except KVStoreError:
-        return
-
-
-def _is_shard(name: str) -> bool:
-    return len(name) == 4 and all(digit in "0123456789abcdef" for digit in name)
+def _is_hex(text: str) -> bool:
+    return bool(text) and all(digit in "0123456789abcdef" for digit in text)

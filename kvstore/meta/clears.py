@@ -1,26 +1,31 @@
-"""Orders to clear by selection, and the answers of nodes that have dropped the chunks.
+"""Orders to clear by selection, the answers of nodes that have dropped the chunks, and the barrier against pins.
 
     /kv/<root>/clears/<id>               an order; one that stands has no lease: a node that is away hears it later
     /kv/<root>/cleared/<id>/<session>    a node has obeyed it: once when it is told, and once more when the root is
                                          swept; under its session's lease, and as long as the order is kept
+    /kv/<root>/clearing/<id>             the order of a clear that is deleting, under a lease that it renews: until
+                                         then no node pins what it may be about to delete (gc/PROTOCOL.md, P5)
 
-The content of an order is opaque here, because metadata know no chunks. All nodes follow orders; only nodes with memory
-follow ``digests.py``.
+The content of an order is opaque here, because metadata know no chunks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.errors import Unavailable
+from kvstore.errors import PermissionDenied, Unavailable
 from kvstore.meta.keys import Keys, SessionId, parse_id
 from kvstore.meta.session import Session, live_sessions
 from kvstore.meta.store import NO_LEASE, KeyValue, LeaseGone, LeaseId, Meta, Snapshot, Watch
+from kvstore.sources import Clock
 
 ORDERS_MAX = 256
 """Limit on orders that are kept; beyond it, the oldest are removed."""
 PASSING_S = 60
 """How long an order that does not stand is kept after it was issued, last renewed, or done."""
+BARRIER_S = 60
+"""A barrier ends this long after its clear has died."""
+LOST_LEASE = "etcd lost a lease that it gave a moment ago: clear again"
 _WAITING, _DONE = b"\x00", b"\x01"
 
 
@@ -80,11 +85,9 @@ class Clears:
         return {session for session, value in self._answers(order, timeout_s).items() if value != _DONE}
 
     def snapshot(self, timeout_s: float) -> Snapshot:
-        """Returns all orders that are kept. Raises Unavailable."""
         return self._meta.list(self._keys.clears, timeout_s)
 
     def watch(self, from_revision: int) -> Watch:
-        """Watches orders from a revision on."""
         return self._meta.watch(self._keys.clears, from_revision)
 
     def read(self, key: str, found: KeyValue | None) -> OrderTold | None:
@@ -104,7 +107,7 @@ class Clears:
         try:
             self._meta.put(self._keys.clear_order(order), value, lease, timeout_s)
         except LeaseGone as gone:
-            raise Unavailable("etcd lost a lease that it gave a moment ago: clear again") from gone
+            raise Unavailable(LOST_LEASE) from gone
         return lease
 
     def trim(self, timeout_s: float) -> int:
@@ -113,3 +116,60 @@ class Clears:
         for kv in kept[: max(0, len(kept) - ORDERS_MAX)]:
             self._meta.delete(kv.key, timeout_s)
         return max(0, len(kept) - ORDERS_MAX)
+
+
+class Barrier:
+    """A barrier that was put up. Call ``check`` before each deletion."""
+
+    def __init__(self, meta: Meta, lease: LeaseId, sent_s: float, clock: Clock) -> None:
+        self._meta = meta
+        self._lease = lease
+        self._clock = clock
+        self._sent_s = sent_s
+
+    @property
+    def stands(self) -> bool:
+        """True while it certainly stands: half of its time is left, in which a running deletion can end."""
+        return self._clock.monotonic_s() < self._sent_s + BARRIER_S / 2
+
+    def check(self) -> None:
+        """Raises Unavailable unless it stands: then pins may be taken again, and nothing may be deleted."""
+        if not self.stands:
+            raise Unavailable("etcd did not keep the barrier against pins while chunks were deleted: clear again")
+
+    def renew(self, timeout_s: float) -> None:
+        """Keeps it up. Raises Unavailable."""
+        sent_s = self._clock.monotonic_s()
+        if not self._meta.keep_alive(self._lease, timeout_s):
+            sent_s = float("-inf")  # it went, and cannot come back
+        self._sent_s = sent_s
+
+    def take_down(self, timeout_s: float) -> None:
+        """Allows pins again, once nothing is being deleted any more. If etcd does not answer, the lease ends it."""
+        self._sent_s = float("-inf")
+        try:
+            self._meta.revoke(self._lease, timeout_s)
+        except (Unavailable, PermissionDenied):
+            pass
+
+
+class Barriers:
+    """The barriers of one root."""
+
+    def __init__(self, meta: Meta, keys: Keys, clock: Clock) -> None:
+        self._meta = meta
+        self._keys = keys
+        self._clock = clock
+
+    def put_up(self, id: bytes, order: bytes, timeout_s: float) -> Barrier:
+        """Puts up a new barrier. Raises Unavailable: then it may be there until its time is over."""
+        sent_s = self._clock.monotonic_s()
+        lease = self._meta.grant(BARRIER_S, timeout_s)
+        try:
+            self._meta.put(self._keys.barrier(id), order, lease, timeout_s)
+        except LeaseGone as gone:
+            raise Unavailable(LOST_LEASE) from gone
+        return Barrier(self._meta, lease, sent_s, self._clock)
+
+    def orders(self, timeout_s: float) -> list[bytes]:
+        return [kv.value for kv in self._meta.list(self._keys.barriers, timeout_s).items]

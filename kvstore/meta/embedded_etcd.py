@@ -13,7 +13,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,7 +76,6 @@ class EmbeddedEtcd:
 
     @property
     def running(self) -> bool:
-        """True while the server runs."""
         return self._child is not None and self._child.running
 
     def start(self, timeout_s: float = START_S) -> None:
@@ -100,14 +98,14 @@ class EmbeddedEtcd:
             if self._healthy(self._child, client_port, deadline_s):
                 self._client_port, self._peer_port = client_port, peer_port
                 return
-            timed_out = self._child.running
+            why = f"was not healthy within {timeout_s:g} s" if self._child.running else "ended at once"
             self.stop()
             said = _tail(self._log, log_start)
             # Another process may have taken a free port between our look and etcd's bind: then try other ports.
             if "address already in use" not in said or (self._client_port and self._peer_port):
-                why = f"was not healthy within {timeout_s:g} s" if timed_out else "ended at once"
-                reason = _reason(said) if said else self._no_room() or "none"
-                raise Unavailable(f"etcd ({binary}) {why}; its messages are in {self._log}: {reason}")
+                raise Unavailable(
+                    f"etcd ({binary}) {why}; its messages are in {self._log}: {said[-SAID_MAX:] or 'none'}"
+                )
         raise Unavailable(f"etcd found no free ports in {PORT_TRIES_MAX} tries: give client_port and peer_port")
 
     def stop(self, timeout_s: float = STOP_S) -> None:
@@ -128,16 +126,6 @@ class EmbeddedEtcd:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-
-    def _no_room(self) -> str:
-        """Why there are no messages: the disk takes none; empty if it does."""
-        try:
-            with tempfile.TemporaryFile(dir=self.folder) as file:
-                file.write(bytes(1 << 16))
-                file.flush()
-        except OSError as cause:
-            return f"none, because {self.folder} takes no file: {cause.strerror or cause}"
-        return ""
 
     @property
     def _log(self) -> Path:
@@ -245,9 +233,3 @@ def _tail(path: Path, start: int) -> str:
     with open(path, "rb") as file:
         file.seek(start)
         return file.read(1 << 20).decode(errors="replace").strip()
-
-
-def _reason(said: str) -> str:
-    """The last error among etcd's messages, which a trace of its threads may follow; else their end."""
-    errors = [line for line in said.splitlines() if line.startswith("{") and '"error":' in line]
-    return errors[-1][:SAID_MAX] if errors else said[-SAID_MAX:]

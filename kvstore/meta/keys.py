@@ -13,11 +13,11 @@
     /kv/<root>/usage/<session>                   bytes that a node or collector wrote and deleted, under its lease
     /kv/<root>/collectors/<session>              one per collector, under its session's lease
     /kv/<root>/peers/<session>/address           where others read from a worker's memory, under its session's lease
-    /kv/<root>/peers/<session>/<shard>           what its memory holds, 64 of them; see ``digests.py``
+    /kv/<root>/peers/<session>/<shard>           what its memory holds, 64 of them; see ``workers.py``
     /kv/<root>/peers/cleared/<digest>            one per namespace that was ever cleared: changes each time
     /kv/<root>/clears/<order>                    what was cleared by selection; see ``clears.py``
     /kv/<root>/events/<name>                     the publisher of events that speaks, under its lease
-    /kv/<root>/clearing/<order>                  a clear is deleting, under its lease; see ``barriers.py``
+    /kv/<root>/clearing/<order>                  a clear is deleting, under its lease; see ``clears.py``
     /kv/<root>/cleared/<order>/<session>         a node has dropped it, under its session's lease
 
 Their number is O(nodes + pins + namespaces + sweeps in flight), never O(chunks). Nodes watch ``gc/`` as a whole, so
@@ -67,11 +67,9 @@ class Keys:
         self.barriers = f"{self.prefix}clearing/"
 
     def session(self, session: SessionId) -> str:
-        """Returns the key of a session."""
         return f"{self.sessions}{session.hex()}"
 
     def worker(self, session: SessionId) -> str:
-        """Returns the key of the worker that runs in a session."""
         return f"{self.workers}{session.hex()}"
 
     def refs_of(self, owner: str) -> str:
@@ -85,11 +83,9 @@ class Keys:
         return f"{self.refs}{quote(owner, safe='')}/"
 
     def ref(self, owner: str, pin: PinId) -> str:
-        """Returns the key of a pin."""
         return f"{self.refs_of(owner)}{pin.hex()}"
 
     def namespace_digest(self, digest: NamespaceDigest) -> str:
-        """Returns the key of a namespace's record."""
         return f"{self.namespace_digests}{digest.hex()}"
 
     def namespace_name(self, tenant: str, name: str) -> str:
@@ -99,11 +95,9 @@ class Keys:
         return f"{self.prefix}namespaces/names/{blake2b(text, digest_size=16, person=b'kvstore.name.1').hexdigest()}"
 
     def usage_of(self, session: SessionId) -> str:
-        """Returns the key of the report of a node or collector."""
         return f"{self.usage}{session.hex()}"
 
     def condemned_in(self, shard: int) -> str:
-        """Returns the key of the sweep of a shard."""
         return f"{self.condemned}{shard:04x}"
 
     def parse_condemned(self, key: str) -> int | None:
@@ -118,19 +112,15 @@ class Keys:
         return found if f"{found:04x}" == shard else None
 
     def collector(self, session: SessionId) -> str:
-        """Returns the key of a collector."""
         return f"{self.collectors}{session.hex()}"
 
     def peer_address(self, session: SessionId) -> str:
-        """Returns the key of the address at which a session's worker serves its memory."""
         return f"{self.peers}{session.hex()}/address"
 
     def peer_digest(self, session: SessionId, shard: int) -> str:
-        """Returns the key of the digest of a session's memory in one shard of the addresses."""
         return f"{self.peers}{session.hex()}/{shard:02x}"
 
     def peer_cleared(self, digest: NamespaceDigest) -> str:
-        """Returns the key of the mark that a namespace was cleared."""
         return f"{self.peers}cleared/{digest.hex()}"
 
     def speaker(self, name: str) -> str:
@@ -138,19 +128,15 @@ class Keys:
         return f"{self.prefix}events/{blake2b(name.encode(), digest_size=16, person=b'kvstore.event.1').hexdigest()}"
 
     def clear_order(self, order: bytes) -> str:
-        """Returns the key of an order to clear."""
         return f"{self.clears}{order.hex()}"
 
     def barrier(self, order: bytes) -> str:
-        """Returns the key of the barrier of a clear."""
         return f"{self.barriers}{order.hex()}"
 
     def clear_answers(self, order: bytes) -> str:
-        """Returns the prefix of the answers of nodes to an order."""
         return f"{self.prefix}cleared/{order.hex()}/"
 
     def clear_answer(self, order: bytes, session: SessionId) -> str:
-        """Returns the key of one node's answer."""
         return f"{self.clear_answers(order)}{session.hex()}"
 
     def parse_session(self, key: str) -> SessionId | None:

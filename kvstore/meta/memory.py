@@ -61,20 +61,17 @@ class MemoryStore:
         self._history: deque[tuple[Event, ...]] = deque()
 
     def get(self, key: str) -> KeyValue | None:
-        """Returns the key as it is now."""
         with self._changed:
             self._expire()
             return self._keys.get(key)
 
     def list(self, prefix: str) -> Snapshot:
-        """Returns all keys under ``prefix`` as they are now."""
         with self._changed:
             self._expire()
             items = tuple(self._keys[key] for key in sorted(self._keys) if key.startswith(prefix))
             return Snapshot(items, self._revision)
 
     def count(self, prefix: str) -> int:
-        """Returns the number of keys under ``prefix`` now."""
         with self._changed:
             self._expire()
             return sum(key.startswith(prefix) for key in self._keys)
@@ -92,7 +89,6 @@ class MemoryStore:
             return TxnResult(True, self._revision)
 
     def grant(self, ttl_s: int) -> LeaseId:
-        """Grants a new lease, ending ``ttl_s`` from now."""
         with self._changed:
             self._lease_last += 1
             lease = LeaseId(self._lease_last)
@@ -101,7 +97,6 @@ class MemoryStore:
             return lease
 
     def keep_alive(self, lease: LeaseId) -> bool:
-        """Puts the lease's end off to its ttl from now; False if it has ended."""
         with self._changed:
             self._expire()
             found = self._leases.get(lease)
@@ -111,7 +106,6 @@ class MemoryStore:
             return True
 
     def revoke(self, lease: LeaseId) -> None:
-        """Ends the lease and deletes its keys at one revision."""
         with self._changed:
             self._expire()
             self._end_lease(lease)
@@ -225,7 +219,6 @@ class MemoryWatch:
         self.closed = False
 
     def next(self, timeout_s: float) -> tuple[Event, ...] | None:
-        """See ``interface.Watch``."""
         if self.closed:
             raise WatchLost("the watch is closed")
         events, self._from_revision = self._store.events(
@@ -236,7 +229,6 @@ class MemoryWatch:
         return events or None
 
     def close(self) -> None:
-        """See ``interface.Watch``."""
         self.closed = True
         self._store.wake()
 
@@ -253,35 +245,28 @@ class MemoryMeta:
 
     @property
     def operations_count(self) -> int:
-        """See ``interface.Meta``."""
         return self._operations_count
 
     def get(self, key: str, timeout_s: float | None = None) -> KeyValue | None:
-        """See ``interface.Meta``."""
         check_key(key)
         return self._open().get(key)
 
     def list(self, prefix: str, timeout_s: float | None = None) -> Snapshot:
-        """See ``interface.Meta``."""
         return self._open().list(prefix)
 
     def count(self, prefix: str, timeout_s: float | None = None) -> int:
-        """See ``interface.Meta``."""
         return self._open().count(prefix)
 
     def txn(
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete], timeout_s: float | None = None
     ) -> TxnResult:
-        """See ``interface.Meta``."""
         check_request(compares, operations)
         return self._open().txn(compares, operations)
 
     def put(self, key: str, value: bytes, lease: LeaseId = NO_LEASE, timeout_s: float | None = None) -> int:
-        """See ``interface.Meta``."""
         return self.txn((), (Put(key, value, lease),)).revision
 
     def delete(self, key: str, timeout_s: float | None = None) -> bool:
-        """See ``interface.Meta``."""
         check_key(key)
         store = self._open()
         found = store.get(key)
@@ -292,20 +277,16 @@ class MemoryMeta:
         return False
 
     def grant(self, ttl_s: int, timeout_s: float | None = None) -> LeaseId:
-        """See ``interface.Meta``."""
         check_ttl(ttl_s)
         return self._open().grant(ttl_s)
 
     def keep_alive(self, lease: LeaseId, timeout_s: float | None = None) -> bool:
-        """See ``interface.Meta``."""
         return self._open().keep_alive(lease)
 
     def revoke(self, lease: LeaseId, timeout_s: float | None = None) -> None:
-        """See ``interface.Meta``."""
         self._open().revoke(lease)
 
     def watch(self, prefix: str, from_revision: int) -> MemoryWatch:
-        """See ``interface.Meta``."""
         check_from_revision(from_revision)
         watch = MemoryWatch(self._open(), prefix, from_revision)
         with self._lock:
@@ -313,7 +294,7 @@ class MemoryMeta:
         return watch
 
     def close(self) -> None:
-        """See ``interface.Meta``. The store stays for its other clients."""
+        """The store stays for its other clients."""
         with self._lock:
             self._closed = True
             watches, self._watches = self._watches, []

@@ -66,23 +66,19 @@ class PinRecord:
 
     @property
     def addresses(self) -> tuple[Address, ...]:
-        """The addresses that it protects."""
         return tuple(Address(self.packed[at : at + ADDRESS_BYTES]) for at in range(0, len(self.packed), ADDRESS_BYTES))
 
     @property
     def addresses_count(self) -> int:
-        """The number of addresses it protects."""
         return len(self.packed) // ADDRESS_BYTES
 
     def contains(self, address: Address) -> bool:
-        """True if it protects ``address``."""
         at = self.packed.find(address)
         while at >= 0 and at % ADDRESS_BYTES:
             at = self.packed.find(address, at + 1)
         return at >= 0
 
     def to_bytes(self) -> bytes:
-        """Returns the stored form."""
         fields = {
             "id": self.id.hex(),
             "owner": self.owner,

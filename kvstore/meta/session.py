@@ -57,14 +57,12 @@ class SessionRecord:
     held: bytes = b""
 
     def to_json(self) -> bytes:
-        """Returns the stored form."""
         held = b64encode(self.held).decode()
         fields = {"announced": self.announced, "write": self.write, "held": held}
         return json.dumps(fields, separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, value: bytes) -> SessionRecord:
-        """Parses what ``to_json`` returned. Raises InvalidRequest for anything else."""
         try:
             fields = parse_json(value)
             found = cls(int(fields["announced"]), int(fields["write"]), b64decode(fields["held"], validate=True))
@@ -159,7 +157,6 @@ class Session:
 
     @property
     def announced(self) -> int:
-        """The last revision announced."""
         return self._record.announced
 
     @property

@@ -32,7 +32,6 @@ class Deadline:
 
     @property
     def over(self) -> bool:
-        """True once no time is left."""
         return self._clock.monotonic_s() >= self._ends_s
 
     def left_s(self, share: float = 1.0) -> float:

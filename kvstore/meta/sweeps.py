@@ -44,13 +44,11 @@ class Seq:
     pace_s: float = 0.0
 
     def to_json(self) -> bytes:
-        """Returns the stored form."""
         fields = {"nonce": self.nonce.hex(), "prev": self.prev.hex(), "pace_s": self.pace_s}
         return json.dumps(fields, separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, value: bytes) -> Seq:
-        """Parses what ``to_json`` returned. Raises RootMismatch for anything else."""
         try:
             fields = parse_json(value)
             pace_s = min(PACE_S_MAX, max(0.0, float(fields["pace_s"])))
@@ -95,7 +93,6 @@ class Condemned:
         return record
 
     def to_bytes(self) -> bytes:
-        """Returns the stored form."""
         count = self.victims_count.to_bytes(4, "little")
         flags = bytes([self.is_filter * _FILTER | self.is_final * _FINAL])
         return b"".join((_MAGIC, self.sweep, self.plan_checksum, count, flags, self.members))

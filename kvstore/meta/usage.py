@@ -28,14 +28,12 @@ class Usage:
     largest_put_bytes: int = 0
 
     def to_json(self) -> bytes:
-        """Returns the stored form."""
         return _packed(
             {"written": self.written_bytes, "removed": self.removed_bytes, "largest_put": self.largest_put_bytes}
         )
 
     @classmethod
     def from_json(cls, value: bytes) -> Usage:
-        """Parses what ``to_json`` returned. Raises InvalidRequest for anything else."""
         fields = _unpacked(value, "usage")
         return cls(*(_count(fields, name) for name in ("written", "removed", "largest_put")))
 
@@ -65,7 +63,6 @@ class Capacity:
     headroom_bytes: int | None = None
 
     def to_json(self) -> bytes:
-        """Returns the stored form."""
         return _packed(
             {
                 "revision": self.revision,
@@ -79,7 +76,6 @@ class Capacity:
 
     @classmethod
     def from_json(cls, value: bytes) -> Capacity:
-        """Parses what ``to_json`` returned. Raises InvalidRequest for anything else."""
         fields = _unpacked(value, "capacity")
         used, capacity, credit, headroom = (
             None if fields.get(name) is None else _count(fields, name)

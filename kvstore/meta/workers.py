@@ -155,11 +155,9 @@ class Digests:
         self._meta.put(self._keys.peer_cleared(namespace), mark, timeout_s=timeout_s)
 
     def snapshot(self, timeout_s: float) -> Snapshot:
-        """Returns everything that is published now. Raises Unavailable."""
         return self._meta.list(self._keys.peers, timeout_s)
 
     def watch(self, from_revision: int) -> Watch:
-        """Watches the keys from a revision on."""
         return self._meta.watch(self._keys.peers, from_revision)
 
     def read(self, key: str, found: KeyValue | None) -> Told | None:

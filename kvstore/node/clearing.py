@@ -23,8 +23,7 @@ from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.host.clears import HostClears
 from kvstore.host.eviction import Evicted, Eviction, Victim, file_system_now_ns
-from kvstore.meta.barriers import BARRIER_S, Barrier, Barriers
-from kvstore.meta.clears import PASSING_S, Clears, OrderTold
+from kvstore.meta.clears import BARRIER_S, PASSING_S, Barrier, Barriers, Clears, OrderTold
 from kvstore.meta.keys import SessionId
 from kvstore.meta.session import Session
 from kvstore.meta.store import Watch, WatchLost

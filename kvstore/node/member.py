@@ -23,8 +23,7 @@ from kvstore.counts import NodeCount
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, RootMismatch, Unavailable
 from kvstore.host.pins import HostPins
 from kvstore.keyset import BlockKeys, ChunkKeys, KeySet
-from kvstore.meta.barriers import Barriers
-from kvstore.meta.clears import Clears
+from kvstore.meta.clears import Barriers, Clears
 from kvstore.meta.keys import ID_BYTES, Keys, PinId, parse_id
 from kvstore.meta.namespaces import Namespaces
 from kvstore.meta.pins import PinQuota, Pins

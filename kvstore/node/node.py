@@ -47,9 +47,8 @@ from kvstore.node.write_behind import Job
 from kvstore.node.writer import Writer, Written
 from kvstore.operations import OperationRun, Operations, OperationState
 from kvstore.results import LayerMemory, PutResult
-from kvstore.root.identity import RootIdentity
+from kvstore.root.identity import NamespaceRecords, RootIdentity, read_namespaces
 from kvstore.root.interface import Root, Space
-from kvstore.root.namespaces import NamespaceRecords
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 from kvstore.tokens import TokenArray
@@ -166,7 +165,7 @@ class Node:
             root, identity.shard_bits, session, self.known, self.counters, self.incarnations, numbers,
             self.encodings, self.gc_view.usage,
         )  # fmt: skip
-        self._records = NamespaceRecords(root, session, numbers, clock)
+        self._records = NamespaceRecords(root, ids, clock)
         self.staging = Staging(root, session)
         self._refresher = Refresher(self._chunks, self.counters, limits.refresh_queue_max)
         self.holds = Holds(self.gc_view, limits, self.counters, clock, ids, self._refresher.used)
@@ -219,7 +218,10 @@ class Node:
         return self._lanes.run(lambda: self._records.find(digest), self._deadline(None, self.limits.read_deadline_s))
 
     def namespaces(self, deadline_s: float | None = None) -> list[Namespace]:
-        return self._lanes.run(self._records.list, self._deadline(deadline_s, self.limits.read_deadline_s))
+        """All namespaces recorded on the root."""
+        return self._lanes.run(
+            lambda: read_namespaces(self.root), self._deadline(deadline_s, self.limits.read_deadline_s)
+        )
 
     # Prefixes
 

@@ -1,23 +1,24 @@
-"""The identity of a root: the ``FORMAT`` file, made once and never changed.
+"""The identity of a root, and the other small records on it: generations, capacity limit, writers and namespaces.
 
-It guards against a file system that is not mounted, one mounted in another's place, and a version that this code does
-not know: each would otherwise look like an empty or a damaged cache.
+``FORMAT``, made once and never changed, guards against a file system that is not mounted, one mounted in another's
+place, and a version that this code does not know: each would otherwise look like an empty or a damaged cache.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NewType
 
 from kvstore.buffers import Borrowed
-from kvstore.errors import InvalidRequest, Overloaded, RootMismatch, Unavailable
+from kvstore.errors import InvalidRequest, LayoutMismatch, Overloaded, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.format.header import RECORD_BYTES_MAX, Generation, LineageId, Writer
 from kvstore.format.places import GENERATIONS, Name
+from kvstore.layout import Layout
+from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.recency import NS_PER_S
 from kvstore.root.interface import Root
 from kvstore.sources import Clock, Ids, SystemClock
@@ -32,9 +33,6 @@ SHARD_BITS_DEFAULT = 8
 FORMAT_BYTES_MAX = 4096
 TOP = Name("")
 """The root's own folder, for listings."""
-
-SETTLE_S = 0.5
-SETTLE_ATTEMPTS_MAX = 20
 
 _OURS = frozenset(
     {
@@ -68,7 +66,6 @@ class RootIdentity:
     version: int = VERSION
 
     def to_json(self) -> bytes:
-        """Returns the content of ``FORMAT``."""
         fields = {
             "format": FORMAT_NAME,
             "version": self.version,
@@ -125,8 +122,6 @@ def create_or_open(
     shard_bits: int = SHARD_BITS_DEFAULT,
     create: bool = True,
     expect: RootId | None = None,
-    clock: Clock | None = None,
-    pause: Callable[[float], object] = time.sleep,
 ) -> RootIdentity:
     """Returns the identity of a root; makes the root first if the folder is empty and ``create`` allows it.
 
@@ -146,7 +141,7 @@ def create_or_open(
         # root.
         raise RootMismatch(f"{root.url} has no FORMAT file, expected root {expect.hex()}: is the file system mounted?")
     if found is None:
-        found = _create(root, ids, shard_bits, clock or SystemClock(), pause)
+        found = _create(root, ids, shard_bits)
     if expect is not None and found.root != expect:
         raise RootMismatch(
             f"{root.url} is root {found.root.hex()}, expected {expect.hex()}: is another file system mounted there?"
@@ -188,7 +183,7 @@ def publish_small(root: Root, name: Name, content: bytes, *, ids: Ids, clock: Cl
         root.remove_folder(places.staging_folder(session))
 
 
-def _create(root: Root, ids: Ids, shard_bits: int, clock: Clock, pause: Callable[[float], object]) -> RootIdentity:
+def _create(root: Root, ids: Ids, shard_bits: int) -> RootIdentity:
     foreign = _foreign_entry(root)
     if foreign is not None:
         # Look again, because FORMAT was missing before: another host may have made the root, and published chunks,
@@ -198,30 +193,14 @@ def _create(root: Root, ids: Ids, shard_bits: int, clock: Clock, pause: Callable
             raise _holds_foreign(root, foreign)
         return found
     # Synced: a torn FORMAT after a host crash would cost the whole root, not one chunk.
-    publish_small(root, places.FORMAT, RootIdentity(RootId(ids.fresh()), 1, shard_bits).to_json(), ids=ids, clock=clock)
-    if root.traits.exclusive_publish:
-        found = read_identity(root)
-        if found is None:
-            raise Unavailable(f"{root.url}: FORMAT was written and is not there; check the mount (kvstore check-root)")
-        return found
-    return _settled(root, pause)
-
-
-def _settled(root: Root, pause: Callable[[float], object]) -> RootIdentity:
-    """Returns the identity once it has not changed for SETTLE_S.
-
-    Without an exclusive publish, a rival that looked before we wrote may still replace our file. A rival that takes
-    longer than SETTLE_S between looking and writing is not noticed here; its etcd (with another root id) and ours then
-    disagree, and nodes report that.
-    """
-    last = read_identity(root)
-    for _ in range(SETTLE_ATTEMPTS_MAX):
-        pause(SETTLE_S)
-        found = read_identity(root)
-        if found is not None and found == last:
-            return found
-        last = found
-    raise Unavailable(f"{root.url}: FORMAT kept changing; start one node first, then the others")
+    mine = RootIdentity(RootId(ids.fresh()), 1, shard_bits)
+    publish_small(root, places.FORMAT, mine.to_json(), ids=ids, clock=SystemClock())
+    # Without an exclusive publish, a rival may still replace the file. Its etcd then has another root at this URL than
+    # the file says, and nodes refuse it.
+    found = read_identity(root)
+    if found is None:
+        raise Unavailable(f"{root.url}: FORMAT was written and is not there; check the mount (kvstore check-root)")
+    return found
 
 
 def _foreign_entry(root: Root) -> str | None:
@@ -366,3 +345,98 @@ def read_writer(root: Root, name: Name) -> Writer | None:
     except InvalidRequest:
         return None
     return writer if places.writer(bytes.fromhex(writer.session)) == name else None
+
+
+# The namespaces: which layout each name has, and what each digest in a chunk file means.
+#
+# The records make chunk files understandable without etcd. Without etcd they are also the claims on names.
+
+
+NAMESPACE_BYTES_MAX = 1 << 20
+
+
+class NamespaceRecords:
+    """The records of one root; called on lanes only."""
+
+    def __init__(self, root: Root, ids: Ids, clock: Clock) -> None:
+        self._root = root
+        self._ids = ids
+        self._clock = clock
+
+    def claim(self, namespace: Namespace) -> None:
+        """Claims (tenant, name) for this layout, or confirms the claim, and records the namespace.
+
+        First writer wins, as for chunks. Raises LayoutMismatch if the name has another layout already.
+        """
+        claim = json.dumps(
+            {"name": namespace.name, "tenant": namespace.tenant, "layout": namespace.layout.to_dict()}, sort_keys=True
+        ).encode()
+        name = places.namespace_claim(claim_key(namespace.tenant, namespace.name))
+        _check_layout(namespace, claimed_layout(self._write_once(name, claim), name))
+        self._write_once(places.namespace_record(namespace.digest), namespace.to_json())
+
+    def check(self, namespace: Namespace) -> None:
+        """Raises LayoutMismatch if the name is claimed for another layout; claims nothing."""
+        _check_layout(namespace, read_claim(self._root, namespace))
+
+    def find(self, digest: NamespaceDigest) -> Namespace | None:
+        """Returns the namespace with this digest; None if this root has no readable record of it."""
+        namespace = _read_namespace(self._root, places.namespace_record(digest))
+        return namespace if namespace is not None and namespace.digest == digest else None
+
+    def _write_once(self, name: Name, record: bytes) -> bytes:
+        """Writes ``record`` under ``name`` if there is none; returns the record that is there."""
+        found = read_small(self._root, name, NAMESPACE_BYTES_MAX)
+        if found is None:
+            publish_small(self._root, name, record, ids=self._ids, clock=self._clock)
+            found = read_small(self._root, name, NAMESPACE_BYTES_MAX)
+        return record if found is None else found
+
+
+def read_namespaces(root: Root) -> list[Namespace]:
+    """Returns all namespaces recorded on a root, except unreadable records. Raises the root's errors."""
+    found = []
+    for entry in root.list(places.NAMESPACES):
+        if entry.stat is not None and entry.name.endswith(".json"):
+            namespace = _read_namespace(root, Name(f"{places.NAMESPACES}/{entry.name}"))
+            if namespace is not None:
+                found.append(namespace)
+    return sorted(found, key=lambda each: (each.tenant, each.name, each.fingerprint, each.attributes))
+
+
+def claim_key(tenant: str, name: str) -> bytes:
+    """Digests tenant and name, for file names and keys, whatever their alphabet and length."""
+    packed = json.dumps([tenant, name]).encode()
+    return hashlib.blake2b(packed, digest_size=16, person=b"kvstore.claim.1").digest()
+
+
+def read_claim(root: Root, namespace: Namespace) -> Layout | None:
+    """Returns the layout for which a namespace's name is claimed; None if it is free. Raises RootMismatch."""
+    name = places.namespace_claim(claim_key(namespace.tenant, namespace.name))
+    claim = read_small(root, name, NAMESPACE_BYTES_MAX)
+    return None if claim is None else claimed_layout(claim, name)
+
+
+def claimed_layout(claim: bytes, name: Name) -> Layout:
+    """Returns the layout that a claim names. Raises RootMismatch if it cannot be read."""
+    try:
+        return Layout.from_dict(parse_json(claim)["layout"])
+    except (ValueError, KeyError, TypeError) as cause:
+        raise RootMismatch(f"{name} on the root is damaged: run kvstore fsck --repair ({cause})") from cause
+
+
+def _read_namespace(root: Root, name: Name) -> Namespace | None:
+    """Returns a namespace's record; None if it is missing or unreadable: ``fsck`` names damaged ones."""
+    raw = read_small(root, name, NAMESPACE_BYTES_MAX)
+    try:
+        return None if raw is None else Namespace.from_json(raw)
+    except InvalidRequest:
+        return None
+
+
+def _check_layout(namespace: Namespace, existing: Layout | None) -> None:
+    if existing not in (None, namespace.layout):
+        raise LayoutMismatch(
+            f"namespace {namespace.name!r} (tenant {namespace.tenant!r}) exists with {existing}, "
+            f"but {namespace.layout} was asked for: use the same layout, or another name"
+        )

@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvstore.buffers import Borrowed, Pieces
+import numpy as np
+
+from kvstore.buffers import Borrowed, Pieces, ReadBuffer
 from kvstore.format.places import Name
 
 
@@ -93,6 +95,17 @@ def local_files(root: Root) -> LocalFiles | None:
     """Returns how native code opens a root's files; None if the root must open each (wrappers, objects, memory)."""
     found = getattr(root, "local_files", None)
     return found if isinstance(found, LocalFiles) else None
+
+
+def fill(pieces: Pieces, content: ReadBuffer) -> None:
+    """Copies ``content`` to the beginning of ``pieces``, which are at least as long."""
+    start = 0
+    for piece in pieces:
+        size = min(len(piece), len(content) - start)
+        if size:
+            # numpy releases the GIL for a large copy; slice assignment would not.
+            np.copyto(np.frombuffer(piece, np.uint8, size), np.frombuffer(content, np.uint8, size, start))
+            start += size
 
 
 class Reader(Protocol):

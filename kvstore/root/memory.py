@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from kvstore.buffers import Borrowed, Pieces, byte_length
 from kvstore.errors import InvalidRequest, StoreFull, Unavailable
 from kvstore.format.places import Name
-from kvstore.root.interface import Entry, Seen, Space, Stat, Traits
+from kvstore.root.interface import Entry, Seen, Space, Stat, Traits, fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,6 @@ class MemoryFile:
 
     @property
     def stat(self) -> Stat:
-        """Size and mtime."""
         return Stat(len(self.content), self.mtime_ns)
 
     @property
@@ -47,7 +46,6 @@ class MemoryFiles:
     # Call everything below with the lock held.
 
     def find(self, name: str) -> MemoryFile | None:
-        """Returns the file of that name; None if there is none, or a folder."""
         folder, last = _split(name)
         return self._folders.get(folder, {}).get(last)
 
@@ -80,13 +78,11 @@ class MemoryFiles:
         return True
 
     def entries(self, folder: str) -> list[Entry]:
-        """Returns a folder's entries at this moment."""
         return [
             Entry(name, None if file is None else file.stat) for name, file in self._folders.get(folder, {}).items()
         ]
 
     def has_folder(self, name: str) -> bool:
-        """True if there is a folder of that name."""
         return name in self._folders
 
     def make_folder(self, name: str) -> None:
@@ -251,15 +247,11 @@ class MemoryReader:
 
     def read(self, pieces: Pieces, offset: int, borrowed: Borrowed) -> int:
         file = self._find()
-        content = memoryview(b"" if file is None else file.content)
-        done = max(0, min(byte_length(pieces), min(len(content), self.stat.size_bytes) - offset))
-        end = offset + done
+        end = offset + byte_length(pieces)
+        content = b"" if file is None else memoryview(file.content)[: self.stat.size_bytes][offset:end]
         with borrowed.writing():
-            for piece in pieces:
-                size = max(0, min(len(piece), end - offset))
-                piece[:size] = content[offset : offset + size]
-                offset += size
-        return done
+            fill(pieces, content)
+        return len(content)
 
     def map(self) -> memoryview | None:
         file = self._find() if self._mapped else None

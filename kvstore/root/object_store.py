@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from kvstore.buffers import Borrowed, Pieces, byte_length
+from kvstore.buffers import Borrowed, Pieces, byte_length, skip
 from kvstore.errors import (
     InvalidRequest,
     KVStoreError,
@@ -22,7 +22,8 @@ from kvstore.errors import (
 )
 from kvstore.format import places
 from kvstore.format.places import Name
-from kvstore.root.interface import Entry, Seen, Space, Stat, Traits
+from kvstore.root.interface import Entry, Seen, Space, Stat, Traits, fill
+from kvstore.root.posix import FULL_ERRORS, MISSING_ERRORS, REFUSED_ERRORS, SHORT_ERRORS
 from kvstore.sources import Ids, RandomIds
 
 # The few calls that ObjectRoot makes of fsspec, and the translation of their errors.
@@ -33,10 +34,7 @@ from kvstore.sources import Ids, RandomIds
 GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """The errors for a file that is not there."""
 
-_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
-_BUSY_ERRNOS = frozenset({errno.EBUSY, errno.EMFILE, errno.ENFILE})
-_REFUSED_ERRNOS = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
-_GONE_ERRNOS = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTCONN})
+_BUSY_ERRORS = SHORT_ERRORS | {errno.EBUSY}
 _MTIME_KEYS = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
 
 
@@ -59,7 +57,6 @@ class Remote:
         return None if found.get("type") == "directory" else stat_of(found)
 
     def read(self, path: str, start: int, end: int) -> bytes:
-        """Returns the bytes from ``start`` up to ``end``."""
         content: bytes = self.fs.cat_file(path, start=start, end=end)
         return content
 
@@ -80,11 +77,9 @@ class Remote:
         self._write(path, content, "create")
 
     def write(self, path: str, content: bytes) -> None:
-        """Writes a file, replacing an existing one."""
         self._write(path, content, None)
 
     def copy(self, source: str, path: str) -> None:
-        """Copies a file on the server."""
         try:
             self.fs.cp_file(source, path)
         except FileNotFoundError:
@@ -94,7 +89,6 @@ class Remote:
             self.fs.cp_file(source, path)
 
     def delete(self, path: str) -> None:
-        """Deletes a file."""
         self.fs.rm_file(path)
 
     def delete_if(self, path: str, tag: str) -> bool:
@@ -175,18 +169,18 @@ def translated(action: str, path: str) -> Iterator[None]:
 
 def is_gone(cause: OSError) -> bool:
     """True if an error means that the file does not exist (any more)."""
-    return isinstance(cause, GONE) or cause.errno in _GONE_ERRNOS
+    return isinstance(cause, GONE) or cause.errno in MISSING_ERRORS
 
 
 def error_of(action: str, path: str, cause: Exception) -> KVStoreError:
     """Returns the caller's error for one of a foreign library; ``action`` is a verb, such as "read"."""
     said = f"could not {action} {path}: {type(cause).__name__}: {cause}"
     code = cause.errno if isinstance(cause, OSError) else None
-    if code in _FULL_ERRNOS:
+    if code in FULL_ERRORS:
         return StoreFull(f"{said}; the store is full: free space (kvstore-gc)")
-    if code in _BUSY_ERRNOS:
+    if code in _BUSY_ERRORS:
         return Overloaded(f"{said}; the store is busy: back off")
-    if isinstance(cause, PermissionError) or code in _REFUSED_ERRNOS or "Credential" in type(cause).__name__:
+    if isinstance(cause, PermissionError) or code in REFUSED_ERRORS or "Credential" in type(cause).__name__:
         return PermissionDenied(f"{said}; check the credentials and the policy of the root")
     if isinstance(cause, NotImplementedError):
         return InvalidRequest(f"{said}; this file system cannot hold a root")
@@ -202,7 +196,7 @@ def error_of(action: str, path: str, cause: Exception) -> KVStoreError:
 #   wins, and a reader in between may get sections of both. It verifies each, so that is a miss, never wrong bytes.
 # * A staged file exists in this process only. A staged object would have to be copied by the server to be published,
 #   which doubles the writes and is not conditional everywhere. The bytes that wait are those of puts in flight, which
-#   the node limits; ``staged_bytes_max`` is the second line of defence.
+#   the node limits.
 # * The mtime is the time of the PUT and cannot be set: eviction is by age of publication, first in, first out.
 # * No folder can fence a sweep. A collector deletes on the condition that the object is the one it looked at
 #   (``remove_if``), if the server can do that; if it cannot, there is no garbage collection (rule O1).
@@ -436,19 +430,10 @@ def s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "config_kwargs": {**config, **options.get("config_kwargs", {})}}
 
 
-STAGED_BYTES_MAX = 4 << 30
 _CONDITIONAL = frozenset({"gs", "gcs", "az", "abfs", "abfss"})
 """Schemes whose servers decide whether a name is free."""
 RANGE_BYTES_MAX = 32 << 20
 """The most that one GET asks for, so that a read of a large chunk does not hold all of it twice."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Staged:
-    """Bytes that wait to be published; None while they are being collected."""
-
-    size_bytes: int
-    content: bytes | None
 
 
 class ObjectRoot:
@@ -466,7 +451,6 @@ class ObjectRoot:
         *,
         exclusive_publish: bool,
         conditional_remove: bool = False,
-        staged_bytes_max: int = STAGED_BYTES_MAX,
     ) -> None:
         self.url = url
         self.traits = Traits(
@@ -479,41 +463,28 @@ class ObjectRoot:
         )
         self._remote = remote
         self._base = path
-        self._staged: dict[Name, _Staged] = {}
-        self._staged_bytes = 0
-        self._staged_bytes_max = staged_bytes_max
+        self._staged: dict[Name, bytes] = {}
         self._lock = threading.Lock()  # guards staged bytes
 
     def stage(self, name: Name, pieces: Pieces, *, stamp_ns: int, durable: bool) -> None:
-        size = byte_length(pieces)
+        content = b"".join(pieces)
         with self._lock:
             if name in self._staged:
                 raise Unavailable(f"could not write {name}: the staging name was used before")
-            if self._staged_bytes + size > self._staged_bytes_max:
-                raise Overloaded(
-                    f"could not stage {size} bytes: {self._staged_bytes} are on their way to {self.url}, "
-                    f"over the limit of {self._staged_bytes_max}; put less at a time"
-                )
-            self._staged[name] = _Staged(size, None)
-            self._staged_bytes += size
-        content = b"".join(pieces)
-        with self._lock:
-            self._staged[name] = _Staged(size, content)
+            self._staged[name] = content
 
     def publish(self, staged: Name, name: Name, *, durable: bool) -> bool:
         with self._lock:
-            waiting = self._staged.get(staged)
-        if waiting is None or waiting.content is None:
+            content = self._staged.get(staged)
+        if content is None:
             return self._put_back(staged, name)
-        won = self._put(name, waiting.content)
+        won = self._put(name, content)
         self.discard(staged)
         return won
 
     def discard(self, staged: Name) -> None:
         with self._lock:
-            waiting = self._staged.pop(staged, None)
-            if waiting is not None:
-                self._staged_bytes -= waiting.size_bytes
+            self._staged.pop(staged, None)
 
     def open(self, name: Name) -> ObjectReader | None:
         stat = self.stat(name)
@@ -587,7 +558,6 @@ class ObjectRoot:
     def close(self) -> None:
         with self._lock:
             self._staged.clear()
-            self._staged_bytes = 0
         with translated("close", self._base):
             self._remote.close()
 
@@ -644,7 +614,7 @@ class ObjectReader:
 
     def read(self, pieces: Pieces, offset: int, borrowed: Borrowed) -> int:
         end = min(offset + byte_length(pieces), self.stat.size_bytes)
-        start, target = offset, _Target(pieces)
+        start = offset
         while start < end:
             borrowed.check()
             stop = min(end, start + RANGE_BYTES_MAX)
@@ -657,7 +627,8 @@ class ObjectReader:
                         break
                     raise
             with borrowed.writing():
-                target.fill(content)
+                fill(pieces, content)
+            pieces = skip(pieces, len(content))
             start += len(content)
             if start < stop:
                 break
@@ -676,29 +647,7 @@ class ObjectReader:
         self.close()
 
 
-class _Target:
-    """Pieces being filled in order."""
-
-    __slots__ = ("_index", "_pieces", "_start")
-
-    def __init__(self, pieces: Pieces) -> None:
-        self._pieces = pieces
-        self._index = 0
-        self._start = 0
-
-    def fill(self, content: memoryview) -> None:
-        while len(content):
-            piece = self._pieces[self._index]
-            size = min(len(piece) - self._start, len(content))
-            piece[self._start : self._start + size] = content[:size]
-            content = content[size:]
-            self._start += size
-            if self._start == len(piece):
-                self._index += 1
-                self._start = 0
-
-
-def open_object_root(url: str, options: Mapping[str, Any] | None = None, *, ids: Ids | None = None) -> ObjectRoot:
+def open_object_root(url: str, options: Mapping[str, Any] | None = None) -> ObjectRoot:
     """Connects to the store of ``url`` and tries whether its writes and deletes can be conditional.
 
     ``options`` are those of fsspec for that scheme (``endpoint_url``, ``key``, ...). Raises InvalidRequest for a scheme
@@ -708,7 +657,7 @@ def open_object_root(url: str, options: Mapping[str, Any] | None = None, *, ids:
     if not path.strip("/"):
         raise InvalidRequest(f"root {url} names no bucket or folder: expected {url.rstrip('/')}/NAME")
     try:
-        conditions = try_conditions(remote, path, ids or RandomIds())
+        conditions = try_conditions(remote, path, RandomIds())
     except BaseException:
         remote.close()
         raise

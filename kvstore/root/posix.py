@@ -1,6 +1,6 @@
 """A root on a mounted file system: a local disk, NFS, or any distributed file system with POSIX names.
 
-``pwritev`` writes bytes straight from the caller's arrays; ``posix_reader.py`` reads them back.
+``pwritev`` writes bytes straight from the caller's arrays.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from stat import S_IMODE, S_ISREG
 
-import numpy as np
-
 from kvstore.buffers import Borrowed, Pieces, byte_length, skip
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, PermissionDenied, StoreFull, Unavailable
 from kvstore.format.places import FORMAT, QUARANTINE, Name
-from kvstore.root.interface import Entry, LocalFiles, Root, Seen, Space, Stat, Traits, local_files
+from kvstore.root.interface import Entry, LocalFiles, Root, Seen, Space, Stat, Traits, fill, local_files
 
 # The kernel's word on the file system of a path.
 
@@ -228,12 +226,7 @@ class PosixReader:
             return None
         with borrowed.writing():
             try:
-                return os.preadv(
-                    self._fd,
-                    pieces[:IOV_MAX],
-                    offset,
-                    0 if self._never_blocks else RWF_NOWAIT,
-                )
+                return os.preadv(self._fd, pieces[:IOV_MAX], offset, 0 if self._never_blocks else RWF_NOWAIT)
             except OSError as cause:
                 # Not cached, or a file system without RWF_NOWAIT (NFS, FUSE): read in a way that may block.
                 if cause.errno in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
@@ -248,17 +241,7 @@ class PosixReader:
         borrowed.check()
         count = os.preadv(self._fd, [memoryview(scratch)[: min(wanted, BOUNCE_BYTES)]], offset)
         with borrowed.writing():
-            start = 0
-            for piece in pieces:
-                size = min(len(piece), count - start)
-                if not size:
-                    continue
-                # numpy releases the GIL for a copy of this size; slice assignment would not.
-                np.copyto(
-                    np.frombuffer(piece, np.uint8, size),
-                    np.frombuffer(scratch, np.uint8, size, start),
-                )
-                start += size
+            fill(pieces, memoryview(scratch)[:count])
         return count
 
     def map(self) -> memoryview | None:
@@ -277,7 +260,6 @@ class PosixReader:
                 raise
 
     def fileno(self) -> int:
-        """Returns the file's descriptor, which stays this reader's."""
         return self._fd
 
     def close(self) -> None:

@@ -138,13 +138,11 @@ class Bucket:
         self._at_s = now_s
 
     def left(self, now_s: float) -> float:
-        """Returns the tokens left; under 0 in debt."""
         self._left = min(self._most, self._left + max(0.0, now_s - self._at_s) * self.rate)
         self._at_s = now_s
         return self._left
 
     def take(self, amount: float, now_s: float) -> None:
-        """Takes tokens, even if that means debt."""
         self._left = self.left(now_s) - amount
 
 
@@ -183,14 +181,12 @@ class Meter:
         return None
 
     def begin(self, now_s: float) -> None:
-        """Counts a call that began."""
         self.inside += 1
         self.calls += 1
         if self._requests is not None:
             self._requests.take(1, now_s)
 
     def moved(self, bytes_in: int, bytes_out: int, now_s: float) -> None:
-        """Counts bytes that came in or went out."""
         self.bytes_in += bytes_in
         self.bytes_out += bytes_out
         if self._in is not None and bytes_in:

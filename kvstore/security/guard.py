@@ -58,7 +58,7 @@ class Guard:
         self._account = account
         self.lets_all_in = authenticator is None and account is None
         """True if no caller has to prove anything."""
-        self._meters = Meters(time.monotonic)
+        self.meters = Meters(time.monotonic)
         self.audit.on_lost = lambda: count(WorkerCount.AUDIT_LOST)
         if authenticator is not None:
             authenticator.on_reload = self.reloaded
@@ -121,20 +121,19 @@ class Guard:
         return visit
 
     def quota(self, tenant: str) -> Quota:
-        """Returns the quota of a tenant."""
         return quota_of(tenant, self._authenticator.rules.quotas if self._authenticator is not None else {})
 
     def usage(self, identity: Identity) -> dict[str, Usage]:
         """Returns what each tenant that the caller may read has used of this worker."""
         found = {
-            tenant: self._meters.usage(tenant) for tenant in self._meters.tenants() if identity.may(Role.READ, tenant)
+            tenant: self.meters.usage(tenant) for tenant in self.meters.tenants() if identity.may(Role.READ, tenant)
         }
         return {tenant: usage for tenant, usage in found.items() if usage is not None}
 
     def begin(self, tenant: str) -> Meter:
         """Begins a call of a tenant; the caller owes ``end``. Raises OverQuota."""
         try:
-            return self._meters.begin(tenant, self._authenticator.rules.quotas if self._authenticator else {})
+            return self.meters.begin(tenant, self._authenticator.rules.quotas if self._authenticator else {})
         except OverQuota as error:
             self.over_quota(error.quota)
             raise
@@ -143,14 +142,6 @@ class Guard:
         """Counts a call that is refused because of a quota."""
         self.count(_OVER_QUOTA[quota])
         self.count(WorkerCount.QUOTA_REFUSED)
-
-    def moved(self, meter: Meter, bytes_in: int, bytes_out: int) -> None:
-        """Counts bytes of a tenant that moved."""
-        self._meters.moved(meter, bytes_in, bytes_out)
-
-    def end(self, tenant: str, meter: Meter) -> None:
-        """Ends a call that ``begin`` began."""
-        self._meters.end(tenant, meter)
 
     def reloaded(self, good: bool) -> None:
         """Logs and counts a reload; use as ``Authenticator.on_reload``."""
@@ -210,11 +201,9 @@ class Visit:
 
     @property
     def sees_every(self) -> bool:
-        """True if the caller may read every tenant."""
         return self.identity.may(Role.READ, EVERY)
 
     def may_see(self, tenant: str) -> bool:
-        """True if the caller may see what belongs to a tenant."""
         return self.identity.may(Role.READ, tenant)
 
     def allow(self, tenant: str, namespace: str = "", *, role: Role | None = None, metered: bool = True) -> None:
@@ -236,7 +225,7 @@ class Visit:
     def moved(self, *, bytes_in: int = 0, bytes_out: int = 0) -> None:
         """Counts payload of the call that came in or went out."""
         if self._metered is not None:
-            self._guard.moved(self._metered[1], bytes_in, bytes_out)
+            self._guard.meters.moved(self._metered[1], bytes_in, bytes_out)
 
     def deny(self, reason: Reason, message: str, tenant: str | None = None) -> NoReturn:
         """Raises Denied, counted and written to the audit log."""
@@ -250,7 +239,7 @@ class Visit:
         """Ends the call with this status. Call it once."""
         metered, self._metered = self._metered, None
         if metered is not None:
-            self._guard.end(*metered)
+            self._guard.meters.end(*metered)
         if self._permission.audited and not self._denied and self._guard.asks:
             self._guard.audit.write(
                 "act",

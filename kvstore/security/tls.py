@@ -165,12 +165,12 @@ class ClientTls:
     """PEM files of a client. Without ``ca_file`` the system's authorities count.
 
     ``cert_file`` and ``key_file`` go together, and prove the client's identity. ``server_name`` is the name expected in
-    the worker's certificate, if that is not the host of its address.
+    the server's certificate, if that is not the host of its address.
     """
 
-    ca_file: str | None = None
-    cert_file: str | None = None
-    key_file: str | None = None
+    ca_file: str | Path | None = None
+    cert_file: str | Path | None = None
+    key_file: str | Path | None = None
     server_name: str | None = None
 
     def __post_init__(self) -> None:
@@ -193,7 +193,7 @@ class Pems:
 class Certificate:
     """The files of one end, read again when they change. Thread-safe; reads nothing before it is asked."""
 
-    def __init__(self, ca_file: str | None, cert_file: str | None, key_file: str | None) -> None:
+    def __init__(self, ca_file: str | Path | None, cert_file: str | Path | None, key_file: str | Path | None) -> None:
         self._files = (ca_file, cert_file, key_file)
         self._watched = Watched([file for file in self._files if file is not None])
         self._lock = threading.Lock()  # guards the certificate and its contexts
@@ -239,7 +239,6 @@ class Certificate:
         return min(each.not_valid_after_utc.timestamp() for each in x509.load_pem_x509_certificates(cert))
 
     def expires_in_s(self) -> float | None:
-        """Returns the seconds until the certificate expires; under 0 once it has."""
         ends_s = self.expires_s()
         return None if ends_s is None else ends_s - datetime.now(UTC).timestamp()
 
@@ -280,7 +279,7 @@ def client_certificate(tls: ClientTls) -> Certificate:
     return Certificate(tls.ca_file, tls.cert_file, tls.key_file)
 
 
-def _context(files: tuple[str | None, ...], pems: Pems, server: bool) -> ssl.SSLContext:
+def _context(files: tuple[str | Path | None, ...], pems: Pems, server: bool) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     _, cert_file, key_file = files
@@ -292,7 +291,7 @@ def _context(files: tuple[str | None, ...], pems: Pems, server: bool) -> ssl.SSL
         if cert_file is not None and key_file is not None:
             context.load_cert_chain(cert_file, key_file)
     except (OSError, ValueError) as cause:
-        shown = ", ".join(repr(file) for file in files if file is not None)
+        shown = ", ".join(repr(str(file)) for file in files if file is not None)
         raise InvalidRequest(
             f"the TLS files {shown} cannot be used: {cause} (a key that does not fit its certificate?)"
         ) from cause

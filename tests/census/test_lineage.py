@@ -15,9 +15,8 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format import places
 from kvstore.format.header import lineage_id, written
 from kvstore.format.places import Name
-from kvstore.fsck import Options, fsck
+from kvstore.fsck import Kind, Options, fsck
 from kvstore.fsck.check import WRITER_AGE_S
-from kvstore.fsck.report import Kind
 from kvstore.meta.memory import MemoryStore
 from kvstore.node.chunk_store import RETRY_S, Incarnations
 from kvstore.recency import NS_PER_S

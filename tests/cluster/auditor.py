@@ -28,14 +28,11 @@ AGAIN_S = 0.25
 
 @dataclass(slots=True)
 class Audit:
-    """The findings. ``late`` pins could be read only when they were tried again."""
+    """The findings."""
 
     pins: int = 0
-    tokens: int = 0
-    late: int = 0
     wrong_bytes: int = 0
     lost: list[str] = field(default_factory=list)
-    seconds: float = 0.0
 
 
 class LivePins:
@@ -78,8 +75,6 @@ def main() -> int:
         listed: set[str] = set()
         for name, fact in pins.in_force().items():
             audit.pins += 1
-            audit.tokens += fact["tokens"]
-            tries = 0
             while True:
                 got, wrong = read(cache, requests[fact["number"]], fact["tokens"])
                 audit.wrong_bytes += wrong
@@ -89,13 +84,10 @@ def main() -> int:
                     break
                 if name not in pins.in_force():
                     break  # given back meanwhile
-                tries += 1
                 if time.monotonic() - began_s > given.patience_s:
                     audit.lost.append(f"{name}: {got} of {fact['tokens']} tokens, listed: {name in listed}")
                     break
                 time.sleep(AGAIN_S)
-            audit.late += tries > 0
-    audit.seconds = round(time.monotonic() - began_s, 2)
     print(json.dumps(asdict(audit)))
     return 0
 

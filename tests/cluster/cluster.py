@@ -6,18 +6,22 @@ whatever a scenario does to it. The rack is a separate machine: the switch, the 
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.cluster.certificates import Papers, papers_of
+from cryptography import x509
+
+from tests.cluster.load import Papers
 from tests.cluster.machine import Machine
 from tests.cluster.members import CLIENT_PORT, ETCD, EtcdMember, leader_of
 from tests.cluster.moosefs import MASTER, MOUNT, PACKAGES, MooseHost, MooseMaster, missing_programs
@@ -176,29 +180,18 @@ class Cluster:
         """The worker as a service; it starts once the mount is there."""
         command = [
             *kvstore("worker"),
-            "--root",
-            ROOT,
+            f"--root={ROOT}",
             *self.etcd_options(host),
-            "--listen",
-            host.worker,
-            "--metrics",
-            "127.0.0.1:0",
-            "--drain",
-            DRAIN,
-            "--memory",
-            str(MEMORY_BYTES),
-            "--shard-bits",
-            str(SHARD_BITS),
-            "--tls-cert",
-            str(host.papers.cert),
-            "--tls-key",
-            str(host.papers.key),
-            "--tls-client-ca",
-            str(host.papers.ca),
-            "--access",
-            str(self._access),
-            "--audit-log",
-            str(host.machine.logs / "audit.log"),
+            f"--listen={host.worker}",
+            "--metrics=127.0.0.1:0",
+            f"--drain={DRAIN}",
+            f"--memory={MEMORY_BYTES}",
+            f"--shard-bits={SHARD_BITS}",
+            f"--tls-cert={host.papers.cert}",
+            f"--tls-key={host.papers.key}",
+            f"--tls-client-ca={host.papers.ca}",
+            f"--access={self._access}",
+            f"--audit-log={host.machine.logs / 'audit.log'}",
         ]
         host.machine.start(
             WORKER, ["sh", "-c", f'mountpoint -q {MOUNT} && exec "$@"', "sh", *command], environment=PYTHON
@@ -207,16 +200,8 @@ class Cluster:
     def etcd_options(self, host: Host) -> list[str]:
         """Returns the options by which a command on this host reaches etcd."""
         papers = host.papers
-        return [
-            "--etcd",
-            self.endpoints,
-            "--etcd-ca",
-            str(papers.ca),
-            "--etcd-cert",
-            str(papers.cert),
-            "--etcd-key",
-            str(papers.key),
-        ]
+        files = [f"--etcd-ca={papers.ca}", f"--etcd-cert={papers.cert}", f"--etcd-key={papers.key}"]
+        return [f"--etcd={self.endpoints}", *files]
 
     @property
     def endpoints(self) -> str:
@@ -229,16 +214,8 @@ class Cluster:
 
     def collecting(self, host: Host) -> list[str]:
         """The command of a collector's round."""
-        return [
-            *kvstore_gc(),
-            "--root",
-            ROOT,
-            *self.etcd_options(host),
-            "--once",
-            "--json",
-            "--max-bytes",
-            str(ROOT_BYTES_MAX),
-        ]
+        command = [sys.executable, "-m", "kvstore_gc", f"--root={ROOT}", *self.etcd_options(host)]
+        return [*command, "--once", "--json", f"--max-bytes={ROOT_BYTES_MAX}"]
 
     def ready_count(self, host: Host) -> int:
         """Counts how often its worker has reported that it serves."""
@@ -247,15 +224,10 @@ class Cluster:
 
     def leader(self) -> Host:
         """The host of etcd's leader; waits until there is one."""
-        found: list[int] = []
-
-        def elected() -> bool:
-            place = leader_of([host.member for host in self.hosts])
-            found[:] = [] if place is None else [place]
-            return bool(found)
-
-        eventually(elected, patience_s=READY_S)
-        return self.hosts[found[0]]
+        until_s = time.monotonic() + READY_S
+        while (place := leader_of([host.member for host in self.hosts])) is None:
+            assert time.monotonic() < until_s, "etcd has no leader"
+        return self.hosts[place]
 
     def restart_master(self) -> None:
         """Ends the file system's master and starts it again: until it is back every mount hangs."""
@@ -325,14 +297,16 @@ class Cluster:
         self.rack.must(["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)])
 
 
+def papers_of(authority: Authority, name: str, *addresses: str) -> Papers:
+    """A certificate for ``name`` at these IP addresses, shown by servers, members of etcd and clients alike."""
+    places = [x509.IPAddress(ipaddress.ip_address(each)) for each in ("127.0.0.1", *addresses)]
+    pair = authority.issue(name, x509.DNSName(name), *places)
+    return Papers(authority.ca, pair.cert, pair.key)
+
+
 def kvstore(*arguments: str) -> list[str]:
     """The command line of this checkout."""
     return [sys.executable, "-c", "from kvstore.cli.main import main; main()", *arguments]
-
-
-def kvstore_gc(*arguments: str) -> list[str]:
-    """The collector of this checkout."""
-    return [sys.executable, "-m", "kvstore_gc", *arguments]
 
 
 def _filling(host: Host) -> list[str]:

@@ -94,12 +94,9 @@ class Engine:
             number=request.number,
             took_s=round(time.monotonic() - began_s, 3),
             blocks=request.full_blocks,
-            matched=tally.tokens_matched,
             got=tally.tokens_got,
             wrong=tally.wrong_bytes,
-            written=tally.chunks_written,
-            short=tally.short_puts and not self._cache.shed,
-            shed=self._cache.shed,
+            shed=self._cache.shed or tally.short_puts,
             error=error,
         )
         every = PIN_EVERY if len(self._pins) >= PINS_MAX else PIN_EVERY_FIRST

@@ -15,7 +15,6 @@ from kvstore.client.store import Store
 from kvstore.meta.etcd import EtcdTls
 from kvstore.replay import Content, replay_layout
 from kvstore.security.tls import ClientTls
-from tests.cluster.certificates import Papers
 
 BYTES_PER_TOKEN = 64
 """32 KiB for each block of 512 tokens: with three hosts on two cores a file costs more than its bytes."""
@@ -23,6 +22,15 @@ NAMESPACE = "load"
 CONTENT = Content(replay_layout(BYTES_PER_TOKEN), seed=7)
 LIMITS = ClientLimits(match_s=2.0, read_s=5.0, write_s=10.0)
 """An engine would rather compute than wait for long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Papers:
+    """PEM files of one machine."""
+
+    ca: Path
+    cert: Path
+    key: Path
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.meta.embedded_etcd import find_etcd
-from tests.cluster.certificates import Papers
+from tests.cluster.load import Papers
 from tests.cluster.machine import Machine
 
 ETCD = "etcd"
@@ -61,15 +61,14 @@ class EtcdMember:
         """Returns the member's status; None if it does not answer."""
         papers = self._papers
         etcdctl = find_etcd().removesuffix("etcd") + "etcdctl"
+        options = [f"--cacert={papers.ca}", f"--cert={papers.cert}", f"--key={papers.key}"]
+        options.append(f"--endpoints=https://{self._addresses[self._machine.name]}:{CLIENT_PORT}")
         found = self._machine.run(
             [
                 "env",
                 "ETCDCTL_API=3",
                 etcdctl,
-                f"--endpoints=https://{self._addresses[self._machine.name]}:{CLIENT_PORT}",
-                f"--cacert={papers.ca}",
-                f"--cert={papers.cert}",
-                f"--key={papers.key}",
+                *options,
                 "--command-timeout=2s",
                 "endpoint",
                 "status",

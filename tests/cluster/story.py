@@ -1,4 +1,4 @@
-"""The engines' life on the cluster in scenes: for each, what happened, what it cost, and how it ended.
+"""The engines' life on the cluster in scenes.
 
 A scene ends well when every engine is served as before without help, every accepted pin is listed and readable from
 every host, and no byte was wrong.
@@ -11,17 +11,16 @@ import os
 import sys
 import time
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvstore.replay import Request, expect, generate, load_trace, write_trace
-from tests.cluster.cluster import CRON, ENGINE, PYTHON, ROOT_BYTES_MAX, Cluster, Host
-from tests.cluster.figures import Diary, Figures, table
+from tests.cluster.cluster import ENGINE, PYTHON, ROOT_BYTES_MAX, Cluster, Host
+from tests.cluster.figures import Diary, Figures
 from tests.cluster.load import CONTENT, Reach
 
 REQUESTS_MAX = 600
@@ -31,59 +30,20 @@ AUDIT_PATIENCE_S = 12.0
 """Shorter than an engine keeps a pin: one that is lost must not be given back before it is missed."""
 AUDIT_S_MAX = 90.0
 POLL_S = 0.25
-HEADS = (
-    "scene",
-    "s",
-    "requests",
-    "hits",
-    "errors",
-    "shed",
-    "slowest s",
-    "well again after s",
-    "collected",
-    "pins kept",
-    "late",
-    "wrong bytes",
-)
 
 
 @dataclass(slots=True)
 class Scene:
     """One scene. ``healed_s`` is when the last cause of trouble was removed."""
 
-    title: str
     began_s: float
     healed_s: float
-    ended_s: float = 0.0
     figures: Figures | None = None
-    recovered_s: dict[str, float] = field(default_factory=dict)
-    audits: list[dict[str, Any]] = field(default_factory=list)
-    collected: int = 0
-    messages: Counter[str] = field(default_factory=Counter)
+    pins: int = 0
 
     def healed(self) -> None:
         """Notes that nothing is in the way any more."""
         self.healed_s = time.monotonic()
-
-    def row(self) -> list[str]:
-        """Returns the scene as a row of the table."""
-        figures = self.figures
-        assert figures is not None
-        recovered = " ".join(f"{seconds:.1f}" for seconds in self.recovered_s.values())
-        return [
-            self.title,
-            f"{figures.seconds:.0f}",
-            f"{figures.requests}",
-            f"{100 * figures.hit_ratio:.0f} %",
-            f"{figures.errors.total()}",
-            f"{figures.shed + figures.short}",
-            f"{figures.slowest_s:.1f}",
-            recovered,
-            f"{self.collected}",
-            f"{min((each['pins'] - len(each['lost']) for each in self.audits), default=0)}",
-            f"{max((each['late'] for each in self.audits), default=0)}",
-            f"{figures.wrong_bytes}",
-        ]
 
 
 class Story:
@@ -93,7 +53,6 @@ class Story:
         self.cluster = cluster
         self.trace = cluster.folder / "load.jsonl"
         self.diary = Diary(cluster.journals)
-        self.scenes: list[Scene] = []
 
     def begin(self) -> None:
         """Starts an engine on each host."""
@@ -118,39 +77,28 @@ class Story:
     def scene(self, title: str) -> Iterator[Scene]:
         """Runs a scene, which is the body of the context; its end waits until all is well, and checks closely."""
         now_s = time.monotonic()
-        scene = Scene(title, now_s, now_s)
-        rounds = self._collected()
+        scene = Scene(now_s, now_s)
         yield scene
-        scene.recovered_s = self._wait_well(scene)
-        scene.ended_s = time.monotonic()
-        scene.figures = self.diary.between(scene.began_s, scene.ended_s)
-        scene.messages = self.diary.errors(scene.began_s, scene.ended_s)
-        scene.audits = self.audit()
-        scene.collected = self._collected() - rounds
-        self.scenes.append(scene)
-        print(f"\n{table(HEADS, [scene.row()])}")
-        for message, count in scene.messages.most_common(3):
-            print(f"  {count} x {message[:180]}")
+        well_s = self._wait_well(title, scene.healed_s)
+        scene.figures = self.diary.between(scene.began_s, time.monotonic())
+        with ThreadPoolExecutor(len(self.cluster.hosts)) as threads:
+            audits = list(threads.map(self._audit_from, self.cluster.hosts))
+        scene.pins = min(each["pins"] for each in audits)
+        print(f"\n{title}: well again after {well_s:.1f} s, {scene.pins} pins: {scene.figures}")
         assert not scene.figures.wrong_bytes, "engines read wrong bytes"
-        assert not {"match", "get"} & set(scene.figures.errors), f"what cannot be read is a miss: {scene.messages}"
-        for each in scene.audits:
+        calls = {error.partition(":")[0] for error in scene.figures.errors}
+        assert not {"match", "get"} & calls, f"what cannot be read is a miss: {scene.figures.errors}"
+        for each in audits:
             assert not each["wrong_bytes"], f"wrong bytes under pins: {each}"
             assert not each["lost"], f"accepted pins are lost: {each}"
-
-    def audit(self) -> list[dict[str, Any]]:
-        """Every pin in force, looked at from every host, through that host's worker."""
-        with ThreadPoolExecutor(len(self.cluster.hosts)) as threads:
-            return list(threads.map(self._audit_from, self.cluster.hosts))
 
     def end(self) -> None:
         """Stops the engines."""
         for host in self.cluster.hosts:
             host.machine.stop(ENGINE)
 
-    def __str__(self) -> str:
-        return table(HEADS, [each.row() for each in self.scenes])
-
     def _audit_from(self, host: Host) -> dict[str, Any]:
+        """Reads every pin in force through one host's worker."""
         reach = self._reach(host.worker)
         command = [sys.executable, "-m", "tests.cluster.auditor", *reach.arguments(), "--trace", str(self.trace)]
         options = ["--journals", str(self.cluster.journals), "--patience-s", str(AUDIT_PATIENCE_S)]
@@ -160,26 +108,17 @@ class Story:
     def _reach(self, worker: str | None = None) -> Reach:
         return Reach(self.cluster.endpoints, self.cluster.papers(ENGINE), worker)
 
-    def _wait_well(self, scene: Scene) -> dict[str, float]:
-        """Seconds until each engine was served as ever; asserts that it does not take for ever."""
-        recovered: dict[str, float] = {}
+    def _wait_well(self, title: str, healed_s: float) -> float:
+        """Seconds until the last engine was served as ever; asserts that it does not take for ever."""
         until_s = time.monotonic() + RECOVERY_S_MAX
-        while len(recovered) < len(self.cluster.hosts):
-            for host in self.cluster.hosts:
-                well_s = self.diary.well_since_s(host.name, scene.healed_s)
-                if well_s is not None:
-                    recovered[host.name] = max(0.0, well_s - scene.healed_s)
-            said = self.diary.errors(scene.healed_s, time.monotonic()).most_common(5)
-            assert time.monotonic() < until_s, f"{scene.title}: only {sorted(recovered)} are well again: {said}"
+        while True:
+            well_s = [self.diary.well_since_s(host.name, healed_s) for host in self.cluster.hosts]
+            found_s = [each for each in well_s if each is not None]
+            if len(found_s) == len(well_s):
+                return max(0.0, max(found_s) - healed_s)
+            errors = self.diary.between(healed_s, time.monotonic()).errors.most_common(5)
+            assert time.monotonic() < until_s, f"{title}: not all engines are well again: {errors}"
             time.sleep(POLL_S)
-        return {host.name: recovered[host.name] for host in self.cluster.hosts}
-
-    def _collected(self) -> int:
-        """Chunks that the cron job has deleted so far, on whichever host."""
-        total = 0
-        for host in self.cluster.hosts:
-            total += sum(each["reaped"]["chunks"] for each in rounds_of(host.machine.logs / f"{CRON}.out"))
-        return total
 
 
 def requests_up_to(size_bytes: int) -> list[Request]:

@@ -19,14 +19,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.replay import write_trace
 from tests.cluster.cluster import (
     CRON_S,
     HOSTS,
-    OPERATOR,
     PYTHON,
     ROOT,
-    ROOT_BYTES_MAX,
     WORKER,
     Cluster,
     Host,
@@ -34,20 +31,19 @@ from tests.cluster.cluster import (
     running_cluster,
     why_not,
 )
-from tests.cluster.load import BYTES_PER_TOKEN
 from tests.cluster.members import ETCD
 from tests.cluster.moosefs import CHUNKS
-from tests.cluster.story import Story, requests_up_to, rounds_of
+from tests.cluster.story import Story, rounds_of
+from tests.kit.patience import eventually
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
 
 AWAY_S = 15.0
 CUT_OFF_S = 22.0
 """Longer than a session lives without etcd."""
-FROZEN_S = 12.0
+FROZEN_S = 8.0
 FULL_S = 8.0
 BETWEEN_HOSTS_S = 3.0
-REPLAY_S_MAX = 120.0
 READY_S = 60.0
 
 
@@ -71,38 +67,16 @@ def story(cluster: Cluster) -> Iterator[Story]:
     told = Story(cluster)
     told.begin()
     yield told
-    print(f"\n{told}")
 
 
-def test_a_trace_through_all_three_workers_comes_back_byte_by_byte(cluster: Cluster) -> None:
-    # Within the room there is, so that nothing is collected before it was asked for again.
-    write_trace(trace := cluster.folder / "replayed.jsonl", requests_up_to(ROOT_BYTES_MAX * 3 // 4))
-    first, papers = cluster.hosts[0], cluster.papers(OPERATOR)
-    replay = [*kvstore("replay"), str(trace), "--threads", "3", "--bytes-per-token", str(BYTES_PER_TOKEN), "--json"]
-    workers = ["--connect", ",".join(host.worker for host in cluster.hosts)]
-    proof = ["--tls-ca", str(papers.ca), "--tls-cert", str(papers.cert), "--tls-key", str(papers.key)]
-    ended = first.machine.run([*replay, *workers, *proof], REPLAY_S_MAX, PYTHON)
-    assert ended.out, ended.log
-    report = json.loads(ended.out)
-    print(
-        f"\nreplayed {report['requests']} requests in {report['seconds']:.1f} s: {report['chunks_unique']} chunks, "
-        f"hit ratio {report['hit_ratio']:.2f}, {report['bytes_got'] >> 20} MiB compared, "
-        f"{report['wrong_bytes']} wrong bytes"
-    )
-    # Two workers may each have the same new chunk in memory for a moment, so more may be written than there are.
-    assert report["chunks_written"] >= report["chunks_unique"] and report["bytes_got"] > 0
-    wrong = {name: report[name] for name in ("wrong_bytes", "short_gets", "short_puts", "not_found")}
-    assert not any(wrong.values()), (wrong, report["differences"])
-
-
-def test_an_ordinary_day(story: Story) -> None:
+def test_ordinary_day_is_served(story: Story) -> None:
     with story.scene("ordinary day") as scene:
         time.sleep(8.0)
     assert scene.figures is not None
-    assert scene.figures.hit_ratio > 0 and all(each["pins"] for each in scene.audits)
+    assert scene.figures.hit_ratio > 0 and scene.pins
 
 
-def test_a_host_that_loses_its_power_comes_back_by_itself(story: Story) -> None:
+def test_host_without_power_comes_back(story: Story) -> None:
     lost = story.cluster.hosts[1]
     with story.scene("host2 has no power") as scene:
         story.cluster.cut_power(lost)
@@ -113,7 +87,7 @@ def test_a_host_that_loses_its_power_comes_back_by_itself(story: Story) -> None:
     assert meanwhile.requests and meanwhile.hit_ratio > 0, "the others went on"
 
 
-def test_a_host_that_is_cut_off_promises_nothing_and_joins_again(story: Story) -> None:
+def test_cut_off_host_pins_nothing_and_joins_again(story: Story) -> None:
     alone = story.cluster.hosts[2]
     with story.scene("host3 is cut off") as scene:
         story.cluster.unplug(alone)
@@ -124,20 +98,18 @@ def test_a_host_that_is_cut_off_promises_nothing_and_joins_again(story: Story) -
     assert not promised, "a pin needs a majority of etcd"
 
 
-def test_a_frozen_leader_of_etcd_is_replaced(story: Story) -> None:
+def test_frozen_leader_of_etcd_is_replaced(story: Story) -> None:
     cluster = story.cluster
     with story.scene("etcd's leader frozen") as scene:
         frozen = cluster.leader()
         cluster.freeze(frozen)
-        others = [host for host in cluster.hosts if host is not frozen]
-        elected_s = _seconds_until_led(cluster, others)
-        time.sleep(max(0.0, FROZEN_S - elected_s))
+        eventually(lambda: cluster.leader() is not frozen, "another leader", READY_S)
+        time.sleep(FROZEN_S)
         cluster.thaw(frozen)
         scene.healed()
-    print(f"  another leader after {elected_s:.1f} s")
 
 
-def test_a_full_file_system_sheds_puts_and_serves_what_it_has(story: Story) -> None:
+def test_full_file_system_serves_stored_chunks(story: Story) -> None:
     cluster = story.cluster
     with story.scene("file system full") as scene:
         cluster.fill()
@@ -146,13 +118,10 @@ def test_a_full_file_system_sheds_puts_and_serves_what_it_has(story: Story) -> N
         meanwhile = story.diary.between(full_s, time.monotonic())
         cluster.empty()
         scene.healed()
-    print(
-        f"  full: {meanwhile.requests} requests, hits {meanwhile.hit_ratio:.0%}, {meanwhile.trouble} not stored in full"
-    )
     assert meanwhile.hit_ratio > 0, "what is there can be read"
 
 
-def test_hosts_are_upgraded_one_after_the_other_under_load(story: Story) -> None:
+def test_rolling_upgrade_under_load(story: Story) -> None:
     with story.scene("rolling upgrade") as scene:
         for host in story.cluster.hosts:
             _upgrade(story.cluster, host)
@@ -163,19 +132,22 @@ def test_hosts_are_upgraded_one_after_the_other_under_load(story: Story) -> None
     assert scene.figures.hit_ratio > 0
 
 
-def test_afterwards_the_root_is_sound_and_nothing_is_left_over(story: Story) -> None:
+def test_root_is_sound_at_the_end(story: Story) -> None:
     cluster = story.cluster
     story.end()
     time.sleep(len(HOSTS) * CRON_S)  # the cron job's next rounds, which also tidy up after the ones that were killed
     rounds = [each for host in cluster.hosts for each in rounds_of(host.machine.logs / "cron.out")]
     last = max(rounds, key=lambda each: float(each["started_s"]))
     assert not last["unfinished"] and not last["sweeps"]["left"], last
-    audited = [json.loads(line) for host in cluster.hosts for line in _lines(host.machine.logs / "audit.log")]
+    audited = [
+        json.loads(line)
+        for host in cluster.hosts
+        for line in (host.machine.logs / "audit.log").read_text().splitlines()
+    ]
     assert {each["event"] for each in audited} == {"act"}, "somebody was denied something"
     first = cluster.hosts[0]
     checked = first.machine.run([*kvstore("fsck"), ROOT, "--json"], READY_S, PYTHON)
-    reaped = sum(each["reaped"]["chunks"] for each in rounds)
-    print(f"\nfsck: exit code {checked.code}; {len(rounds)} rounds of collectors deleted {reaped} chunks")
+    assert sum(each["reaped"]["chunks"] for each in rounds) > 0, "collectors deleted nothing"
     assert checked.code == 0, checked.out
     listing = [*kvstore("ls"), "--workers", "--json", *cluster.etcd_options(first)]
     workers = json.loads(first.machine.must(listing, READY_S, PYTHON))
@@ -192,15 +164,3 @@ def _upgrade(cluster: Cluster, host: Host) -> None:
     host.machine.stop(CHUNKS)
     host.files.start_chunks()
     cluster.wait_ready(host, seen)
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines()
-
-
-def _seconds_until_led(cluster: Cluster, hosts: list[Host]) -> float:
-    began_s = time.monotonic()
-    while cluster.leader() not in hosts:
-        assert time.monotonic() - began_s < READY_S
-        time.sleep(0.1)
-    return time.monotonic() - began_s

@@ -53,14 +53,14 @@ def fields(descent: Descent) -> tuple[object, ...]:
 
 
 @given(descents())
-def test_what_was_packed_is_unpacked(descent: Descent) -> None:
+def test_descent_is_read_back(descent: Descent) -> None:
     found = Descent.unpack(descent.pack())
     assert found is not None and fields(found) == fields(descent)
     assert len(descent.pack()) == descent.packed_bytes
 
 
 @given(descents(), st.data())
-def test_other_bytes_are_another_descent_or_none(descent: Descent, data: st.DataObject) -> None:
+def test_changed_bytes_are_another_descent_or_none(descent: Descent, data: st.DataObject) -> None:
     packed = bytearray(descent.pack())
     for _ in range(data.draw(st.integers(1, 3))):
         packed[data.draw(st.integers(0, len(packed) - 1))] = data.draw(st.integers(0, 255))
@@ -86,22 +86,14 @@ WRONG: list[dict[str, Any]] = [
 ]
 
 
-def test_a_descent_out_of_range_is_refused() -> None:
+def test_descent_out_of_range_is_refused() -> None:
     for wrong in WRONG:
         given_: dict[str, object] = {"tokens": [1, 2], "depth": 0}
         with pytest.raises(InvalidRequest):
             Descent(**{**given_, **wrong})
 
 
-def test_the_longest_descent_fits_behind_the_longest_key() -> None:
-    space = Namespace.of("m", TINY)
-    descent = bytes([7]) * DESCENT_BYTES_MAX
-    file = chunk_file(expected_block(space, KEY, 5, descent), bytes(16), b"12345")
-    assert file.expected.header_bytes == PAGE_BYTES
-    assert decode(file.content).descent == descent
-
-
-def test_the_bytes_are_those_of_the_document() -> None:
+def test_bytes_are_those_of_the_specification() -> None:
     extra = b'{"lora_name":"sql"}'
     said = Descent([1, 0xFFFFFFFF], 5, b"p" * 16, 32, 7, 3, bytes(range(16)), extra).pack()
     assert said == (
@@ -118,15 +110,16 @@ def test_the_bytes_are_those_of_the_document() -> None:
     assert content[table + 12 : PAGE_BYTES - 8] == said.ljust(PAGE_BYTES - 8 - table - 12, b"\0")
 
 
-def test_a_reader_expects_no_descent_and_sizes_do_not_depend_on_it() -> None:
+def test_descent_never_changes_size_or_identity() -> None:
     space = Namespace.of("m", TINY)
-    file = chunk_file(expected_block(space, KEY, 5, b"anything"), bytes(16), b"12345")
-    expected = expected_block(space, KEY, 5)
-    assert expected.file_bytes == len(file.content)
-    assert decode_as(file.content, expected).descent == b"anything"
+    for said in (b"anything", bytes([7]) * DESCENT_BYTES_MAX):
+        file = chunk_file(expected_block(space, KEY, 5, said), bytes(16), b"12345")
+        expected = expected_block(space, KEY, 5)
+        assert expected.file_bytes == len(file.content) and expected.header_bytes == PAGE_BYTES
+        assert decode_as(file.content, expected).descent == said
 
 
-def test_a_size_that_cannot_be_is_no_descent() -> None:
+def test_impossible_size_is_no_descent() -> None:
     for size in (DESCENT_BYTES_MAX + 1, 1 << 16, (1 << 32) - 1):
         space = Namespace.of("m", TINY)
         header = bytearray(

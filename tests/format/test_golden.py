@@ -11,7 +11,6 @@ from pathlib import Path
 
 import xxhash
 
-from kvstore.buffers import Borrowed
 from kvstore.format.header import decode_as, is_self_consistent
 from kvstore.format.places import Name
 from kvstore.root.inspect import Inspector, Whole
@@ -112,14 +111,3 @@ def test_the_addresses_of_the_golden_files_are_what_the_specification_says() -> 
     assert block[40:56] == hashlib.blake2b(key, digest_size=16, key=digest, person=b"kvstore.block.1").digest()
     assert block[56:72] == bytes(16)
     assert block[128:160] == key
-
-
-def test_a_reader_gets_the_golden_payload_through_a_root() -> None:
-    content = (FOLDER / "chunk.v1.bin").read_bytes()
-    root = MemoryRoot()
-    root.stage(Name("s"), [memoryview(content)], stamp_ns=0, durable=False)
-    reader = root.open(Name("s"))
-    assert reader is not None
-    memory = bytearray(128)
-    assert reader.read([memoryview(memory)], 4096, Borrowed()) == 128
-    assert memory == bytes(range(128))

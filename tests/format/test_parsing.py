@@ -53,12 +53,6 @@ def test_the_deepest_that_is_read() -> None:
         run_case(is_object)
 
 
-def test_many_brackets_beside_each_other_or_in_a_string_are_not_deep() -> None:
-    assert parse_json("[" + "[]," * 999 + "[]]") == [[]] * 1000
-    assert parse_json(json.dumps("[{" * 999)) == "[{" * 999
-    assert parse_json(json.dumps('\\"[' * 999)) == '\\"[' * 999
-
-
 def test_what_is_nested_deep_takes_no_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     """A finalizer that runs in the middle of it would fail otherwise: its frames have no room."""
     for content in HOSTILE.values():
@@ -72,11 +66,3 @@ def test_what_is_nested_deep_takes_no_stack(monkeypatch: pytest.MonkeyPatch) -> 
                 parse_json(content)
         finally:
             sys.setrecursionlimit(before)
-
-
-def test_a_mark_of_the_order_of_bytes_is_left_out() -> None:
-    assert parse_json(b"\xef\xbb\xbf[1]") == [1]
-
-
-def test_pairs_are_given_to_the_hook() -> None:
-    assert parse_json('{"a": 1, "a": 2}', object_pairs_hook=list) == [("a", 1), ("a", 2)]

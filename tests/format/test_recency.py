@@ -43,25 +43,8 @@ def components(recency: Recency) -> tuple[int, int, float]:
     return recency.uses, recency.priority, math.inf if recency.ttl_s is None else recency.ttl_s
 
 
-@given(times, quanta)
-def test_a_quantum_holds_the_time_it_is_of(now_s: float, quantum_s: int) -> None:
-    start = quantum_of(now_s, quantum_s)
-    assert start % quantum_s == 0
-    assert start <= now_s < start + quantum_s
-
-
-@given(times, quanta, depths, hints, uses)
-def test_a_chunk_renewed_in_a_quantum_is_fresh_in_it_and_not_in_the_one_after_next(
-    now_s: float, quantum_s: int, depth: int, said: Hints, used: int
-) -> None:
-    start = quantum_of(now_s, quantum_s)
-    stamp = stamp_ns(start, depth, said, used)
-    assert is_fresh(stamp, start)
-    assert not is_fresh(stamp, start + max(quantum_s, 2))
-
-
 @given(times, quanta, st.integers(0, DEPTH_MAX - 1), hints, uses, hints, uses)
-def test_within_a_quantum_a_child_is_staler_than_its_parent_whatever_their_hints(
+def test_child_is_staler_than_its_parent(
     now_s: float, quantum_s: int, depth: int, parents: Hints, parent_uses: int, childs: Hints, child_uses: int
 ) -> None:
     start = quantum_of(now_s, quantum_s)
@@ -69,7 +52,7 @@ def test_within_a_quantum_a_child_is_staler_than_its_parent_whatever_their_hints
 
 
 @given(times, st.integers(2, 3600), depths, hints, depths, hints)
-def test_a_chunk_of_a_later_quantum_is_younger_at_any_depth(
+def test_chunk_of_a_later_quantum_is_younger(
     now_s: float, quantum_s: int, earlier: int, before: Hints, later: int, after: Hints
 ) -> None:
     start = quantum_of(now_s, quantum_s)
@@ -77,16 +60,18 @@ def test_a_chunk_of_a_later_quantum_is_younger_at_any_depth(
 
 
 @given(times, quanta, depths, hints, uses)
-def test_a_stamp_decodes_to_what_it_was_made_of(
-    now_s: float, quantum_s: int, depth: int, said: Hints, used: int
-) -> None:
+def test_stamp_is_read_back(now_s: float, quantum_s: int, depth: int, said: Hints, used: int) -> None:
     start = quantum_of(now_s, quantum_s)
     was = decode(stamp_ns(start, depth, said, used), quantum_s)
     assert was == Recency(start, min(depth, DEPTH_MAX), used, said.priority, said.ttl_s)
     assert was.hints == said
+    assert start % quantum_s == 0 and start <= now_s < start + quantum_s
+    stamp = stamp_ns(start, depth, said, used)
+    assert is_fresh(stamp, start) and not is_fresh(stamp, start + max(quantum_s, 2))
+    assert stamp_ns(start, depth) == ns_of(start) + TOP_NS - 4000 * min(depth, DEPTH_MAX)
 
 
-def test_every_combination_has_a_stamp_of_its_own_that_grows_with_each_component() -> None:
+def test_stamps_grow_with_each_component() -> None:
     ttls = (*TTL_CLASSES_S, None)
     stamps = [
         stamp_ns(0, 7, Hints(priority, ttl_s), used) for priority in range(101) for used in range(4) for ttl_s in ttls
@@ -95,16 +80,8 @@ def test_every_combination_has_a_stamp_of_its_own_that_grows_with_each_component
     assert stamps[-1] - stamps[0] < DEPTH_STEP_NS
 
 
-@given(times, quanta, depths)
-def test_a_stamp_without_hints_is_that_of_a_chunk_with_the_default_ones(
-    now_s: float, quantum_s: int, depth: int
-) -> None:
-    start = quantum_of(now_s, quantum_s)
-    assert stamp_ns(start, depth) == ns_of(start) + TOP_NS - 4000 * min(depth, DEPTH_MAX)
-
-
 @given(mtimes, quanta)
-def test_any_mtime_decodes_and_to_a_time_that_it_is_fresh_in(mtime_ns: int, quantum_s: int) -> None:
+def test_any_mtime_is_fresh_in_its_quantum(mtime_ns: int, quantum_s: int) -> None:
     was = decode(mtime_ns, quantum_s)
     assert is_fresh(mtime_ns, was.last_use_s) or was.is_superseded
     assert mtime_ns < (was.last_use_s + quantum_s) * NS_PER_S + DEPTH_STEP_NS
@@ -113,7 +90,7 @@ def test_any_mtime_decodes_and_to_a_time_that_it_is_fresh_in(mtime_ns: int, quan
 
 
 @given(times, quanta, depths, hints, uses)
-def test_a_superseded_chunk_keeps_its_quantum_and_hints_and_loses_its_uses(
+def test_superseded_chunk_keeps_hints_and_loses_uses(
     now_s: float, quantum_s: int, depth: int, said: Hints, used: int
 ) -> None:
     start = quantum_of(now_s, quantum_s)
@@ -128,7 +105,7 @@ def test_a_superseded_chunk_keeps_its_quantum_and_hints_and_loses_its_uses(
 
 
 @given(times, quanta, st.integers(0, DEPTH_MAX - 1), hints, hints, uses)
-def test_a_superseded_child_is_staler_than_its_parent_superseded_or_not(
+def test_superseded_child_is_staler_than_its_parent(
     now_s: float, quantum_s: int, depth: int, parents: Hints, childs: Hints, used: int
 ) -> None:
     parent = stamp_ns(quantum_of(now_s, quantum_s), depth, parents, used)
@@ -139,7 +116,7 @@ def test_a_superseded_child_is_staler_than_its_parent_superseded_or_not(
 
 
 @given(times, quanta, depths, hints, uses, st.booleans())
-def test_the_next_use_takes_a_superseded_chunk_back(
+def test_next_use_takes_a_superseded_chunk_back(
     now_s: float, quantum_s: int, depth: int, said: Hints, used: int, later: bool
 ) -> None:
     start = quantum_of(now_s, quantum_s)
@@ -154,14 +131,14 @@ branches = stamps.map(lambda stamp: superseded_ns(stamp, 60, decode(stamp, 60).d
 
 
 @given(st.lists(st.one_of(stamps, branches, stamps.map(lambda stamp: stamp + 1), mtimes), max_size=20), hints)
-def test_many_mtimes_cover_hints_as_each_of_them_does(mtimes_ns: list[int], wanted: Hints) -> None:
+def test_many_mtimes_cover_hints_as_each_does(mtimes_ns: list[int], wanted: Hints) -> None:
     found = cover(np.array(mtimes_ns, np.int64), 60, wanted)
     assert found.tolist() == [decode(mtime_ns, 60).covers(wanted) for mtime_ns in mtimes_ns]
 
 
 @pytest.mark.parametrize("grain_ns", [100, 1_000, 1_000_000, 10_000_000, NS_PER_S])
 @given(now_s=times, quantum_s=st.integers(2, 3600), depth=depths, said=hints, used=uses, up=st.booleans())
-def test_rounded_times_keep_the_quantum_and_read_as_default_hints(
+def test_rounded_times_keep_the_quantum(
     grain_ns: int, now_s: float, quantum_s: int, depth: int, said: Hints, used: int, up: bool
 ) -> None:
     start = quantum_of(now_s, quantum_s)
@@ -174,7 +151,7 @@ def test_rounded_times_keep_the_quantum_and_read_as_default_hints(
 
 
 @given(mtimes, times, quanta, depths, hints, uses)
-def test_a_renewal_never_lowers_an_mtime_nor_what_it_says(
+def test_renewal_never_lowers_an_mtime(
     mtime_ns: int, now_s: float, quantum_s: int, depth: int, least: Hints, uses_least: int
 ) -> None:
     start = quantum_of(now_s, quantum_s)
@@ -191,7 +168,7 @@ def test_a_renewal_never_lowers_an_mtime_nor_what_it_says(
 
 
 @given(times, quanta, depths, hints, uses, hints)
-def test_a_renewal_in_a_later_quantum_is_a_use_and_one_in_the_same_only_raises(
+def test_renewal_in_a_later_quantum_is_a_use(
     now_s: float, quantum_s: int, depth: int, said: Hints, used: int, least: Hints
 ) -> None:
     start = quantum_of(now_s, quantum_s)
@@ -216,7 +193,7 @@ def test_raising_hints_joins_them(left: Hints, right: Hints) -> None:
 
 
 @given(st.floats(min_value=0, exclude_min=True, allow_nan=False))
-def test_a_ttl_is_never_shortened(ttl_s: float) -> None:
+def test_ttl_is_never_shortened(ttl_s: float) -> None:
     kept = Hints.of(ttl_s=ttl_s).ttl_s
     assert (ttl_s > TTL_CLASSES_S[-1]) if kept is None else kept >= ttl_s
     assert all(ttl_s > shorter for shorter in TTL_CLASSES_S if kept is None or shorter < kept)
@@ -234,19 +211,15 @@ def test_explicit_values_win_over_a_preset() -> None:
     assert PRESETS["batch"].priority < DEFAULT.priority < PRESETS["chat"].priority
 
 
-def test_a_wrong_priority_is_refused() -> None:
-    for priority in (-1, 101, 35.0, "high", True):
-        with pytest.raises(InvalidRequest, match="expected a whole number from 0 to 100"):
-            Hints.of(priority=priority)  # type: ignore[arg-type]
+WRONG: list[tuple[str, tuple[object, ...]]] = [
+    ("priority", (-1, 101, 35.0, "high", True)),
+    ("ttl_s", (0, -1, math.nan, "1h", True)),
+    ("preset", ("Chat", "", 7, ["chat"])),
+]
 
 
-def test_a_wrong_ttl_is_refused() -> None:
-    for ttl_s in (0, -1, math.nan, "1h", True):
-        with pytest.raises(InvalidRequest, match="expected a positive number of seconds"):
-            Hints.of(ttl_s=ttl_s)  # type: ignore[arg-type]
-
-
-def test_an_unknown_preset_is_refused() -> None:
-    for preset in ("Chat", "", 7, ["chat"]):
-        with pytest.raises(InvalidRequest, match="expected one of chat, analytics, rag, batch"):
-            Hints.of(preset=preset)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("name", "values"), WRONG)
+def test_wrong_hint_is_refused(name: str, values: tuple[object, ...]) -> None:
+    for value in values:
+        with pytest.raises(InvalidRequest, match="expected"):
+            Hints.of(**{name: value})  # type: ignore[arg-type]

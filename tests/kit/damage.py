@@ -15,9 +15,8 @@ from kvstore.format.places import Name
 from kvstore.keyset import ChunkKeys
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace, NamespaceId
-from kvstore.root.identity import RootIdentity, create_or_open
+from kvstore.root.identity import NamespaceRecords, RootIdentity, create_or_open
 from kvstore.root.interface import Root
-from kvstore.root.namespaces import NamespaceRecords
 from kvstore.sources import RandomIds, SystemClock
 from kvstore.tokens import token_array
 
@@ -78,9 +77,7 @@ def fill(root: Root, chunks_count: int = 6, name: str = "model") -> Filled:
     """Makes a root with a chain of chunks, one block, and the namespace's records."""
     identity = create_or_open(root, RandomIds(), shard_bits=SHARD_BITS)
     namespace = Namespace.of(name, LAYOUT)
-    session = RandomIds().fresh()
-    NamespaceRecords(root, lambda: session, _numbers, SystemClock()).claim(namespace)
-    root.remove_folder(places.staging_folder(session))
+    NamespaceRecords(root, RandomIds(), SystemClock()).claim(namespace)
     filled = Filled(root, identity, namespace, ChunkKeys.of(namespace, token_array(range(4 * chunks_count))))
     for index in range(chunks_count):
         write(root, filled.name(index), filled.content(index))

@@ -1,4 +1,4 @@
-"""Stores for the metadata tests: memory, a faulty one without faults, a real etcd, each with two clients."""
+"""Stores for the metadata tests: memory and a real etcd, each with two clients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from kvstore.meta.store import Event, Meta, Watch
 from kvstore.sources import Clock, SystemClock
 from tests.kit.etcd import PATIENCE_S, compact, running_etcd
 from tests.kit.fake_meta import FakeClock
-from tests.kit.faulty_meta import FaultyMeta
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedEt
         yield server
 
 
-@pytest.fixture(params=["memory", "faulty", pytest.param("etcd", marks=pytest.mark.slow)])
+@pytest.fixture(params=["memory", pytest.param("etcd", marks=pytest.mark.slow)])
 def store(request: pytest.FixtureRequest) -> Iterator[Store]:
     root_id = os.urandom(16)
     keys = Keys(root_id)
@@ -60,9 +59,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
         return
     clock = FakeClock()
     shared = MemoryStore(clock)
-    first: Meta = MemoryMeta(shared)
-    if request.param == "faulty":
-        first = FaultyMeta(first)
+    first = MemoryMeta(shared)
 
     def pass_time(seconds: float) -> None:
         clock.advance(seconds)

@@ -50,7 +50,7 @@ def write(root: Root, name: Name, content: bytes) -> None:
     assert root.publish(staged, name, durable=True)
 
 
-def test_the_first_node_makes_the_first_generation_and_all_others_agree(store: Store) -> None:
+def test_first_node_makes_the_first_generation(store: Store) -> None:
     root = MemoryRoot()
     first = join(store.meta, root, store.keys)
     assert isinstance(first, Agreed) and first.generation.number == 1
@@ -59,52 +59,28 @@ def test_the_first_node_makes_the_first_generation_and_all_others_agree(store: S
     assert [entry.name for entry in root.list(places.STAGING)] == []
 
 
-def test_a_root_with_chunks_of_before_generations_is_fresh() -> None:
-    root = MemoryRoot()
-    write(root, Name("chunks/0000/" + "0" * 32 + "." + "0" * 16), b"x")
-    assert isinstance(join(MemoryMeta(), root), Agreed)
-
-
-def test_a_wiped_etcd_is_foreign_and_stays_so() -> None:
-    root = MemoryRoot()
-    join(MemoryMeta(), root)
+def test_etcd_of_another_life_is_foreign() -> None:
+    """Wiped, another cluster's, or restored from before an adoption; or the root is an older copy."""
+    ours, theirs, root, copy = MemoryMeta(), MemoryMeta(), MemoryRoot(), MemoryRoot()
+    join(theirs, MemoryRoot())
+    first = join(ours, root)
+    assert isinstance(first, Agreed)
     wiped = MemoryMeta()
     for _ in range(2):
         found = join(wiped, root)
         assert isinstance(found, Foreign)
         assert "etcd has none" in found.why and "kvstore fsck ROOT --adopt --etcd" in found.why
     assert wiped.get(KEYS.generation) is None, "joining again does not make it ours"
-
-
-def test_another_clusters_etcd_is_foreign() -> None:
-    ours, theirs, root = MemoryMeta(), MemoryMeta(), MemoryRoot()
-    join(theirs, MemoryRoot())
-    join(ours, root)
-    found = join(theirs, root)
-    assert isinstance(found, Foreign) and "the root is of generation 1 (" in found.why
-    assert isinstance(join(ours, root), Agreed)
-
-
-def test_an_etcd_restored_from_before_an_adoption_is_foreign() -> None:
-    meta, root = MemoryMeta(), MemoryRoot()
-    join(meta, root)
-    advance(root, 2)
-    assert isinstance(join(meta, root), Foreign)
-
-
-def test_a_copy_of_a_root_with_an_older_generation_is_foreign() -> None:
-    meta, root, copy = MemoryMeta(), MemoryRoot(), MemoryRoot()
-    first = join(meta, root)
-    assert isinstance(first, Agreed)
+    assert isinstance(join(theirs, root), Foreign) and isinstance(join(ours, root), Agreed)
     publish(copy, first.generation, ids=RandomIds(), clock=SystemClock())
     second = advance(root, 2)
-    meta.put(KEYS.generation, second.to_json())
-    assert isinstance(join(meta, root), Agreed)
-    assert isinstance(join(meta, copy), Foreign)
+    assert isinstance(join(ours, root), Foreign)
+    ours.put(KEYS.generation, second.to_json())
+    assert isinstance(join(ours, root), Agreed) and isinstance(join(ours, copy), Foreign)
 
 
 @for_each("fault", [Fault.REPLY_LOST, Fault.NOT_SENT, Fault.LATE])
-def test_a_lost_reply_of_the_first_is_read_back(fault: Fault) -> None:
+def test_first_generation_with_a_lost_reply_is_read_back(fault: Fault) -> None:
     meta, root = FaultyMeta(MemoryMeta()), MemoryRoot()
     meta.add(Rule(fault, ("txn",), times=1))
     found = join(meta, root)
@@ -113,7 +89,7 @@ def test_a_lost_reply_of_the_first_is_read_back(fault: Fault) -> None:
 
 
 @for_each("operation", ["stage", "publish"])
-def test_whoever_dies_before_the_root_has_it_leaves_it_to_the_next(operation: str) -> None:
+def test_generation_missing_on_the_root_is_published_next(operation: str) -> None:
     meta, root = MemoryMeta(), FaultyRoot(MemoryRoot())
     root.set_rules([RootRule(operation, EIO)])
     with pytest.raises(Unavailable):
@@ -124,7 +100,7 @@ def test_whoever_dies_before_the_root_has_it_leaves_it_to_the_next(operation: st
     assert isinstance(found, Agreed) and found.generation == read_generation(meta, KEYS)
 
 
-def test_nobody_guesses_while_etcd_or_the_root_does_not_answer() -> None:
+def test_silent_etcd_or_root_makes_no_generation() -> None:
     meta, root = FaultyMeta(MemoryMeta()), FaultyRoot(MemoryRoot())
     meta.add(Rule(Fault.NOT_SENT))
     with pytest.raises(Unavailable):
@@ -137,24 +113,7 @@ def test_nobody_guesses_while_etcd_or_the_root_does_not_answer() -> None:
     assert newest_number(root) == 0 and read_generation(meta, KEYS) is None
 
 
-def test_racing_nodes_agree_on_one() -> None:
-    store, root = MemoryStore(), MemoryRoot()
-    found: list[Standing] = []
-    start = threading.Barrier(8)
-
-    def one() -> None:
-        start.wait()
-        found.append(join(MemoryMeta(store), root))
-
-    threads = [threading.Thread(target=one) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert len(found) == 8 and len({str(each) for each in found}) == 1 and isinstance(found[0], Agreed)
-
-
-def test_of_nodes_that_race_with_two_etcds_only_those_of_one_agree() -> None:
+def test_racing_nodes_of_two_etcds_agree_with_one() -> None:
     root, stores = MemoryRoot(), [MemoryStore(), MemoryStore()]
     found: dict[int, list[Standing]] = {0: [], 1: []}
     start = threading.Barrier(8)
@@ -172,7 +131,7 @@ def test_of_nodes_that_race_with_two_etcds_only_those_of_one_agree() -> None:
     assert kinds in ([{Agreed}, {Foreign}], [{Foreign}, {Agreed}])
 
 
-def test_one_look_while_the_key_is_being_written_is_not_believed() -> None:
+def test_difference_during_an_adoption_is_read_again() -> None:
     """The last step of an adoption falls between the two readings of a join."""
     meta, root = MemoryMeta(), MemoryRoot()
     join(meta, root)
@@ -192,7 +151,7 @@ NO_RECORDS += [b'{"generation": %s, "cluster": "%s"}' % (number, b"0" * 32) for 
 
 
 @for_each("content", NO_RECORDS)
-def test_a_record_that_cannot_be_read_is_foreign_and_named(content: bytes) -> None:
+def test_unreadable_record_is_foreign_and_named(content: bytes) -> None:
     meta, root = MemoryMeta(), MemoryRoot()
     join(meta, root)
     write(root, places.generation(3), content)
@@ -207,7 +166,7 @@ def test_a_record_that_cannot_be_read_is_foreign_and_named(content: bytes) -> No
     assert isinstance(found, Foreign) and KEYS.generation in found.why
 
 
-def test_the_current_generation_is_the_highest_number_and_foreign_names_are_none() -> None:
+def test_current_generation_is_the_highest_number() -> None:
     root = MemoryRoot()
     for number in (2, 10, 9):
         write(root, places.generation(number), Generation(number, bytes(16)).to_json())

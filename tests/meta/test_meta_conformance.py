@@ -31,26 +31,19 @@ from tests.kit.etcd import PATIENCE_S, running_etcd
 from tests.meta.conftest import Store, take
 
 
-def test_a_key_that_was_never_put_is_absent(store: Store) -> None:
-    assert store.meta.get(store.prefix + "a") is None
-
-
-def test_a_put_is_seen_by_every_client_with_its_revisions(store: Store) -> None:
-    first = store.meta.put(store.prefix + "a", b"1")
-    second = store.meta.put(store.prefix + "a", b"2")
-    found = store.other.get(store.prefix + "a")
+def test_put_and_delete_are_seen_by_every_client(store: Store) -> None:
+    key = store.prefix + "a"
+    assert store.meta.get(key) is None
+    first, second = store.meta.put(key, b"1"), store.meta.put(key, b"2")
+    found = store.other.get(key)
     assert found is not None
     assert (found.value, found.create_revision, found.mod_revision, found.lease) == (b"2", first, second, 0)
     assert second > first
-
-
-def test_delete_tells_whether_it_was_there_and_a_new_key_has_a_new_create_revision(store: Store) -> None:
-    first = store.meta.put(store.prefix + "a", b"1")
-    assert store.other.delete(store.prefix + "a")
-    assert not store.meta.delete(store.prefix + "a")
-    store.meta.put(store.prefix + "a", b"1")
-    found = store.meta.get(store.prefix + "a")
-    assert found is not None and found.create_revision > first
+    assert store.other.delete(key)
+    assert not store.meta.delete(key)
+    store.meta.put(key, b"1")
+    found = store.meta.get(key)
+    assert found is not None and found.create_revision > second
 
 
 def test_list_is_sorted_and_has_only_the_prefix(store: Store) -> None:
@@ -58,11 +51,12 @@ def test_list_is_sorted_and_has_only_the_prefix(store: Store) -> None:
         store.meta.put(store.prefix + name, name.encode())
     snapshot = store.meta.list(store.prefix + "b/")
     assert [kv.key.removeprefix(store.prefix) for kv in snapshot.items] == ["b/10", "b/2", "b/é"]
+    assert store.meta.count(store.prefix + "b/") == 3
     assert snapshot.revision == max(kv.mod_revision for kv in store.meta.list(store.prefix).items)
-    assert store.meta.list(store.prefix + "nothing").items == ()
+    assert store.meta.list(store.prefix + "nothing").items == () and store.meta.count(store.prefix + "nothing") == 0
 
 
-def test_list_has_all_of_many_keys_small_and_large(store: Store) -> None:
+def test_list_has_all_keys_small_and_large(store: Store) -> None:
     sizes = {f"{number:04}": 200_000 if number % 50 == 7 else 10 for number in range(500)}
     for start in range(0, 500, 100):
         names = list(sizes)[start : start + 100]
@@ -73,7 +67,7 @@ def test_list_has_all_of_many_keys_small_and_large(store: Store) -> None:
     ]
 
 
-def test_a_transaction_applies_all_at_one_revision_or_nothing(store: Store) -> None:
+def test_transaction_applies_all_or_nothing(store: Store) -> None:
     key, absent = store.prefix + "a", store.prefix + "none"
     revision = store.meta.put(key, b"1")
     store.meta.put(store.prefix + "old", b"x")
@@ -94,15 +88,11 @@ def test_a_transaction_applies_all_at_one_revision_or_nothing(store: Store) -> N
     assert result.succeeded
     found = {kv.key.removeprefix(store.prefix): kv.mod_revision for kv in store.other.list(store.prefix).items}
     assert found == {"a": revision, "b": result.revision, "c": result.revision}
+    nothing = store.meta.txn((), (Delete(absent),))
+    assert nothing.succeeded and nothing.revision == result.revision, "what changes nothing makes no revision"
 
 
-def test_a_transaction_that_changes_nothing_makes_no_revision(store: Store) -> None:
-    revision = store.meta.put(store.prefix + "a", b"1")
-    result = store.meta.txn((), (Delete(store.prefix + "none"),))
-    assert result.succeeded and result.revision == revision
-
-
-def test_requests_over_a_limit_are_invalid(store: Store) -> None:
+def test_request_over_a_limit_is_invalid(store: Store) -> None:
     key = store.prefix + "a"
     many = [Put(f"{store.prefix}{number}", b"") for number in range(OPERATIONS_MAX + 1)]
     store.meta.put(key, bytes(REQUEST_BYTES_MAX - len(key)))
@@ -121,7 +111,7 @@ def test_requests_over_a_limit_are_invalid(store: Store) -> None:
         store.meta.watch(store.prefix, 0)
 
 
-def test_a_lease_takes_its_keys_along_when_it_is_revoked(store: Store) -> None:
+def test_revoked_lease_deletes_its_keys(store: Store) -> None:
     lease = store.meta.grant(60)
     store.meta.put(store.prefix + "a", b"1", lease)
     store.meta.txn((), (Put(store.prefix + "b", b"1", lease), Put(store.prefix + "c", b"1", lease)))
@@ -140,7 +130,7 @@ def test_a_lease_takes_its_keys_along_when_it_is_revoked(store: Store) -> None:
     assert len({event.revision for event in events}) == 1
 
 
-def test_a_lease_that_nobody_keeps_alive_ends(store: Store) -> None:
+def test_lease_without_keepalives_ends(store: Store) -> None:
     lease = store.meta.grant(2)
     revision = store.meta.put(store.prefix + "a", b"1", lease)
     watch = store.meta.watch(store.prefix, revision + 1)
@@ -150,7 +140,7 @@ def test_a_lease_that_nobody_keeps_alive_ends(store: Store) -> None:
     assert not store.other.keep_alive(lease)
 
 
-def test_a_put_under_a_lease_that_ended_writes_nothing(store: Store) -> None:
+def test_put_under_an_ended_lease_writes_nothing(store: Store) -> None:
     lease = store.meta.grant(60)
     store.meta.revoke(lease)
     for gone in (lease, LeaseId(424242)):
@@ -161,7 +151,7 @@ def test_a_put_under_a_lease_that_ended_writes_nothing(store: Store) -> None:
     assert store.meta.list(store.prefix).items == ()
 
 
-def test_a_watch_replays_the_past_and_goes_on_in_order(store: Store) -> None:
+def test_watch_replays_the_past_and_continues_in_order(store: Store) -> None:
     start = store.meta.put(store.prefix + "w/a", b"0")
     store.meta.put(store.prefix + "elsewhere", b"x")
     store.meta.delete(store.prefix + "w/a")
@@ -178,7 +168,7 @@ def test_a_watch_replays_the_past_and_goes_on_in_order(store: Store) -> None:
     assert watch.next(0.0) is None
 
 
-def test_a_watch_never_splits_a_revision(store: Store) -> None:
+def test_watch_never_splits_a_revision(store: Store) -> None:
     start = store.meta.list(store.prefix).revision + 1
     watch = store.other.watch(store.prefix, start)
     for _ in range(5):
@@ -190,7 +180,7 @@ def test_a_watch_never_splits_a_revision(store: Store) -> None:
         seen_count += len(batch)
 
 
-def test_a_watch_from_before_a_compaction_is_lost(store: Store) -> None:
+def test_watch_from_before_a_compaction_is_lost(store: Store) -> None:
     start = store.meta.put(store.prefix + "a", b"1")
     store.meta.put(store.prefix + "a", b"2")
     store.compact(store.meta.put(store.prefix + "a", b"3"))
@@ -201,7 +191,7 @@ def test_a_watch_from_before_a_compaction_is_lost(store: Store) -> None:
     assert [event.kv.value for event in take(fresh, 1) if event.kv] == [b"new"]
 
 
-def test_closing_a_watch_wakes_who_waits_for_it(store: Store) -> None:
+def test_closing_a_watch_wakes_its_reader(store: Store) -> None:
     watch = store.meta.watch(store.prefix, 1_000_000)
     seen: list[BaseException] = []
 
@@ -221,7 +211,7 @@ def test_closing_a_watch_wakes_who_waits_for_it(store: Store) -> None:
         watch.next(0)
 
 
-def test_a_closed_client_is_unavailable_and_its_watches_are_lost(store: Store) -> None:
+def test_closed_client_is_unavailable(store: Store) -> None:
     watch = store.other.watch(store.prefix, 1_000_000)
     store.other.close()
     store.other.close()

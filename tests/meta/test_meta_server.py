@@ -42,7 +42,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_restarting_keeps_ports_and_data_and_another_object_may_take_over(tmp_path: Path) -> None:
+def test_restart_keeps_ports_and_data(tmp_path: Path) -> None:
     first = EmbeddedEtcd(tmp_path / "new" / "folder")
     with pytest.raises(Unavailable, match="start it"):
         _ = first.endpoints
@@ -62,7 +62,7 @@ def test_restarting_keeps_ports_and_data_and_another_object_may_take_over(tmp_pa
         assert keys(second.endpoints) == ["a"]
 
 
-def test_a_frozen_server_is_stopped_all_the_same(tmp_path: Path) -> None:
+def test_frozen_server_is_stopped(tmp_path: Path) -> None:
     server = EmbeddedEtcd(tmp_path)
     server.start()
     pid = server.pid
@@ -71,7 +71,7 @@ def test_a_frozen_server_is_stopped_all_the_same(tmp_path: Path) -> None:
     assert not alive(pid)
 
 
-def test_it_dies_with_its_parent_even_when_that_is_killed(tmp_path: Path) -> None:
+def test_server_dies_with_its_killed_parent(tmp_path: Path) -> None:
     script = f"""
 from kvstore.meta.embedded_etcd import EmbeddedEtcd
 server = EmbeddedEtcd({str(tmp_path)!r})
@@ -90,7 +90,7 @@ input()
     eventually(lambda: not alive(pid))
 
 
-def test_it_outlives_the_thread_that_asked_for_it(tmp_path: Path) -> None:
+def test_server_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
     server = EmbeddedEtcd(tmp_path)
     starter = threading.Thread(target=server.start)
     starter.start()
@@ -102,7 +102,7 @@ def test_it_outlives_the_thread_that_asked_for_it(tmp_path: Path) -> None:
         server.stop()
 
 
-def test_a_given_port_that_is_taken_is_reported(tmp_path: Path) -> None:
+def test_taken_port_is_reported(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(Unavailable, match="address already in use"):
@@ -111,7 +111,7 @@ def test_a_given_port_that_is_taken_is_reported(tmp_path: Path) -> None:
         EmbeddedEtcd(tmp_path, client_port=70_000)
 
 
-def test_no_etcd_to_run_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_etcd_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unavailable, match="nothing-here"):
         EmbeddedEtcd(tmp_path, binary=tmp_path / "nothing-here").start()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -125,14 +125,14 @@ def test_no_etcd_to_run_says_what_to_install(tmp_path: Path, monkeypatch: pytest
         EmbeddedEtcd(tmp_path).start()
 
 
-def test_etcd_on_the_path_precedes_that_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_etcd_on_the_path_precedes_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_etcd() == packaged_etcd()
     (tmp_path / "etcd").touch(0o755)
     assert find_etcd() == str(tmp_path / "etcd")
 
 
-def test_etcd_that_can_lose_writes_is_known_by_its_version(tmp_path: Path) -> None:
+def test_etcd_that_can_lose_writes_is_recognised(tmp_path: Path) -> None:
     for version in ("3.5.0", "3.5.1", "3.5.2", "3.4.23", "3.5.9", "3.5.12", "13.5.1", "3.6.0"):
         (tmp_path / "etcd").write_text(f"#!/bin/sh\necho 'etcd Version: {version}'\n")
         (tmp_path / "etcd").chmod(0o755)
@@ -140,7 +140,7 @@ def test_etcd_that_can_lose_writes_is_known_by_its_version(tmp_path: Path) -> No
         assert unsafe_version(str(tmp_path / "etcd")) == expected, version
 
 
-def test_one_that_never_gets_healthy_is_given_up_in_time_and_stopped(tmp_path: Path) -> None:
+def test_unhealthy_server_is_given_up_and_stopped(tmp_path: Path) -> None:
     (tmp_path / "etcd").write_text("#!/bin/sh\nexec sleep 600\n")
     (tmp_path / "etcd").chmod(0o755)
     server = EmbeddedEtcd(tmp_path, binary=tmp_path / "etcd")

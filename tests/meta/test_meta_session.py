@@ -44,7 +44,7 @@ def node() -> Node:
     return Node()
 
 
-def test_a_session_begins_with_its_key_under_its_lease_and_nothing_announced(store: Store) -> None:
+def test_session_begins_with_its_key_under_its_lease(store: Store) -> None:
     session = Session.open(store.meta, store.keys, clock=store.clock, ids=RandomIds(), ttl_s=60)
     found = store.other.get(session.key)
     assert found is not None and found.lease == session.lease
@@ -60,7 +60,7 @@ def test_a_session_begins_with_its_key_under_its_lease_and_nothing_announced(sto
     assert not session.alive
 
 
-def test_v2_without_an_acknowledged_keepalive_for_its_ttl_it_is_dead_for_ever(node: Node) -> None:
+def test_v2_session_without_keepalives_is_dead_for_ever(node: Node) -> None:
     node.meta.add(Rule(Fault.NOT_SENT, ("keep_alive",)))
     node.clock.advance(TTL_S - 0.1)
     with pytest.raises(Unavailable):
@@ -78,7 +78,7 @@ def test_v2_without_an_acknowledged_keepalive_for_its_ttl_it_is_dead_for_ever(no
     assert node.store.get("x") is None
 
 
-def test_v2_time_counts_from_when_the_acknowledged_keepalive_was_sent(node: Node) -> None:
+def test_v2_ttl_counts_from_the_sending_of_a_keepalive(node: Node) -> None:
     node.clock.advance(TTL_S / 3)
     node.meta.add(Rule(Fault.DELAY, ("keep_alive",), delay_s=4, times=1))
     node.session.beat()  # sent at 5 s, answered at 9 s: lasts until 20 s, not 24 s
@@ -88,7 +88,7 @@ def test_v2_time_counts_from_when_the_acknowledged_keepalive_was_sent(node: Node
     assert not node.session.alive
 
 
-def test_v2_an_answer_that_comes_after_the_end_does_not_revive(node: Node) -> None:
+def test_v2_answer_after_the_end_does_not_revive(node: Node) -> None:
     node.clock.advance(TTL_S - 1)
     node.meta.add(Rule(Fault.DELAY, ("keep_alive",), delay_s=0.99, times=1))
     inner_keep_alive = node.meta.keep_alive
@@ -103,7 +103,7 @@ def test_v2_an_answer_that_comes_after_the_end_does_not_revive(node: Node) -> No
     assert not node.session.alive
 
 
-def test_v2_a_lease_that_the_store_dropped_ends_the_session_at_once(node: Node) -> None:
+def test_v2_dropped_lease_ends_the_session(node: Node) -> None:
     node.store.revoke(node.session.lease)
     node.session.beat()
     assert not node.session.alive
@@ -111,7 +111,7 @@ def test_v2_a_lease_that_the_store_dropped_ends_the_session_at_once(node: Node) 
         node.session.check()
 
 
-def test_a_keepalive_never_waits_past_the_session_s_end(node: Node) -> None:
+def test_keepalive_never_waits_past_the_session_end(node: Node) -> None:
     node.meta.add(Rule(Fault.HANG, ("keep_alive",)))
     node.clock.advance(TTL_S - 2)
     with pytest.raises(Unavailable):
@@ -120,16 +120,9 @@ def test_a_keepalive_never_waits_past_the_session_s_end(node: Node) -> None:
     assert not node.session.alive
 
 
-def test_a_session_whose_first_write_was_lost_on_the_way_back_is_read_back(node: Node) -> None:
+def test_c2_lost_reply_is_settled_by_reading_back(node: Node) -> None:
     node.meta.add(Rule(Fault.REPLY_LOST, ("txn",), times=1))
-    session = node.open()
-    assert session.txn((), (Put("x", b""),)).succeeded
-    node.meta.add(Rule(Fault.NOT_SENT, ("txn",), times=1))
-    with pytest.raises(Unavailable):
-        node.open()
-
-
-def test_c2_a_lost_reply_is_settled_by_reading_back(node: Node) -> None:
+    assert node.open().txn((), (Put("first", b""),)).succeeded, "also the first write"
     node.meta.add(Rule(Fault.REPLY_LOST, ("txn",), times=1))
     result = node.session.txn((), (Put("x", b"1"),), announced=5)
     assert result.succeeded
@@ -139,25 +132,20 @@ def test_c2_a_lost_reply_is_settled_by_reading_back(node: Node) -> None:
     assert node.session.txn((), (Put("y", b"1"),)).succeeded
 
 
-def test_c2_a_write_that_did_not_arrive_is_never_claimed(node: Node) -> None:
-    node.meta.add(Rule(Fault.NOT_SENT, ("txn",), times=1))
-    with pytest.raises(Unavailable):
-        node.session.txn((), (Put("x", b"1"),), announced=5)
-    assert node.store.get("x") is None and node.session.announced == 0
-    assert node.session.txn((), (Put("x", b"1"),), announced=6).succeeded
-    assert node.session.announced == 6
-
-
-def test_c2_a_late_write_that_lands_first_is_taken_into_the_chain(node: Node) -> None:
+def test_c2_late_write_that_lands_first_joins_the_chain(node: Node) -> None:
     node.meta.add(Rule(Fault.LATE, ("txn",), times=1))
     with pytest.raises(Unavailable):
         node.session.txn((), (Put("late", b""),), announced=5)
     assert node.meta.land() == 1
     assert node.session.txn((), (Put("next", b""),)).succeeded
     assert node.session.announced == 5 and node.session.alive
+    node.meta.add(Rule(Fault.NOT_SENT, ("txn",), times=1))
+    with pytest.raises(Unavailable):
+        node.session.txn((), (Put("x", b"1"),), announced=6)
+    assert node.store.get("x") is None and node.session.announced == 5, "what did not arrive is never claimed"
 
 
-def test_c2_a_late_write_that_lands_after_the_next_one_is_void(node: Node) -> None:
+def test_c2_late_write_after_the_next_one_is_void(node: Node) -> None:
     node.meta.add(Rule(Fault.LATE, ("txn",), times=1))
     with pytest.raises(Unavailable):
         node.session.txn((), (Put("late", b""),), announced=9)
@@ -168,7 +156,7 @@ def test_c2_a_late_write_that_lands_after_the_next_one_is_void(node: Node) -> No
     assert node.session.txn((), ()).succeeded
 
 
-def test_c2_reading_back_may_fail_too_and_is_made_up_for_later(node: Node) -> None:
+def test_c2_failed_read_back_is_made_up_for_later(node: Node) -> None:
     node.meta.add(Rule(Fault.REPLY_LOST, ("txn",), times=1), Rule(Fault.NOT_SENT, ("get",), times=1))
     with pytest.raises(Unavailable):
         node.session.txn((), (Put("x", b""),), announced=3)
@@ -176,7 +164,7 @@ def test_c2_reading_back_may_fail_too_and_is_made_up_for_later(node: Node) -> No
     assert node.session.announced == 3
 
 
-def test_c2_a_store_that_went_back_in_time_ends_the_session(node: Node) -> None:
+def test_c2_store_back_in_time_ends_the_session(node: Node) -> None:
     before = node.store.get(node.session.key)
     assert before is not None
     assert node.session.txn((), (Put("pin", b""),)).succeeded
@@ -187,14 +175,7 @@ def test_c2_a_store_that_went_back_in_time_ends_the_session(node: Node) -> None:
     assert not node.session.alive and node.store.get("x") is None
 
 
-def test_a_session_key_that_is_gone_ends_the_session(node: Node) -> None:
-    node.store.revoke(node.session.lease)
-    with pytest.raises(SessionLost):
-        node.session.txn((), (Put("x", b""),))
-    assert not node.session.alive and node.store.get("x") is None
-
-
-def test_on_lost_is_called_once_in_the_session_s_thread(node: Node) -> None:
+def test_on_lost_is_called_once(node: Node) -> None:
     lost: list[Session] = []
     told = threading.Event()
 
@@ -210,9 +191,6 @@ def test_on_lost_is_called_once_in_the_session_s_thread(node: Node) -> None:
     assert lost == [node.session]
 
 
-# ---------------------------------------------------------------------------------------------- presence
-
-
 @pytest.fixture
 def shared() -> MemoryStore:
     return MemoryStore()
@@ -226,7 +204,7 @@ def has_session(presence: Presence) -> bool:
     return True
 
 
-def test_v1_nobody_gets_the_session_before_what_hangs_on_it_is_ready(shared: MemoryStore) -> None:
+def test_v1_session_is_hidden_until_its_hooks_are_done(shared: MemoryStore) -> None:
     presence = Presence(MemoryMeta(shared), KEYS)
     may_go_on = threading.Event()
     begun = threading.Event()
@@ -248,7 +226,7 @@ def test_v1_nobody_gets_the_session_before_what_hangs_on_it_is_ready(shared: Mem
         presence.current()
 
 
-def test_after_a_loss_everything_is_told_and_registered_again(shared: MemoryStore) -> None:
+def test_hooks_run_again_after_a_loss(shared: MemoryStore) -> None:
     meta = MemoryMeta(shared)
     workers = Workers(meta, KEYS)
     told: list[tuple[str, Session]] = []
@@ -278,8 +256,9 @@ def test_after_a_loss_everything_is_told_and_registered_again(shared: MemoryStor
     assert told[-1] == ("new", second), "leaving is no loss"
 
 
-def test_what_fails_at_the_start_of_a_session_is_tried_again(shared: MemoryStore) -> None:
-    presence = Presence(MemoryMeta(shared), KEYS)
+def test_failed_start_of_a_session_is_repeated(shared: MemoryStore) -> None:
+    meta = FaultyMeta(MemoryMeta(shared))
+    presence = Presence(meta, KEYS)
     tries: list[Session] = []
 
     def on_new(session: Session) -> None:
@@ -287,28 +266,17 @@ def test_what_fails_at_the_start_of_a_session_is_tried_again(shared: MemoryStore
         if len(tries) == 1:
             raise Unavailable("not yet")
 
+    meta.add(Rule(Fault.NOT_SENT, times=2))
     presence.attach(on_new)
-    presence.start(wait_s=PATIENCE_S)
-    assert len(tries) == 2 and tries[0] is not tries[1] and not tries[0].alive
-    presence.close()
-
-
-def test_starting_does_not_fail_for_ever_while_the_store_is_away(shared: MemoryStore) -> None:
-    meta = FaultyMeta(MemoryMeta(shared))
-    meta.add(Rule(Fault.NOT_SENT))
-    presence = Presence(meta, KEYS)
     presence.start()
     with pytest.raises(Unavailable, match="no session at the moment"):
         presence.current()
-    meta.heal()
     eventually(lambda: has_session(presence))
+    assert len(tries) == 2 and tries[0] is not tries[1] and not tries[0].alive
     presence.close()
     meta.add(Rule(Fault.NOT_SENT))
     with pytest.raises(Unavailable, match="no session at the moment"):
         Presence(meta, KEYS).start(wait_s=0.05)
-
-
-# ---------------------------------------------------------------------------------------------- workers
 
 
 def test_workers_are_listed_while_their_session_lives(store: Store) -> None:
@@ -333,7 +301,7 @@ def test_workers_are_listed_while_their_session_lives(store: Store) -> None:
         workers.register(other, record)
 
 
-def test_a_worker_record_is_bounded_and_has_an_address() -> None:
+def test_worker_record_is_bounded_and_has_an_address() -> None:
     with pytest.raises(InvalidRequest, match="over the limit"):
         WorkerRecord("h" * 5000).to_json()
     with pytest.raises(InvalidRequest, match="empty"):

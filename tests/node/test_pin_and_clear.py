@@ -19,7 +19,7 @@ from kvstore.census.selection import Selection
 from kvstore.errors import Unavailable
 from kvstore.format.places import Name
 from kvstore.keyset import ChunkKeys
-from kvstore.meta.barriers import BARRIER_S, Barriers
+from kvstore.meta.clears import BARRIER_S, Barriers
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.store import Meta

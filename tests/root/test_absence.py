@@ -13,9 +13,7 @@ import pytest
 
 from kvstore.format.places import Name
 from kvstore.root import posix
-from kvstore.root import posix as absence
 from kvstore.root.posix import FRESH_S, Absence, Mount, PosixRoot, mount_of, remembers_absence
-from tests.kit.roots import publish
 
 NFS = Mount("nfs4", ("rw", "vers=4.2", "hard"))
 A, B = Name("chunks/0001/a"), Name("chunks/0001/b")
@@ -88,9 +86,7 @@ def other_host(tmp_path: Path, name: Name) -> None:
     (tmp_path / "root" / name).write_bytes(b"theirs")
 
 
-def test_a_file_that_was_looked_for_before_is_found_within_half_a_second(
-    root: tuple[PosixRoot, Client], tmp_path: Path, now_s: list[float]
-) -> None:
+def test_file_missed_before_is_found_soon(root: tuple[PosixRoot, Client], tmp_path: Path, now_s: list[float]) -> None:
     mine, _ = root
     other_host(tmp_path, B)
     assert mine.stat(A) is None and mine.open(A) is None
@@ -102,7 +98,7 @@ def test_a_file_that_was_looked_for_before_is_found_within_half_a_second(
     reader.close()
 
 
-def test_a_file_in_folders_that_were_absent_too_is_found(
+def test_file_in_folders_missed_before_is_found(
     root: tuple[PosixRoot, Client], tmp_path: Path, now_s: list[float]
 ) -> None:
     mine, _ = root
@@ -113,7 +109,7 @@ def test_a_file_in_folders_that_were_absent_too_is_found(
     assert mine.stat(A) is not None
 
 
-def test_a_miss_costs_one_question_more_and_the_next_ones_of_its_folder_none(
+def test_misses_in_one_folder_cost_one_request(
     root: tuple[PosixRoot, Client], tmp_path: Path, now_s: list[float]
 ) -> None:
     mine, client = root
@@ -128,25 +124,7 @@ def test_a_miss_costs_one_question_more_and_the_next_ones_of_its_folder_none(
     assert mine.stat(A) is None and client.asked["GETATTR"] == 2
 
 
-def test_no_more_folders_are_remembered_than_the_limit(
-    root: tuple[PosixRoot, Client], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mine, client = root
-    monkeypatch.setattr(absence, "FOLDERS_MAX", 2)
-    for number in range(3):
-        other_host(tmp_path, Name(f"chunks/000{number}/there"))
-        assert mine.stat(Name(f"chunks/000{number}/missing")) is None
-    assert client.asked["GETATTR"] == 3
-    assert mine.stat(Name("chunks/0000/missing")) is None and client.asked["GETATTR"] == 4
-
-
-def test_what_is_above_the_root_is_never_asked_for(root: tuple[PosixRoot, Client], now_s: list[float]) -> None:
-    mine, client = root
-    assert mine.stat(A) is None and mine.stat(Name("FORMAT")) is None
-    assert not client.asked["GETATTR"], "the root itself is not there"
-
-
-def test_a_folder_that_cannot_be_opened_leaves_the_miss(
+def test_folder_that_cannot_be_opened_leaves_the_miss(
     root: tuple[PosixRoot, Client], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine, client = root
@@ -161,17 +139,8 @@ def test_a_folder_that_cannot_be_opened_leaves_the_miss(
     assert mine.stat(A) is None and mine.open(A) is None
 
 
-def test_only_a_client_that_remembers_absence_is_asked(tmp_path: Path) -> None:
+def test_only_nfs_that_remembers_absence_is_asked(tmp_path: Path) -> None:
     assert remembers_absence(NFS) and remembers_absence(Mount("nfs", ("rw", "vers=3")))
     assert not remembers_absence(Mount("nfs4", ("rw", "lookupcache=pos")))
     assert mount_of(str(tmp_path)).type and not remembers_absence(mount_of(str(tmp_path)))
     assert mount_of(str(tmp_path / "missing")) == Mount()
-
-
-def test_a_root_that_is_no_nfs_asks_nothing_again(tmp_path: Path) -> None:
-    mine, client = PosixRoot(tmp_path / "root"), Client(tmp_path / "root")
-    publish(mine, B, b"there")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(os, "open", client.open)
-        assert mine.stat(A) is None and mine.open(A) is None
-    assert not client.asked["GETATTR"]

@@ -222,7 +222,7 @@ def test_lists_show_only_what_the_caller_may_read(served: Secured, owner: Store)
     assert seen == {"writer": ({"acme"}, 1), "both": ({"acme", "globex"}, 2), "mover": (set(TENANTS), 3)}
 
 
-def test_stats_of_who_sees_one_tenant_say_nothing_of_others(served: Secured) -> None:
+def test_stats_show_nothing_of_other_tenants(served: Secured) -> None:
     with served.channel(served.authority.client("client")) as channel:
         stub = KVStoreStub(channel)
         mine = stub.Stats(pb.StatsRequest(), timeout=WAIT_S, metadata=bearer(served.issuer.token("writer")))

@@ -33,7 +33,7 @@ def token(identity: str, id: str = "1", now_s: float = NOW_S, key: bytes = KEY) 
         (Presented(), "unauthenticated", None),
     ],
 )
-def test_a_denial_names_who_was_claimed(
+def test_denial_names_the_claimed_identity(
     presented: Presented, outcome: str, identity: str | None, tmp_path: Path
 ) -> None:
     (tmp_path / "issuer.pub").write_bytes(PUBLIC)

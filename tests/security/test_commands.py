@@ -38,7 +38,7 @@ Run = Callable[..., Result]
         (("--listen", "127.0.0.1:0", "--audit-log", "/no/audit.log"), "cannot write the audit log"),
     ],
 )
-def test_a_worker_that_would_be_open_or_is_set_up_wrongly_does_not_start(
+def test_open_or_misconfigured_worker_does_not_start(
     run: Run, tmp_path: Path, arguments: tuple[str, ...], said: str
 ) -> None:
     result = run("worker", "--root", str(tmp_path), "--etcd", "127.0.0.1:1", *arguments)
@@ -48,7 +48,7 @@ def test_a_worker_that_would_be_open_or_is_set_up_wrongly_does_not_start(
         assert said in run("up", "--root", str(tmp_path), *arguments).stderr
 
 
-def test_a_token_is_not_sent_in_the_clear(tmp_path: Path) -> None:
+def test_token_is_not_sent_in_the_clear(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.touch(0o600)
     file.write_text("x.y.z")
@@ -82,7 +82,7 @@ def test_tokens_are_made_and_revoked_by_commands(run: Run, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_secured_host_from_the_commands_alone(run: Run, tmp_root: Path) -> None:
+def test_secured_host_from_the_commands_alone(run: Run, tmp_root: Path) -> None:
     """Two workers with memory, mutual TLS, tokens: clients are served, peers read each other, files are private."""
     folder = tmp_root / "secrets"
     authority = Authority(folder)

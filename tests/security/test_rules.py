@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 from kvstore.counts import WorkerCount
-from kvstore.errors import InvalidRequest, Overloaded, Unauthenticated
+from kvstore.errors import InvalidRequest, Overloaded, PermissionDenied, Unauthenticated
 from kvstore.keyset import ChunkKeys
 from kvstore.namespace import Namespace
 from kvstore.node.holds import Hold
 from kvstore.security import authentication
 from kvstore.security.access import EVERY, Identity, Meters, NotKnown, OverQuota, Presented, Quota, Reason, Role, Rules
 from kvstore.security.audit import AuditLog
-from kvstore.security.authentication import Authenticator, PublicKey, issue, new_key, verified
+from kvstore.security.authentication import SKEW_S, Authenticator, PublicKey, issue, new_key, verified
 from kvstore.security.guard import Guard
 from kvstore.security.tls import Watched, read_secret, read_trusted
 from kvstore.sources import SystemClock
@@ -50,12 +50,12 @@ WRONG = {
 
 
 @for_each("name", WRONG)
-def test_an_access_file_that_is_wrong_is_refused(name: str) -> None:
+def test_wrong_access_file_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest):
         Rules.parse(WRONG[name])
 
 
-def test_roles_include_those_before_and_star_is_every_tenant() -> None:
+def test_roles_include_those_before() -> None:
     identity = Identity("a", {"acme": Role.WRITE, EVERY: Role.READ})
     assert identity.may(Role.READ, "other") and not identity.may(Role.WRITE, "other")
     assert identity.may(Role.WRITE, "acme") and not identity.may(Role.ADMIN, "acme")
@@ -99,23 +99,46 @@ FORGED: dict[str, Callable[[], str]] = {
 
 
 @for_each("name", FORGED)
-def test_a_token_that_is_not_ours_is_not_valid(name: str) -> None:
+def test_forged_token_is_not_valid(name: str) -> None:
     with pytest.raises(NotKnown) as raised:
         verified(FORGED[name](), KEYS)
     assert raised.value.reason is Reason.TOKEN_INVALID
 
 
-def test_a_token_that_is_issued_next_year_does_not_count_until_then(tmp_path: Path) -> None:
+def test_token_counts_between_its_times_and_a_minute_around(tmp_path: Path) -> None:
     (tmp_path / "issuer.pub").write_bytes(PUBLIC)
     (tmp_path / "access.json").write_text('{"identities": {"a": {"*": "read"}}, "token_keys": ["issuer.pub"]}')
-    authenticator = Authenticator(tmp_path / "access.json")
-    assert authenticator.identify(Presented(token=issue(KEY, "a", "7", time.time(), 7 * 86_400.0))).name == "a"
-    with pytest.raises(NotKnown) as raised:
-        authenticator.identify(Presented(token=issue(KEY, "a", "7", time.time() + 365 * 86_400.0, 86_400.0)))
-    assert raised.value.reason is Reason.TOKEN_INVALID
+    now_s = issued_s = 1_700_000_000.0
+    authenticator = Authenticator(tmp_path / "access.json", now_s=lambda: now_s)
+    shown = Presented(token=issue(KEY, "a", "1", issued_s, 3600.0))
+    for after_s, reason in (
+        (-SKEW_S - 1, Reason.TOKEN_INVALID),
+        (-SKEW_S, None),
+        (3600.0 + SKEW_S - 1, None),
+        (3600.0 + SKEW_S, Reason.TOKEN_EXPIRED),  # also one that was verified before
+    ):
+        now_s = issued_s + after_s
+        try:
+            assert authenticator.identify(shown).name == "a" and reason is None
+        except NotKnown as refused:
+            assert refused.reason is reason
 
 
-def test_a_token_says_who_until_when_and_bound_to_what() -> None:
+def test_guard_denies_unknown_methods_and_lets_all_in_if_open(tmp_path: Path) -> None:
+    (tmp_path / "access.json").write_text('{"identities": {"cert:ops": {"*": "admin"}}}')
+    guard = Guard(lambda name: None, Authenticator(tmp_path / "access.json"))
+    guard.admit("Clear", Presented(names=("ops",))).allow("any tenant")
+    with pytest.raises(PermissionDenied):
+        guard.admit("Format", Presented(names=("ops",)))
+    counted: list[WorkerCount] = []
+    visit = Guard(counted.append).admit("Clear", Presented())
+    visit.allow("any tenant")
+    visit.allow_every()
+    visit.end("OK")
+    assert (visit.identity.name, counted) == ("anyone", [])
+
+
+def test_token_has_identity_end_and_binding() -> None:
     claims = verified(issue(KEY, "alice", "7", 1000.0, 60.0, bytes(range(32))), KEYS)
     assert (claims.identity, claims.id, claims.expires_s, claims.thumbprint) == ("alice", "7", 1060.0, bytes(range(32)))
     for identity, ttl_s in (("cert:a", 60.0), ("", 60.0), ("a", 8 * 86_400.0), ("a", 0.0)):
@@ -125,7 +148,7 @@ def test_a_token_says_who_until_when_and_bound_to_what() -> None:
 
 
 @for_each("mode, good", [(0o600, True), (0o400, True), (0o644, False), (0o660, False), (0o604, False)])
-def test_a_secret_that_others_can_read_is_refused(tmp_path: Path, mode: int, good: bool) -> None:
+def test_secret_that_others_can_read_is_refused(tmp_path: Path, mode: int, good: bool) -> None:
     path = tmp_path / "secret"
     path.write_text("very secret")
     path.chmod(mode)
@@ -138,7 +161,7 @@ def test_a_secret_that_others_can_read_is_refused(tmp_path: Path, mode: int, goo
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives files to others")
-def test_root_may_hand_a_secret_to_a_group_and_nobody_else_may_hand_us_any(tmp_path: Path) -> None:
+def test_only_root_may_share_a_secret_with_a_group(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_text("x")
     path.chmod(0o440)
@@ -150,7 +173,7 @@ def test_root_may_hand_a_secret_to_a_group_and_nobody_else_may_hand_us_any(tmp_p
             read(path, "key")
 
 
-def test_a_file_that_others_can_change_is_not_trusted(tmp_path: Path) -> None:
+def test_file_that_others_can_change_is_not_trusted(tmp_path: Path) -> None:
     path = tmp_path / "access.json"
     path.write_text("{}")
     path.chmod(0o644)
@@ -162,7 +185,7 @@ def test_a_file_that_others_can_change_is_not_trusted(tmp_path: Path) -> None:
         read_trusted(tmp_path, "access file")
 
 
-def test_a_change_is_seen_through_the_links_that_kubernetes_swaps(tmp_path: Path) -> None:
+def test_change_is_seen_through_kubernetes_links(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "key").write_text(name)
@@ -200,7 +223,7 @@ def test_requests_come_back_with_time() -> None:
     assert [quota_that_refuses(meters, quotas) for _ in range(2)] == [None, "requests"]
 
 
-def test_bytes_beyond_the_quota_are_a_debt_that_is_paid_first() -> None:
+def test_bytes_beyond_the_quota_are_a_debt() -> None:
     now = Time()
     meters, quotas = Meters(now), {EVERY: Quota(bytes_in_per_s=100, bytes_out_per_s=1000)}
     meter = meters.begin("t", quotas)
@@ -214,7 +237,7 @@ def test_bytes_beyond_the_quota_are_a_debt_that_is_paid_first() -> None:
     assert usage is not None and (usage.calls, usage.bytes_in, usage.calls_in_flight) == (2, 400, 2)
 
 
-def test_calls_at_once_are_bounded_also_when_the_quota_changes() -> None:
+def test_concurrent_calls_are_bounded() -> None:
     meters, quotas = Meters(Time()), {"t": Quota(calls_max=2)}
     first = meters.begin("t", quotas)
     meters.begin("t", quotas)
@@ -263,16 +286,7 @@ def test_one_tenant_leaves_half_of_the_holds_to_others() -> None:
     holds.add(hold(5, "acme"))
 
 
-def test_an_open_guard_lets_everybody_do_everything() -> None:
-    counted: list[WorkerCount] = []
-    visit = Guard(counted.append).admit("Clear", Presented())
-    visit.allow("any tenant")
-    visit.allow_every()
-    visit.end("OK")
-    assert (visit.identity.name, counted) == ("anyone", [])
-
-
-def test_the_audit_log_rotates_and_is_its_owners_alone(tmp_path: Path) -> None:
+def test_audit_log_rotates_and_is_private(tmp_path: Path) -> None:
     path = tmp_path / "audit.log"
     log = AuditLog(path, bytes_max=400, kept_max=2)
     log.open()
@@ -289,7 +303,7 @@ def test_the_audit_log_rotates_and_is_its_owners_alone(tmp_path: Path) -> None:
     assert len(older["text"]) == 512 and "nothing" not in older
 
 
-def test_an_audit_log_that_cannot_be_written_is_counted_and_holds_nobody_up(tmp_path: Path) -> None:
+def test_unwritable_audit_log_is_counted(tmp_path: Path) -> None:
     lost: list[int] = []
     log = AuditLog(tmp_path / "folder" / "audit.log", bytes_max=1)
     with pytest.raises(InvalidRequest, match="audit log"):

@@ -1,4 +1,4 @@
-"""The operations of ``interface.Meta`` on etcd: one request each, through ``Members.call``."""
+"""The operations of ``Meta`` on etcd: one request each, through ``Members.call``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -50,7 +49,7 @@ from kvstore.meta.store import (
     check_request,
     check_ttl,
 )
-from kvstore.security.tls import Watched, read_secret
+from kvstore.security.tls import ClientTls, client_certificate
 from kvstore.sources import Ids, RandomIds
 from kvstore.text import brief, kind_of
 
@@ -58,24 +57,10 @@ from kvstore.text import brief, kind_of
 
 
 ENDPOINTS_MAX = 64
-PEM_BYTES_MAX = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class EtcdTls:
-    """PEM files for TLS. Without ``ca_file`` the system's roots count; ``cert_file`` and ``key_file`` go together.
-
-    ``server_name`` is the name expected in the server's certificate if it differs from the endpoint's host.
-    """
-
-    ca_file: str | Path | None = None
-    cert_file: str | Path | None = None
-    key_file: str | Path | None = None
-    server_name: str | None = None
-
-    def __post_init__(self) -> None:
-        if (self.cert_file is None) != (self.key_file is None):
-            raise InvalidRequest("etcd TLS: a client certificate and its key go together: give both files or neither")
+class EtcdTls(ClientTls):
+    """PEM files for TLS to etcd, with the fields of ``ClientTls``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,30 +138,6 @@ def _target(part: str) -> str:
     return f"{host}:{int(port)}"
 
 
-def read_pem(what: str, path: str | Path | None) -> bytes | None:
-    """Returns the content of a PEM file. Raises InvalidRequest, naming file and reason, if it cannot be read."""
-    if path is None:
-        return None
-    try:
-        with open(path, "rb") as file:
-            content = file.read(PEM_BYTES_MAX)
-    except OSError as cause:
-        raise InvalidRequest(f"etcd TLS: cannot read the {what} {str(path)!r}: {cause.strerror}") from cause
-    if b"-----BEGIN" not in content:
-        raise InvalidRequest(f"etcd TLS: the {what} {str(path)!r} is not in PEM format")
-    return content
-
-
-def read_key(path: str | Path | None) -> bytes | None:
-    """Returns the content of a key's PEM file, which nobody else may read. Raises InvalidRequest."""
-    if path is None:
-        return None
-    content = read_secret(path, "etcd TLS client key", PEM_BYTES_MAX)
-    if b"-----BEGIN" not in content:
-        raise InvalidRequest(f"etcd TLS: the client key {str(path)!r} is not in PEM format")
-    return content
-
-
 # The members of an etcd cluster: failover, retries, deadlines and authentication.
 #
 # Every request goes through ``Members.call``, so that no operation can wait for ever.
@@ -245,12 +206,9 @@ class Members:
 
     def __init__(self, endpoints: Endpoints, tls: EtcdTls | None, user: EtcdUser | None) -> None:
         self.endpoints = endpoints
-        self._tls = tls
-        self._watched = Watched(
-            [file for file in (tls.ca_file, tls.cert_file, tls.key_file) if file is not None] if tls is not None else []
-        )
-        self._watched.changed()
-        self._members = self._connected()
+        self._server_name = tls.server_name if tls is not None else None
+        self._certificate = client_certificate(tls) if tls is not None else None
+        self._members, self._version = self._connected()
         self._retired: tuple[Member, ...] = ()
         """The members with the certificate before this one: calls and watches may still be under way there."""
         self._user = user
@@ -262,7 +220,7 @@ class Members:
 
     def current(self) -> Member:
         """Returns the member to ask next. If TLS files have changed, it has a new connection."""
-        if self._watched.changed():
+        if self._certificate is not None and self._certificate.version != self._version:
             self._renew()
         with self._lock:
             return self._members[self._index]
@@ -335,29 +293,23 @@ class Members:
         for member in (*self._members, *self._retired):
             within(CLOSE_S, member.channel.close)
 
-    def _connected(self) -> tuple[Member, ...]:
-        """Returns all members, with the TLS files as they are now. Raises InvalidRequest."""
-        tls, credentials = self._tls, None
-        if tls is not None:
-            credentials = grpc.ssl_channel_credentials(
-                read_pem("CA file", tls.ca_file),
-                read_key(tls.key_file),
-                read_pem("client certificate", tls.cert_file),
-            )
-        server_name = tls.server_name if tls is not None else None
-        return tuple(Member(target, credentials, server_name) for target in self.endpoints.targets)
+    def _connected(self) -> tuple[tuple[Member, ...], int]:
+        """Returns all members, with the TLS files as they are now, and their version. Raises InvalidRequest."""
+        version, credentials = 0, None
+        if self._certificate is not None:
+            version, pems = self._certificate.version, self._certificate.pems
+            credentials = grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
+        return tuple(Member(target, credentials, self._server_name) for target in self.endpoints.targets), version
 
     def _renew(self) -> None:
-        try:
-            members = self._connected()
-        except InvalidRequest as error:
-            log.error("etcd.certificate_not_reloaded the previous one stays in use: %s", error)
-            return
+        members, version = self._connected()
         with self._lock:
-            over, self._retired, self._members = self._retired, self._members, members
+            over = members  # another thread was faster
+            if version != self._version:
+                over, self._retired = self._retired, self._members
+                self._members, self._version = members, version
         for member in over:
             within(CLOSE_S, member.channel.close)
-        log.warning("etcd.certificate_reloaded")
 
     def _token_from(self, member: Member, timeout_s: float) -> str | None:
         """Returns the token, from ``member`` if there is none yet; "" if etcd has authentication switched off."""
@@ -427,7 +379,7 @@ AUTHENTICATE_S = 5.0
 
 
 class EtcdWatch:
-    """See ``interface.Watch``. Gives up, with WatchLost, when no stream could be opened for ``reconnect_s``."""
+    """A ``Watch``. Gives up, with WatchLost, when no stream could be opened for ``reconnect_s``."""
 
     def __init__(self, members: Members, prefix: str, from_revision: int, reconnect_s: float) -> None:
         self._members = members
@@ -443,7 +395,6 @@ class EtcdWatch:
         self._thread.start()
 
     def next(self, timeout_s: float) -> tuple[Event, ...] | None:
-        """See ``interface.Watch``."""
         with self._changed:
             self._changed.wait_for(lambda: self._batches or self._end or self._closed, timeout=max(0.0, timeout_s))
             if self._closed:
@@ -457,7 +408,7 @@ class EtcdWatch:
             return None
 
     def close(self) -> None:
-        """See ``interface.Watch``. Waits for the thread to end, which it does at once."""
+        """Waits for the thread to end, which it does at once."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -593,11 +544,9 @@ class EtcdMeta:
 
     @property
     def operations_count(self) -> int:
-        """See ``interface.Meta``."""
         return self._operations_count
 
     def get(self, key: str, timeout_s: float | None = None) -> KeyValue | None:
-        """See ``interface.Meta``."""
         check_key(key)
         deadline = self._begin(timeout_s)
         request = rpc().RangeRequest(key=key.encode())
@@ -605,7 +554,6 @@ class EtcdMeta:
         return key_value(reply.kvs[0]) if reply.kvs else None
 
     def list(self, prefix: str, timeout_s: float | None = None) -> Snapshot:
-        """See ``interface.Meta``."""
         deadline = self._begin(timeout_s)
         while True:
             try:
@@ -617,7 +565,6 @@ class EtcdMeta:
                 # there is time.
 
     def count(self, prefix: str, timeout_s: float | None = None) -> int:
-        """See ``interface.Meta``."""
         deadline = self._begin(timeout_s)
         key, range_end = prefix_range(prefix)
         request = rpc().RangeRequest(key=key, range_end=range_end, count_only=True)
@@ -626,11 +573,9 @@ class EtcdMeta:
     def txn(
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete], timeout_s: float | None = None
     ) -> TxnResult:
-        """See ``interface.Meta``."""
         check_request(compares, operations)
         deadline = self._begin(timeout_s)
         request = txn_request(compares, operations)
-
         try:
             reply = self._members.call("transaction", lambda member: member.kv.Txn, request, deadline, resend=False)
         except Refused as refused:
@@ -638,12 +583,10 @@ class EtcdMeta:
         return TxnResult(reply.succeeded, reply.header.revision)
 
     def put(self, key: str, value: bytes, lease: LeaseId = NO_LEASE, timeout_s: float | None = None) -> int:
-        """See ``interface.Meta``."""
         put = Put(key, value, lease)
         check_request((), (put,))
         deadline = self._begin(timeout_s)
         request = put_request(put)
-
         try:
             reply = self._members.call(f"put {key}", lambda member: member.kv.Put, request, deadline, resend=True)
         except Refused as refused:
@@ -651,11 +594,9 @@ class EtcdMeta:
         return int(reply.header.revision)
 
     def delete(self, key: str, timeout_s: float | None = None) -> bool:
-        """See ``interface.Meta``."""
         check_key(key)
         deadline = self._begin(timeout_s)
         request = rpc().DeleteRangeRequest(key=key.encode())
-
         return bool(
             self._members.call(
                 f"delete {key}", lambda member: member.kv.DeleteRange, request, deadline, resend=True
@@ -663,13 +604,11 @@ class EtcdMeta:
         )
 
     def grant(self, ttl_s: int, timeout_s: float | None = None) -> LeaseId:
-        """See ``interface.Meta``."""
         check_ttl(ttl_s)
         deadline = self._begin(timeout_s)
         # Choose the id here: asking again after a lost reply then finds the same lease instead of leaking one.
         lease = LeaseId((int.from_bytes(self._ids.fresh()[:8], "big") >> 1) or 1)
         request = rpc().LeaseGrantRequest(ID=lease, TTL=ttl_s)
-
         try:
             reply = self._members.call(
                 "grant a lease", lambda member: member.lease.LeaseGrant, request, deadline, resend=True
@@ -685,7 +624,6 @@ class EtcdMeta:
         return lease
 
     def keep_alive(self, lease: LeaseId, timeout_s: float | None = None) -> bool:
-        """See ``interface.Meta``."""
         deadline = self._begin(timeout_s)
 
         request = rpc().LeaseKeepAliveRequest(ID=lease)
@@ -695,10 +633,8 @@ class EtcdMeta:
         return bool(reply.TTL > 0)
 
     def revoke(self, lease: LeaseId, timeout_s: float | None = None) -> None:
-        """See ``interface.Meta``."""
         deadline = self._begin(timeout_s)
         request = rpc().LeaseRevokeRequest(ID=lease)
-
         try:
             self._members.call(
                 "revoke a lease", lambda member: member.lease.LeaseRevoke, request, deadline, resend=True
@@ -708,7 +644,6 @@ class EtcdMeta:
                 raise
 
     def watch(self, prefix: str, from_revision: int) -> EtcdWatch:
-        """See ``interface.Meta``."""
         check_from_revision(from_revision)
         self._begin(None)
         watch = EtcdWatch(self._members, prefix, from_revision, self._watch_reconnect_s)
@@ -716,7 +651,7 @@ class EtcdMeta:
         return watch
 
     def close(self) -> None:
-        """See ``interface.Meta``. Calls under way in other threads end with Unavailable, watches with WatchLost."""
+        """Calls under way in other threads end with Unavailable, watches with WatchLost."""
         with self._lock:
             self._closed = True
         for watch in list(self._watches):

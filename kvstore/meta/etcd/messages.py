@@ -45,7 +45,6 @@ class Fault:
     advice: str
 
     def error(self, what: str) -> KVStoreError:
-        """Converts it to one of our errors, for a call that ends here."""
         message = f"etcd: {what}: {self.text}: {self.advice}"
         if self.effect in (Effect.DENIED, Effect.TOKEN):
             return PermissionDenied(message)
@@ -135,7 +134,8 @@ def _plain(code: grpc.StatusCode, details: str) -> str:
 # Only its messages and stubs are used. Its client (0.0.7) has one timeout for all calls instead of a deadline for
 # each. It drops the text of an error, so that a lost lease looks like any other refusal, and the revision of a
 # transaction. It never renews a token, marks a lone endpoint as failed for 300 s after one failure, and may wait for
-# ever in a watch. The package is imported on first use, so that a store without etcd does not need it.
+# ever in a watch. The package is imported on first use: it takes a while, and a store without etcd
+# does not need it.
 
 
 Message = Any
@@ -144,13 +144,9 @@ Message = Any
 
 @functools.cache
 def rpc() -> ModuleType:
-    """The generated module: messages and stubs. Raises InvalidRequest if the package is not installed."""
-    try:
-        from pyetcd import etcdrpc
-    except ImportError as cause:
-        raise InvalidRequest(
-            f"etcd endpoints were given but its client cannot be imported ({cause}): pip install etcd-sdk-python"
-        ) from cause
+    """Returns the generated module: messages and stubs."""
+    from pyetcd import etcdrpc
+
     return cast(ModuleType, etcdrpc)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.root.namespaces import read_namespaces
+from kvstore.root.identity import read_namespaces
 from kvstore.root.posix import PosixRoot
 from tests.cli.conftest import serving
 from tests.engines.events.indexer import BLOCK_TOKENS, Indexer, until

@@ -14,10 +14,8 @@ IDENTITY = "kvstore.security.access:Identity"
 BEARER = "kvstore.security.authentication"
 QUOTAS = "kvstore.security.access"
 SECRETS = "kvstore.security.tls"
-PERMISSIONS = "security/test_permissions.py"
 MATRIX = "security/test_access_matrix.py"
 RULES = "security/test_rules.py"
-TOKENS = "security/test_tokens.py"
 
 
 def _admit_all(real: Any, self: Any, method: str, presented: Any, *rest: Any, **how: Any) -> Any:
@@ -68,27 +66,24 @@ def _read_anyway(real: Any, path: Any, what: str, bytes_max: int = 1 << 20) -> A
 
 
 MUTANTS: list[Mutant] = [
-    mutant(
-        "access-admits-all", "access X4: a denied call changes nothing", at(GUARD, "admit", _admit_all), PERMISSIONS
-    ),
+    mutant("access-admits-all", "access X4: a denied call changes nothing", at(GUARD, "admit", _admit_all), MATRIX),
     mutant(
         "access-anyone",
         "access X3: an unauthenticated caller is refused",
         at("kvstore.security.authentication:Authenticator", "identify", _anyone),
-        TOKENS,
+        MATRIX,
     ),
     mutant(
         "access-any-tenant",
         "access X5: the role in the tenant",
         at(VISIT, "allow", lambda real, self, tenant, *rest, **how: None),
-        PERMISSIONS,
         MATRIX,
     ),
     mutant(
         "access-any-worker-call",
         "access X5: calls about the worker need every tenant",
         at(VISIT, "allow_every", giving(None)),
-        PERMISSIONS,
+        MATRIX,
     ),
     mutant(
         "access-any-role",
@@ -114,26 +109,24 @@ MUTANTS: list[Mutant] = [
         at(VISIT, "may_see", giving(True)),
         MATRIX,
     ),
-    mutant(
-        "access-token-unsigned", "access X3: signature of a token", at(BEARER, "verified", _unsigned), RULES, TOKENS
-    ),
+    mutant("access-token-unsigned", "access X3: signature of a token", at(BEARER, "verified", _unsigned), RULES),
     mutant(
         "access-token-never-expires",
         "access X3: an expired token is refused",
         at(BEARER, "verified", _claims(expires_s=1e12)),
-        TOKENS,
+        RULES,
     ),
     mutant(
         "access-token-unbound",
         "access X3: a bound token needs its certificate",
         at(BEARER, "verified", _claims(thumbprint=b"")),
-        TOKENS,
+        MATRIX,
     ),
     mutant(
         "access-token-not-revoked",
         "access X3: a revoked token is refused",
         at("kvstore.security.authentication", "read_revoked", giving({})),
-        TOKENS,
+        MATRIX,
     ),
     mutant(
         "access-secret-readable",

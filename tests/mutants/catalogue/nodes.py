@@ -275,10 +275,9 @@ PINNING = [
         "pin-of-a-dead-session",
         comparing_less(lambda one, operations: "/sessions/" in one.key and puts(operations, "/refs/")),
         PIN_TESTS,
-        "meta/test_meta_nouns.py",
     ),
     rule("P2", "pin-drops-the-names", at(META, "txn", _txn_without_names), CONTRACT),
-    rule("P3", "lost-pin-keeps-its-lease", at(META, "revoke", giving(None)), "meta/test_meta_nouns.py", "-k", "p3"),
+    rule("P3", "lost-pin-keeps-its-lease", at(META, "revoke", giving(None)), PIN_TESTS, "-k", "p3"),
     rule(
         "P3",
         "unpins-blindly",
@@ -296,13 +295,13 @@ PINNING = [
     rule(
         "P5",
         "pin-ignores-a-clear",
-        at("kvstore.meta.barriers:Barriers", "orders", giving(())),
+        at("kvstore.meta.clears:Barriers", "orders", giving(())),
         "node/test_pin_and_clear.py",
     ),
     rule(
         "P5",
         "clear-outlives-its-barrier",
-        at("kvstore.meta.barriers:Barrier", "check", giving(None)),
+        at("kvstore.meta.clears:Barrier", "check", giving(None)),
         "node/test_pin_and_clear.py",
     ),
 ]
