@@ -1,8 +1,6 @@
-"""LMCache's server mode: the store as its L2, by its ``plugin`` adapter.
+"""Locks that LMCache took by a look-up and has not yet released: holds of the store, by LMCache's keys.
 
-LMCache calls from its controller threads and waits for event descriptors; our own threads do the work. Every failure is
-a miss or a failed store, and every task ends: each step by its timeout (the first of a model by ``store_timeout_s``). A
-task that waited longer than that for a thread is not started.
+A lock ends when its last key is unlocked, or after a time, because the process that should unlock may have died.
 """
 
 from __future__ import annotations
@@ -11,7 +9,9 @@ import itertools
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
@@ -23,6 +23,7 @@ from lmcache.v1.platform import create_event_notifier
 
 from kvstore.background import Tasks
 from kvstore.client import Cache
+from kvstore.client.cache import BlockHold
 from kvstore.connectors.common import LateStore, Trouble
 from kvstore.connectors.lmcache_keys import (
     OPAQUE,
@@ -34,9 +35,107 @@ from kvstore.connectors.lmcache_keys import (
     tensors,
     tensors_of,
 )
-from kvstore.connectors.lmcache_locks import Locks
 from kvstore.errors import HoldBroken, KVStoreError
-from kvstore.sources import SystemClock
+from kvstore.sources import Clock, SystemClock
+
+
+@dataclass(slots=True, eq=False)
+class Lock:
+    """One hold, and the number of its keys that are still locked."""
+
+    hold: BlockHold
+    keys: Sequence[Hashable]
+    left: int
+    ends_s: float
+
+
+class Locks:
+    """All locks of one adapter. Thread-safe."""
+
+    def __init__(self, lock_s: float, clock: Clock) -> None:
+        self._lock_s = lock_s
+        self._clock = clock
+        self._mutex = threading.Lock()
+        self._by_key: dict[Hashable, deque[Lock]] = {}
+        self._by_age: deque[Lock] = deque()
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def add(self, hold: BlockHold, keys: Sequence[Hashable]) -> None:
+        """Locks ``keys``, which ``hold`` covers; releases the hold if there are none."""
+        ended = self._expired()
+        if keys:
+            lock = Lock(hold, keys, len(keys), self._clock.monotonic_s() + self._lock_s)
+            with self._mutex:
+                self._by_age.append(lock)
+                for key in keys:
+                    self._by_key.setdefault(key, deque()).append(lock)
+        else:
+            ended.append(hold)
+        for each in ended:
+            each.release()
+
+    def remove(self, keys: Sequence[Hashable]) -> None:
+        """Unlocks each key once; skips those that are not locked. Never raises."""
+        ended: list[BlockHold] = []
+        with self._mutex:
+            for key in keys:
+                locks = self._by_key.get(key)
+                if not locks:
+                    continue
+                lock = locks.popleft()
+                if not locks:
+                    del self._by_key[key]
+                lock.left -= 1
+                if not lock.left:
+                    ended.append(lock.hold)
+            while self._by_age and not self._by_age[0].left:
+                self._by_age.popleft()
+        for each in ended:
+            each.release()
+
+    def of(self, key: Hashable) -> BlockHold | None:
+        """Returns the oldest hold on a key, or None."""
+        with self._mutex:
+            locks = self._by_key.get(key)
+            return locks[0].hold if locks else None
+
+    def clear(self) -> None:
+        """Unlocks everything."""
+        with self._mutex:
+            holds = [lock.hold for lock in self._by_age if lock.left]
+            self._by_age.clear()
+            self._by_key.clear()
+        for hold in holds:
+            hold.release()
+
+    def _expired(self) -> list[BlockHold]:
+        """Removes and returns the holds of expired and ended locks."""
+        now_s = self._clock.monotonic_s()
+        ended: list[BlockHold] = []
+        with self._mutex:
+            while self._by_age and (not self._by_age[0].left or self._by_age[0].ends_s <= now_s):
+                lock = self._by_age.popleft()
+                if not lock.left:
+                    continue
+                for key in lock.keys:
+                    locks = self._by_key.get(key)
+                    if locks and lock in locks:
+                        locks.remove(lock)
+                        if not locks:
+                            del self._by_key[key]
+                lock.left = 0
+                ended.append(lock.hold)
+        return ended
+
+
+# LMCache's server mode: the store as its L2, by its ``plugin`` adapter.
+#
+# LMCache calls from its controller threads and waits for event descriptors; our own threads do the work. Every
+# failure is a miss or a failed store, and every task ends: each step by its timeout (the first of a model by
+# ``store_timeout_s``). A task that waited longer than that for a thread is not started.
+
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvstore.background import Tasks
 from kvstore.connectors.vllm.link import Link
-from kvstore.connectors.vllm.naming import Shape, check_hashes, model_fingerprint, namespaces
+from kvstore.connectors.vllm.namespaces import Shape, check_hashes, model_fingerprint, namespaces
 from kvstore.connectors.vllm.settings import TierSettings
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.namespace import Namespace

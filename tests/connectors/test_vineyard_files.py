@@ -81,8 +81,8 @@ def test_memory_is_given_where_empty_tensors_are_passed(cache: KVCache) -> None:
 
 
 def test_an_update_larger_than_one_part_is_stored_part_by_part(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.connectors.vineyard.cache.GATHER_BYTES", 1)
-    monkeypatch.setattr("kvstore.connectors.vineyard.cache.GATHER_PARTS_MAX", 1 << 40)
+    monkeypatch.setattr("kvstore.connectors.vineyard.GATHER_BYTES", 1)
+    monkeypatch.setattr("kvstore.connectors.vineyard.GATHER_PARTS_MAX", 1 << 40)
     tokens = list(range(64))
     kv = kv_of(tokens, LAYERS, SIZE)
     with cache_at(tmp_root) as cache:

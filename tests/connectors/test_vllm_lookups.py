@@ -12,9 +12,9 @@ import pytest
 
 from kvstore import Layout
 from kvstore.client.cache import BlockCache
-from kvstore.connectors.vllm.counts import EngineCounts
 from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.lookups import UNKNOWN, Found, Lookup, Lookups
+from kvstore.connectors.vllm.metrics import EngineCounts
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.namespace import Namespace
 from tests.kit.patience import PATIENCE_S

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.connectors.vllm.groups import Cluster, Kind
+from kvstore.connectors.vllm.blocks import Cluster, Kind
 from kvstore.errors import Overloaded
 from kvstore.results import PinRecord
 from tests.kit.vllm_connector import Request, cache, halves, store
@@ -125,9 +125,9 @@ def test_a_store_that_refuses_pins_fails_no_request(
 def test_names_are_forgotten_beyond_a_bound_and_their_pins_stay(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvstore.connectors.vllm import pinning
+    from kvstore.connectors.vllm import hints
 
-    monkeypatch.setattr(pinning, "NAMES_MAX", 2)
+    monkeypatch.setattr(hints, "NAMES_MAX", 2)
     half = make()
     store(half, Request("stored", 12), 3)
     for number, name in enumerate("abc"):

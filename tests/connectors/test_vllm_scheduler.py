@@ -69,7 +69,7 @@ def test_a_look_up_that_waits_longer_than_an_answer_is_good_for_still_ends(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half, request = make(wait_s=0.5), Request("a", 22)
-    monkeypatch.setattr(sys.modules["kvstore.connectors.vllm.tracked"], "STALE_S", 0.05)
+    monkeypatch.setattr(sys.modules["kvstore.connectors.vllm.hints"], "STALE_S", 0.05)
     half.arrived(request)
     began_s = time.monotonic()
     assert matched(half, request) == (0, False)
@@ -81,7 +81,7 @@ def test_an_answer_that_was_not_used_in_time_is_looked_for_anew(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half, request = make(), Request("a", 22)
-    monkeypatch.setattr(sys.modules["kvstore.connectors.vllm.tracked"], "STALE_S", 0.05)
+    monkeypatch.setattr(sys.modules["kvstore.connectors.vllm.hints"], "STALE_S", 0.05)
     half.arrived(request)
     assert matched(half, request) == (0, False)
     store(half, request, 3)

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvstore import Layout
 from kvstore.client.cache import BlockCache
-from kvstore.connectors.vllm.groups import Cluster
+from kvstore.connectors.vllm.blocks import Cluster
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.namespace import Namespace
 from tests.kit.patience import PATIENCE_S
@@ -78,8 +78,7 @@ def halves() -> Iterator[Callable[..., Any]]:
 
 
 def _halves() -> Iterator[Callable[..., Any]]:
-    from kvstore.connectors.vllm.descents import Descents
-    from kvstore.connectors.vllm.described import Describer
+    from kvstore.connectors.vllm.events import Descents, Describer
     from kvstore.connectors.vllm.scheduler import SchedulerHalf
 
     made: list[Any] = []
@@ -119,8 +118,7 @@ def events_of(*, parts: int = 1, medium: str = "STORAGE", **more: Any) -> Callab
     """What makes events, for ``halves``."""
 
     def made(clusters: Sequence[Cluster]) -> Any:
-        from kvstore.connectors.vllm.described import Describer
-        from kvstore.connectors.vllm.events import Events
+        from kvstore.connectors.vllm.events import Describer, Events
 
         return Events([None] * 8, Describer(clusters, BLOCK_TOKENS), parts=parts, medium=medium, **more)
 

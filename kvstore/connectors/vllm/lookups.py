@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvstore.background import Decision, Loop
-from kvstore.connectors.vllm.counts import EngineCount, EngineCounts
-from kvstore.connectors.vllm.groups import Tail, last_boundary
+from kvstore.connectors.vllm.blocks import Tail, last_boundary
 from kvstore.connectors.vllm.link import Link
+from kvstore.connectors.vllm.metrics import EngineCount, EngineCounts
 from kvstore.errors import KVStoreError
 
 POLL_S = 0.02

@@ -2,46 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvstore.connectors.vllm.adapters import Seal
-from kvstore.hints import DEFAULT, Hints
+from kvstore.connectors.vllm.blocks import Run
 
 IDLE_S = 0.005
 """The longest wait in a step that computes nothing: without one, vLLM runs hundreds of such steps while KV is loaded.
 A request that comes meanwhile waits no longer than this."""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Blocks of one cluster: the keys they are stored under, and the engine's numbers for them, one per group."""
-
-    cluster: int
-    """The index in ``Shape.clusters``."""
-    keys: list[bytes]
-    blocks: list[tuple[int, ...]]
-    first: int = 0
-    """The index of the first among the cluster's blocks of its prompt; the others follow it."""
-    seal: Seal | None = None
-    """The adapter that computed them: they are stored only if its files are still the same."""
-    hints: Hints = DEFAULT
-    """How long they are worth keeping."""
-    descents: list[bytes] = field(default_factory=list)
-    """A packed descent for each block, b"" for none; empty if no block has one, or to load."""
-
-    def picked(self, offsets: Sequence[int]) -> Run:
-        """Returns some of these blocks; ``first`` becomes that of a part without gaps."""
-        return replace(
-            self,
-            keys=[self.keys[at] for at in offsets],
-            blocks=[self.blocks[at] for at in offsets],
-            first=self.first + (offsets[0] if offsets else 0),
-            descents=[self.descents[at] for at in offsets] if self.descents else [],
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +64,3 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
     def is_empty(self) -> bool:
         """True if there is nothing to report."""
         return not (self.ended or self.digests or self.stored or self.unstored)
-
-
-def block_key(hashed: Any, group: int, ending: bytes) -> bytes:
-    """Returns the key of a block: vLLM's chained hash, and a cluster's first group, since groups have other layers.
-
-    ``ending`` has what vLLM's hash lacks: 16 bytes if weights were replaced in memory, or for an adapter.
-    """
-    return bytes(hashed) + bytes([group]) + ending

@@ -15,24 +15,19 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from kvstore.connectors.vllm.adapters import Adapters, Check
-from kvstore.connectors.vllm.branches import Branches
-from kvstore.connectors.vllm.counts import EngineCount, EngineCounts
-from kvstore.connectors.vllm.groups import Kind, Tail
-from kvstore.connectors.vllm.hinting import said_of
+from kvstore.connectors.vllm.blocks import Ends, Kind, Named, Run, Runs, State, Tail
+from kvstore.connectors.vllm.hints import Branches, Pinning, Tracked, said_of
 from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.lookups import Found, Lookup, Lookups
-from kvstore.connectors.vllm.messages import IDLE_S, Load, Orders, Report, Run
-from kvstore.connectors.vllm.naming import Shape
-from kvstore.connectors.vllm.pinning import Pinning
+from kvstore.connectors.vllm.messages import IDLE_S, Load, Orders, Report
+from kvstore.connectors.vllm.metrics import EngineCount, EngineCounts
+from kvstore.connectors.vllm.namespaces import Shape
 from kvstore.connectors.vllm.recent import Recent
-from kvstore.connectors.vllm.runs import Ends, Named, Runs, State
 from kvstore.connectors.vllm.settings import Settings
-from kvstore.connectors.vllm.tracked import Tracked
 from kvstore.namespace import Namespace
 
 if TYPE_CHECKING:
-    from kvstore.connectors.vllm.descents import Descents
-    from kvstore.connectors.vllm.events import Events
+    from kvstore.connectors.vllm.events import Descents, Events
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import vllm
 from packaging.version import Version
 
 from kvstore.connectors.common import weights_fingerprint
-from kvstore.connectors.vllm.groups import Cluster, Kind
+from kvstore.connectors.vllm.blocks import Cluster, Kind
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.errors import InvalidRequest
 from kvstore.layout import DTYPES, DType, Layout, checked_dtype
