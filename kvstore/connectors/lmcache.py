@@ -24,11 +24,11 @@ from lmcache.v1.platform import create_event_notifier
 from kvstore.background import Tasks
 from kvstore.client import Cache
 from kvstore.client.cache import BlockHold
-from kvstore.connectors.common import LateStore, Trouble
+from kvstore.connectors.common import LazyStore, Trouble
 from kvstore.connectors.lmcache_keys import (
     OPAQUE,
-    ModelCaches,
     Settings,
+    bytes_of,
     name_of,
     places_by_name,
     read_blocks,
@@ -191,8 +191,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def __init__(self, config: dict[str, Any], **_: Any) -> None:
         super().__init__(max_capacity_bytes=0)
         self._settings = settings = Settings.of(config, "adapter_params")
-        self._store = LateStore(settings)
-        self._caches = ModelCaches(self._store, "l2")
+        self._store = LazyStore(settings)
         self._clock = SystemClock()
         self._locks = Locks(settings.lock_s, self._clock)
         self._ids = itertools.count()
@@ -236,7 +235,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         for cache, places in self._in_time(self._by_model(keys), self._settings.store_timeout_s):
             left -= len(places)
             names = [self._key_of(keys[place], objects[place]) for place in places]
-            buffers = [_bytes_of(objects[place]) for place in places]
+            buffers = [bytes_of(objects[place]) for place in places]
             stored = cache.blocks.put_new(names, buffers)
             sizes = {
                 place: len(buffer) for place, buffer, new in zip(places, buffers, stored.fresh, strict=True) if new
@@ -302,7 +301,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         ends_s = self._clock.monotonic_s() + self._settings.load_timeout_s
         for cache, places in self._by_model(keys):
             names = [self._key_of(keys[place], objects[place]) for place in places]
-            buffers = [_bytes_of(objects[place]) for place in places]
+            buffers = [bytes_of(objects[place]) for place in places]
             by_hold = self._by_hold([keys[place] for place in places])
             for hold, at in self._in_time(by_hold, ends_s - self._clock.monotonic_s()):
                 part = [names[each] for each in at], [buffers[each] for each in at]
@@ -323,7 +322,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         groups: dict[int, tuple[Callable[..., list[bool]], list[int]]] = {}
         for at, key in enumerate(keys):
             hold = self._locks.of(key)
-            read = hold.get if hold is not None else self._caches.of(key.model_name).blocks.get
+            read = hold.get if hold is not None else self._cache(key.model_name).blocks.get
             groups.setdefault(id(hold), (read, []))[1].append(at)
         return list(groups.values())
 
@@ -403,10 +402,8 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         """Returns the block's key: LMCache's key, and the object that is stored or loaded."""
         return self._name_of(key, tensors_of(made.meta))
 
+    def _cache(self, model: str) -> Cache:
+        return self._store.model("lmcache", model, {"engine": "lmcache", "interface": "l2"})
+
     def _by_model(self, keys: Sequence[Any]) -> list[tuple[Cache, list[int]]]:
-        return [(self._caches.of(model), at) for model, at in places_by_name([key.model_name for key in keys]).items()]
-
-
-def _bytes_of(made: Any) -> memoryview:
-    """Returns the object's own memory."""
-    return memoryview(made.byte_array).cast("B")
+        return [(self._cache(model), at) for model, at in places_by_name([key.model_name for key in keys]).items()]

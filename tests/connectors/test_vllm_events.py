@@ -165,10 +165,10 @@ def test_an_idle_engine_goes_on_for_a_moment_to_tell_and_no_longer(make: Callabl
 
 
 def test_what_waits_to_be_told_is_bounded(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    half = make(events=events_of())
     from kvstore.connectors.vllm import events
 
     monkeypatch.setattr(events, "PENDING_MAX", 3)
+    half = make(events=events_of())
     request = Request("a", 22)
     half.arrived(request)
     matched(half, request)

@@ -126,7 +126,7 @@ def events_of(*, parts: int = 1, medium: str = "STORAGE", **more: Any) -> Callab
 
 
 def cache(half: Any) -> BlockCache:
-    found: list[BlockCache] = half._link.caches()
+    found: list[BlockCache] = half._store.caches()
     return found[0]
 
 

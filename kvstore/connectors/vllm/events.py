@@ -17,6 +17,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash, to_event_extra_keys
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
+from kvstore.connectors.common import Recent
 from kvstore.connectors.vllm.blocks import Cluster, Kind, Run
 from kvstore.connectors.vllm.messages import Report
 from kvstore.errors import InvalidRequest
@@ -113,7 +114,7 @@ def _extra(block: Described, lora_name: str | None) -> bytes:
 PENDING_MAX = 65_536
 """Blocks that are being stored and will be told; those over it, the oldest, are not."""
 TOLD_MAX = 262_144
-"""Blocks that were told and are remembered, for look-ups that miss them: about 40 MiB."""
+"""Blocks that were told and are remembered, for look-ups that miss them: about 60 MiB."""
 TELL_S = 2.0
 """The longest time that an engine without requests goes on stepping, to tell what it has just stored."""
 
@@ -177,22 +178,19 @@ class Events:
         self._all_parts = (1 << parts) - 1
         self._medium = medium
         self._clock = clock
-        self._pending: dict[bytes, Block] = {}
+        self._pending: Recent[bytes, Block] = Recent(PENDING_MAX)
         self._pending_until_s = 0.0
         self._news: list[Block | tuple[int, bytes]] = []
         """Events to tell next: stored blocks, and group and hash of lost ones."""
-        self._told: dict[bytes, None] = {}
+        self._told: Recent[bytes, None] = Recent(TOLD_MAX)
         self._hash_bytes = 0
         """Bytes of a block hash, with which a key begins (``block_key``); known with the first block."""
 
     def ordered(self, request: Any, runs: Iterable[Run]) -> None:
         """Remembers blocks that the workers now store."""
         for key, block in self._blocks(request, runs):
-            self._pending.pop(key, None)  # one that is ordered again goes to the end
             self._pending[key] = block
         self._pending_until_s = self._clock() + TELL_S
-        while len(self._pending) > PENDING_MAX:
-            del self._pending[next(iter(self._pending))]
 
     def found(self, request: Any, runs: Iterable[Run]) -> None:
         """Tells blocks if a look-up found all their parts."""
@@ -239,10 +237,7 @@ class Events:
 
     def _tell(self, key: bytes, block: Block) -> None:
         self._news.append(block)
-        self._told.pop(key, None)  # one that is told again goes to the end
         self._told[key] = None
-        while len(self._told) > TOLD_MAX:
-            del self._told[next(iter(self._told))]
 
     def _blocks(self, request: Any, runs: Iterable[Run]) -> Iterator[tuple[bytes, Block]]:
         """Yields key and name of each block that is told."""

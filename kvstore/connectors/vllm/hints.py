@@ -6,7 +6,6 @@ import logging
 import re
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,10 +14,9 @@ from zlib import crc32
 
 from kvstore.background import Tasks
 from kvstore.client.cache import BlockCache, Pin, check_pin
-from kvstore.connectors.common import Abandoned, Branch, Sessions
+from kvstore.connectors.common import Abandoned, Branch, LazyStore, Recent, Sessions
 from kvstore.connectors.vllm.adapters import Check
 from kvstore.connectors.vllm.blocks import Kind, Named, Runs
-from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.lookups import Lookup
 from kvstore.connectors.vllm.metrics import EngineCount, EngineCounts
 from kvstore.errors import InvalidRequest, KVStoreError
@@ -193,8 +191,8 @@ class _Chain:
 class Branches:
     """Superseding for one engine. Called by the scheduler's thread alone."""
 
-    def __init__(self, link: Link, runs: Runs, counts: EngineCounts) -> None:
-        self._link = link
+    def __init__(self, store: LazyStore, runs: Runs, counts: EngineCounts) -> None:
+        self._store = store
         self._runs = runs
         self._counts = counts
         self._sessions = Sessions()
@@ -215,7 +213,7 @@ class Branches:
         self._thread.close(0.0)
 
     def _supersede(self, branch: Abandoned) -> None:
-        caches = self._link.caches()
+        caches = self._store.caches()
         if caches is None:
             return
         assert isinstance(branch.names, _Chain)
@@ -262,14 +260,14 @@ class _Wish:
 class Pinning:
     """The pins of one engine. ``ended`` is called by the scheduler's thread alone."""
 
-    def __init__(self, link: Link, runs: Runs, wait_s: float) -> None:
+    def __init__(self, store: LazyStore, runs: Runs, wait_s: float) -> None:
         """``wait_s``: how long after a request's end its blocks may come into the store."""
-        self._link = link
+        self._store = store
         self._runs = runs
         self._wait_s = wait_s
         self._closing = threading.Event()
         self._lock = threading.Lock()  # guards the pins
-        self._pins: OrderedDict[str, list[Pin]] = OrderedDict()
+        self._pins: Recent[str, list[Pin]] = Recent(NAMES_MAX)
         # One thread for all that is said of a name, in order: an unpin must not overtake a pin that waits for blocks.
         self._threads = [Tasks("kvstore-vllm-pins", 1, PINS_WAITING_MAX) for _ in range(PIN_THREADS)]
 
@@ -300,7 +298,7 @@ class Pinning:
             log.warning("kvstore: too many pins wait: what a request says of %r is left out", name)
 
     def _pin(self, wish: _Wish) -> None:
-        caches = self._link.caches()
+        caches = self._store.caches()
         if caches is None:
             log.warning("kvstore: %r is not pinned: the store does not answer", wish.name)
             return
@@ -328,8 +326,6 @@ class Pinning:
         with self._lock:
             before = self._pins.pop(name, [])
             self._pins[name] = pins
-            if len(self._pins) > NAMES_MAX:
-                self._pins.popitem(last=False)
         _release(name, before)
 
     def _unpin(self, name: str) -> None:

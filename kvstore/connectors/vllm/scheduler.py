@@ -14,15 +14,14 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from kvstore.connectors.common import LazyStore, Recent
 from kvstore.connectors.vllm.adapters import Adapters, Check
 from kvstore.connectors.vllm.blocks import Ends, Kind, Named, Run, Runs, State, Tail
 from kvstore.connectors.vllm.hints import Branches, Pinning, Tracked, said_of
-from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.lookups import Found, Lookup, Lookups
 from kvstore.connectors.vllm.messages import IDLE_S, Load, Orders, Report
 from kvstore.connectors.vllm.metrics import EngineCount, EngineCounts
 from kvstore.connectors.vllm.namespaces import Shape
-from kvstore.connectors.vllm.recent import Recent
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.namespace import Namespace
 
@@ -70,22 +69,23 @@ class SchedulerHalf:
         self._whole = [number for number, each in enumerate(shape.clusters) if each.kind is Kind.FULL]
         """The clusters whose blocks a hit needs all."""
         self.counts = EngineCounts()
-        self._link = Link(settings.looking_only(), namespaces)
+        self._store = LazyStore(settings.looking_only(), namespaces)
         self._lookups = Lookups(
-            self._link,
+            self._store,
             self.counts,
             timeout_s=settings.lookup_timeout_s,
             wait_s=settings.wait_s,
             pause_s=settings.pause_s,
         )
-        self._branches = Branches(self._link, self._runs, self.counts)
-        self._pinning = Pinning(self._link, self._runs, settings.store_timeout_s)
+        self._branches = Branches(self._store, self._runs, self.counts)
+        self._pinning = Pinning(self._store, self._runs, settings.store_timeout_s)
         self._tracked: dict[str, Tracked] = {}
         self._new_loads: list[Load] = []
         self._unconfirmed: dict[int, int] = {}
         """Synchronous loads by number, with the workers that have not yet reported them."""
-        self._avoided = Recent(AVOIDED_MAX)
-        self._ordered = Recent(ORDERED_MAX)
+        self._avoided: Recent[bytes, float] = Recent(AVOIDED_MAX)
+        """Until when blocks that could not be loaded are not looked up."""
+        self._ordered: Recent[bytes, float] = Recent(ORDERED_MAX)
         """When blocks were last ordered to be stored."""
         self._loading: dict[bytes, Tracked] = {}
         """The request that loads a block, by the block's key."""
@@ -274,7 +274,7 @@ class SchedulerHalf:
         for run in runs:
             for key in run.keys:
                 self._avoided.pop(key, None)
-            self._ordered.note(run.keys, now)
+                self._ordered[key] = now
         return runs
 
     def learn(self, report: Report) -> None:
@@ -290,7 +290,7 @@ class SchedulerHalf:
                     del self._unconfirmed[number]
         expires_s = time.monotonic() + AVOID_S
         for keys in report.failed.values():
-            self._avoided.note(keys, expires_s)
+            self._avoided.update(dict.fromkeys(keys, expires_s))
         for part, digest in report.digests:
             if self._digests.get(part) != digest and self._loads:
                 log.error(
@@ -334,7 +334,7 @@ class SchedulerHalf:
         self._branches.close()
         self._pinning.close()
         self._adapters.close()
-        self._link.close()
+        self._store.close()
 
     def _named(self, tracked: Tracked) -> Named:
         """Returns what the keys of a request's blocks are made of."""

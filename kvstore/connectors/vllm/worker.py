@@ -16,9 +16,9 @@ from itertools import chain
 from typing import Any
 
 from kvstore.background import Tasks
+from kvstore.connectors.common import LazyStore
 from kvstore.connectors.vllm.blocks import Run
 from kvstore.connectors.vllm.gpu_copy import PART_BYTES, Copy, Pages
-from kvstore.connectors.vllm.link import Link
 from kvstore.connectors.vllm.messages import IDLE_S, Load, Orders, Report
 from kvstore.connectors.vllm.metrics import EngineCount, EngineCounts
 from kvstore.connectors.vllm.namespaces import Shape
@@ -51,11 +51,11 @@ class Loading:
 
 
 class Loader:
-    """The threads that load. ``pages`` has one per cluster, ``link`` a cache per part of a block."""
+    """The threads that load. ``pages`` has one per cluster, ``store`` a cache per part of a block."""
 
     def __init__(
         self,
-        link: Link,
+        store: LazyStore,
         pages: Sequence[Pages],
         counts: EngineCounts,
         *,
@@ -63,7 +63,7 @@ class Loader:
         bytes_max: int,
         threads: int,
     ) -> None:
-        self._link = link
+        self._store = store
         self._pages = pages
         self._counts = counts
         self._timeout_s = timeout_s
@@ -125,7 +125,7 @@ class Loader:
 
     def _read(self, loading: Loading, part: Run, pages: Pages) -> int:
         """Reads leading blocks of ``part`` and passes them on; returns their number."""
-        caches = self._link.caches()
+        caches = self._store.caches()
         if caches is None:
             return 0
         if time.monotonic() - loading.started_s > self._timeout_s:
@@ -173,11 +173,11 @@ AT_ONCE_MAX = 2_048
 
 
 class Storer:
-    """One thread that publishes. ``pages`` has one per cluster, ``link`` a cache per part of a block."""
+    """One thread that publishes. ``pages`` has one per cluster, ``store`` a cache per part of a block."""
 
     def __init__(
         self,
-        link: Link,
+        store: LazyStore,
         pages: Sequence[Pages],
         counts: EngineCounts,
         *,
@@ -185,7 +185,7 @@ class Storer:
         pause_s: float,
         tells: bool = False,
     ) -> None:
-        self._link = link
+        self._store = store
         self._pages = pages
         self._counts = counts
         self._bytes_max = bytes_max
@@ -233,7 +233,7 @@ class Storer:
 
     def _admit(self, run: Run) -> Run | None:
         """Returns the blocks of ``run`` to copy out, and counts their memory from now on; None if there are none."""
-        is_down = self._link.caches() is None or time.monotonic() < self._paused_until_s
+        is_down = self._store.caches() is None or time.monotonic() < self._paused_until_s
         with self._lock:
             run = run.picked([at for at, key in enumerate(run.keys) if key not in self._on_the_way])
             keys = run.keys
@@ -280,7 +280,7 @@ class Storer:
 
     def _publish(self, run: Run, copy: Copy) -> list[bool]:
         """Returns whether each block is in the store; nothing if none is."""
-        caches = self._link.caches()
+        caches = self._store.caches()
         if caches is None or time.monotonic() < self._paused_until_s:
             return []
         if run.seal is not None and not run.seal.holds():
@@ -324,7 +324,7 @@ class WorkerHalf:
         self._tells = tells and stores
         self._parts = sum(1 << part for part in namespaces)
         self.counts = EngineCounts()
-        self._link = Link(settings, list(namespaces.values()))
+        self._store = LazyStore(settings, list(namespaces.values()))
         self._pages: list[Pages] = []
         self._loader: Loader | None = None
         self._storer: Storer | None = None
@@ -351,7 +351,7 @@ class WorkerHalf:
         ]
         settings = self._settings
         self._loader = Loader(
-            self._link,
+            self._store,
             self._pages,
             self.counts,
             timeout_s=settings.load_timeout_s,
@@ -359,7 +359,7 @@ class WorkerHalf:
             threads=settings.load_threads,
         )
         self._storer = Storer(
-            self._link,
+            self._store,
             self._pages,
             self.counts,
             bytes_max=settings.store_bytes_max,
@@ -469,4 +469,4 @@ class WorkerHalf:
             self._storer.close(self._settings.drain_s)
         if self._loader is not None:
             self._loader.close()
-        self._link.close()
+        self._store.close()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.connectors.common import StoreSettings
+from kvstore.connectors.common import Settings
 from kvstore.fsck import Kind, fsck
 from kvstore.node.settings import Limits
 from kvstore.root.identity import create_or_open
@@ -73,7 +73,7 @@ def test_a_store_that_is_down_from_the_start_is_a_miss_in_time() -> None:
 @pytest.fixture
 def root(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyRoot]:
     faulty = FaultyRoot(PosixRoot(tmp_root))
-    monkeypatch.setattr(StoreSettings, "open", lambda _: store_on(faulty, LIMITS))
+    monkeypatch.setattr(Settings, "open", lambda _: store_on(faulty, LIMITS))
     yield faulty
     faulty.set_rules([])
 
@@ -103,7 +103,7 @@ def test_a_load_of_what_many_look_ups_locked_is_one_load_and_look_ups_do_not_wai
 ) -> None:
     # Enough threads that the root never counts as hung, and each read has its whole deadline.
     patient = replace(LIMITS, stall_s=60.0, lanes=256)
-    monkeypatch.setattr(StoreSettings, "open", lambda _: store_on(root, patient))
+    monkeypatch.setattr(Settings, "open", lambda _: store_on(root, patient))
     many = [key(number) for number in range(24)]
     with adapter(root="faulty", **QUICK) as l2:
         assert stored(l2, many, [made(number) for number in range(24)]).is_successful()
@@ -148,7 +148,7 @@ def store_and_die(path: str, point: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     opened = store_on(PosixRoot(path, step=step))
-    StoreSettings.open = lambda self: opened  # type: ignore[method-assign]
+    Settings.open = lambda self: opened  # type: ignore[method-assign]
     with adapter(root=path) as l2:
         stored(l2, KEYS, OBJECTS)
 

@@ -13,7 +13,7 @@ import torch
 from prometheus_client import REGISTRY
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
-from kvstore.connectors.common import StoreSettings
+from kvstore.connectors.common import Settings
 from kvstore.node.settings import Limits
 from kvstore.root.posix import PosixRoot
 from tests.engines.sglang.on_cpu import StorageMetricsCollector, cache_controller
@@ -134,7 +134,7 @@ def test_a_store_that_dies_ends_every_call_and_another_one_can_be_attached(tmp_r
 @pytest.fixture
 def faulty(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyRoot]:
     root = FaultyRoot(PosixRoot(tmp_root))
-    monkeypatch.setattr(StoreSettings, "open", lambda _: store_on(root, Limits(lanes=4, width=2)))
+    monkeypatch.setattr(Settings, "open", lambda _: store_on(root, Limits(lanes=4, width=2)))
     yield root
     root.set_rules([])
 

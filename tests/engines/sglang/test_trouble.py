@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.connectors.common import StoreSettings
+from kvstore.connectors.common import Settings
 from kvstore.fsck import Kind, fsck
 from kvstore.node.settings import Limits
 from kvstore.root.identity import create_or_open
@@ -80,7 +80,7 @@ def test_a_store_that_is_down_when_sglang_starts_is_a_miss_in_time() -> None:
 @pytest.fixture
 def root(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyRoot]:
     faulty = FaultyRoot(PosixRoot(tmp_root))
-    monkeypatch.setattr(StoreSettings, "open", lambda _: store_on(faulty, LIMITS))
+    monkeypatch.setattr(Settings, "open", lambda _: store_on(faulty, LIMITS))
     yield faulty
     faulty.set_rules([])
 
@@ -171,7 +171,7 @@ def set_and_die(path: str, point: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     opened = store_on(PosixRoot(path, step=step))
-    StoreSettings.open = lambda self: opened  # type: ignore[method-assign]
+    Settings.open = lambda self: opened  # type: ignore[method-assign]
     with backend(filled(), {"root": path}) as hicache:
         hicache.batch_set_v1(KEYS, indices(AT))
 
