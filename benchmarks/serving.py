@@ -38,14 +38,12 @@ from tests.engines.vllm.engines import (
 from tests.kit.etcd import running_etcd
 
 HYPOTHESIS = "storing costs a few hundredths of a cold request, and a warm one takes about a tenth of it"
-WAYS = ("none", "async", "sync", "layerwise", "worker", "tier", "fs")
-QUICK = ("none", "async", "sync")
+WAYS = ("none", "async", "worker", "tier", "fs")
+QUICK = ("none", "async")
 ABOUT = {
     "none": "vLLM without a store, and without a prefix cache",
     "async": "the connector: a request waits aside for its KV",
-    "sync": "the connector: KV is loaded within the first step",
-    "layerwise": "the connector: sync, each layer when the model reaches it",
-    "worker": "the connector, async, through a worker that has the KV in memory",
+    "worker": "the connector through a worker that has the KV in memory",
     "tier": "vLLM's offloading with our secondary tier",
     "fs": "vLLM's offloading with its own tier of files",
 }

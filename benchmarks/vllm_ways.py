@@ -60,7 +60,4 @@ def settings_of(name: str, root: Path, prompt_bytes: int, connect: str = "") -> 
         }
         return {"kv_transfer_config": config}
     place: dict[str, Any] = {"connect": connect} if connect else {"root": str(root), "max_bytes": None}
-    if name in ("sync", "layerwise"):
-        place.update(load="sync", layerwise=name == "layerwise")
-        return {"kv_transfer_config": transfer(place), "async_scheduling": False}
     return {"kv_transfer_config": transfer(place)}

@@ -96,7 +96,6 @@ def _halves() -> Iterator[Callable[..., Any]]:
             clusters=clusters,
             block_tokens=[each.block_tokens for each in clusters],
             hash_tokens=BLOCK_TOKENS,
-            is_async=lambda settings: settings.load == "async",
             adapters="float32",
         )
         names = [Namespace.of("model", Layout(1, 1, 16, "int8", 1))]

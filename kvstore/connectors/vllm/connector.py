@@ -147,9 +147,6 @@ class KVStoreConnector(_SchedulerCalls, SupportsHMA):  # type: ignore[misc]
         settings = Settings.of(transfer.kv_connector_extra_config, "kv_connector_extra_config")
         check_hashes(vllm_config)
         shape = Shape(vllm_config, kv_cache_config, settings.tp_shards)
-        if not shape.is_async(settings):
-            drafts = vllm_config.speculative_config is not None
-            settings.check_loads(batches=vllm_config.max_concurrent_batches, drafts=drafts)
         names = namespaces(vllm_config, shape, settings.fingerprint or model_fingerprint(vllm_config), settings.tenant)
         self._scheduler = None
         self._worker: WorkerHalf | None = None
@@ -177,11 +174,6 @@ class KVStoreConnector(_SchedulerCalls, SupportsHMA):  # type: ignore[misc]
         """Returns False: KV that was not stored is a later miss, never a request that cannot go on."""
         return False
 
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Returns whether layers are copied one by one, which a whole graph would skip."""
-        return bool(extra_config.get("layerwise"))
-
     # On a worker
 
     @property
@@ -206,8 +198,7 @@ class KVStoreConnector(_SchedulerCalls, SupportsHMA):  # type: ignore[misc]
         self._working.start_loads(self._orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Returns once this layer of the step's KV is loaded."""
-        self._working.wait_for_layer(layer_name)
+        """Does nothing: a request waits for its KV before it takes part in a step."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Does nothing: a block is stored with all its layers, so it is copied out when the last one is computed."""

@@ -206,8 +206,7 @@ class Events:
 
     def learn(self, report: Report) -> None:
         """Takes in the workers' report: what they stored, what they could not store, and what they could not load."""
-        for keys in report.failed.values():
-            self.missed(keys)
+        self.missed(report.failed)
         for key in report.unstored:
             self._pending.pop(key, None)
         for key, parts in report.stored.items():

@@ -17,7 +17,6 @@ A request that comes meanwhile waits no longer than this."""
 class Load:
     """KV to be read for one request."""
 
-    number: int
     request: str
     runs: list[Run]
 
@@ -34,10 +33,10 @@ class Orders(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """The workers' message to the scheduler: loads that ended, on how many workers, and keys that could not be read."""
+    """The workers' message to the scheduler."""
 
-    ended: dict[int, int] = field(default_factory=dict)
-    failed: dict[int, set[bytes]] = field(default_factory=dict)
+    failed: set[bytes] = field(default_factory=set)
+    """The first key of each load that could not be read."""
     timed_out: bool = False
     digests: set[tuple[int, bytes]] = field(default_factory=set)
     stored: dict[bytes, int] = field(default_factory=dict)
@@ -48,19 +47,18 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
         """Returns both reports in one."""
         assert isinstance(other, Report)
-        ended: dict[int, int] = dict(self.ended)
-        for number, count in other.ended.items():
-            ended[number] = ended.get(number, 0) + count
-        failed = dict(self.failed)
-        for number, keys in other.failed.items():
-            failed[number] = failed.get(number, set()) | keys
         stored = dict(self.stored)
         for key, parts in other.stored.items():
             stored[key] = stored.get(key, 0) | parts
-        digests, unstored = self.digests | other.digests, self.unstored | other.unstored
-        return Report(ended, failed, self.timed_out or other.timed_out, digests, stored, unstored)
+        return Report(
+            self.failed | other.failed,
+            self.timed_out or other.timed_out,
+            self.digests | other.digests,
+            stored,
+            self.unstored | other.unstored,
+        )
 
     @property
     def is_empty(self) -> bool:
         """True if there is nothing to report."""
-        return not (self.ended or self.digests or self.stored or self.unstored)
+        return not (self.failed or self.timed_out or self.digests or self.stored or self.unstored)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
 from kvstore.connectors import common
 from kvstore.connectors.common import Count, Seconds, TimeoutS
-from kvstore.errors import InvalidRequest
 
 
 class TierSettings(common.Settings, frozen=True, kw_only=True):
@@ -29,10 +28,6 @@ class TierSettings(common.Settings, frozen=True, kw_only=True):
 class Settings(TierSettings, frozen=True, kw_only=True):
     """The settings in ``kv_connector_extra_config``."""
 
-    load: Literal["async", "sync"] = "async"
-    """``async``: a request waits aside for its KV while others run. ``sync``: it is loaded within its first step."""
-    layerwise: bool = False
-    """With ``sync``: copy layer by layer while the model runs; vLLM then keeps its CUDA graphs piecewise."""
     wait_s: Seconds = 0.0
     """The time that a look-up waits for missing blocks: for decode engines, while a prefill engine writes."""
     store_bytes_max: Count = 2 << 30
@@ -54,18 +49,3 @@ class Settings(TierSettings, frozen=True, kw_only=True):
     def looking_only(self) -> Settings:
         """For the scheduler, which reads and writes no block: memory would be taken for nothing there."""
         return msgspec.structs.replace(self, memory=None, write=None)
-
-    def check_loads(self, *, batches: int, drafts: bool) -> None:
-        """Raises InvalidRequest for synchronous loads if vLLM could not make up for a failed one.
-
-        ``batches`` is how many steps vLLM runs at once, ``drafts`` whether it decodes speculatively.
-        """
-        if self.load == "sync" and batches > 1:
-            # The next step would compute on missing KV before this one is known to have failed.
-            raise InvalidRequest(
-                f"load='sync', and vLLM runs {batches} steps at once: after a load that failed, requests would go on "
-                'with wrong KV; use "load": "async", or start with --no-async-scheduling and no pipeline parallelism'
-            )
-        if self.layerwise and drafts:
-            # vLLM then asks for failed loads before the draft model has asked for its layers.
-            raise InvalidRequest("layerwise loads do not go with speculative decoding: set layerwise to false")

@@ -35,19 +35,14 @@ QUEUE_MAX = 65_536
 
 @dataclass(slots=True)
 class Loading:
-    """One load in progress; complete once ``done`` is set."""
+    """One load in progress."""
 
     load: Load
     after: Any
     started_s: float
-    keep: bool
-    """True if the blocks stay on the host, for the engine's thread to copy layer by layer."""
     failed_keys: set[bytes] = field(default_factory=set)
     failed_blocks: set[int] = field(default_factory=set)
     timed_out: bool = False
-    kept: list[tuple[Run, Any]] = field(default_factory=list)
-    """Number of leading blocks of each run that were read, and the host memory they are in."""
-    done: threading.Event = field(default_factory=threading.Event)
 
 
 class Loader:
@@ -75,14 +70,13 @@ class Loader:
         self._own = threading.local()
         """Host memory of each thread for one part of a load: new memory costs as much in page faults as the read."""
 
-    def begin(self, load: Load, *, keep: bool) -> Loading:
+    def begin(self, load: Load) -> None:
         """Starts a load; its time runs from now, including the wait for a thread."""
-        loading = Loading(load, self._pages[0].now(), time.monotonic(), keep)
+        loading = Loading(load, self._pages[0].now(), time.monotonic())
         self._open += 1
         if not self._threads.submit(partial(self._serve, loading)):
             self._give_up(loading, "too many loads wait")
             self._end(loading)
-        return loading
 
     def ended(self, within_s: float) -> list[Loading]:
         """Returns the loads that ended since the last call; waits for one, if any goes on, at most ``within_s``."""
@@ -109,8 +103,7 @@ class Loader:
     def _end(self, loading: Loading) -> None:
         self._counts.add(EngineCount.LOAD_SECONDS, time.monotonic() - loading.started_s)
         self._counts.add(EngineCount.LOAD_FAILED_BLOCKS, len(loading.failed_keys))
-        self._ended.put(loading)  # first: whoever waits for it looks there next
-        loading.done.set()
+        self._ended.put(loading)
 
     def _load(self, loading: Loading) -> None:
         for run in loading.load.runs:
@@ -131,7 +124,7 @@ class Loader:
         if time.monotonic() - loading.started_s > self._timeout_s:
             loading.timed_out = True
             return 0
-        host = pages.host(len(part.keys)) if loading.keep else self._host(pages, len(part.keys))
+        host = self._host(pages, len(part.keys))
         try:
             shards = zip(caches, pages.parts(host.numpy()), strict=True)
             hits = [all(each) for each in zip(*(cache.get(part.keys, rows) for cache, rows in shards), strict=True)]
@@ -139,9 +132,7 @@ class Loader:
             hits = [False] * len(part.keys)
         loading.timed_out = loading.timed_out or time.monotonic() - loading.started_s > self._timeout_s
         good = hits.index(False) if False in hits else len(hits)
-        if good and loading.keep:
-            loading.kept.append((Run(part.cluster, part.keys[:good], part.blocks[:good]), host))
-        elif good:
+        if good:
             pages.write(host[:good], part.blocks[:good], loading.after)
         self._counts.add(EngineCount.LOADED_BLOCKS, good)
         self._counts.add(EngineCount.LOADED_BYTES, good * pages.block_bytes)
@@ -156,7 +147,6 @@ class Loader:
 
     def _give_up(self, loading: Loading, why: object) -> None:
         log.error("kvstore: a load failed, its blocks are computed: %r", why)
-        loading.kept.clear()
         for run in loading.load.runs:
             loading.failed_keys.update(run.keys[:1])
             loading.failed_blocks.update(chain.from_iterable(run.blocks))
@@ -328,10 +318,7 @@ class WorkerHalf:
         self._pages: list[Pages] = []
         self._loader: Loader | None = None
         self._storer: Storer | None = None
-        self._is_async = shape.is_async(settings)
         self._is_idle = False
-        self._syncing: list[Loading] = []
-        self._scattered: set[str] = set()
         self._report = Report(digests={(part, each.digest) for part, each in namespaces.items()})
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -370,64 +357,26 @@ class WorkerHalf:
     # Loading
 
     def start_loads(self, orders: Orders) -> None:
-        """Implements ``start_load_kv``. Waits for synchronous loads here, or layer by layer."""
+        """Implements ``start_load_kv``."""
         assert self._loader is not None
         self._is_idle = orders.is_idle
         for load in orders.loads:
-            loading = self._loader.begin(load, keep=not self._is_async)
-            if not self._is_async:
-                self._syncing.append(loading)
-        if self._syncing and not self._settings.layerwise:
-            for pages in self._pages:
-                for layer in pages.layers:
-                    self._scatter(layer)
-
-    def wait_for_layer(self, layer: str) -> None:
-        """Implements ``wait_for_layer_load``."""
-        if self._syncing and layer not in self._scattered:
-            self._scatter(layer)
-
-    def _scatter(self, layer: str) -> None:
-        """Copies one layer of the KV loaded for this step to where the model reads it."""
-        self._scattered.add(layer)
-        for loading in self._syncing:
-            loading.done.wait()
-            for run, host in loading.kept:
-                pages = self._pages[run.cluster]
-                if layer in pages.layers:
-                    pages.scatter_layer(layer, run.blocks, host[: len(run.blocks)])
-
-    def _end_syncing(self) -> None:
-        """Ends the step. A load is failed if the model did not ask for one of its layers: it computed without it."""
-        missed = {layer for pages in self._pages for layer in pages.layers} - self._scattered
-        for loading in self._syncing:
-            loading.done.wait()
-            for run, _ in loading.kept if missed else ():
-                loading.failed_keys.update(run.keys[:1])
-                loading.failed_blocks.update(chain.from_iterable(run.blocks))
-        if self._syncing and missed:
-            log.error("kvstore: layerwise loads do not work with this model, set layerwise to false: %s", min(missed))
-        self._syncing.clear()
-        self._scattered.clear()
+            self._loader.begin(load)
 
     def finished_loads(self) -> set[str]:
-        """Returns the requests whose asynchronous loads ended since the last call.
+        """Returns the requests whose loads ended since the last call.
 
         Waits for a moment if the engine has nothing to compute before one ends.
         """
         finished = set()
         assert self._loader is not None
         for loading in self._loader.ended(IDLE_S if self._is_idle else 0.0):
-            report, number = self._report, loading.load.number
-            report.ended[number] = report.ended.get(number, 0) + 1
-            report.timed_out = report.timed_out or loading.timed_out
+            finished.add(loading.load.request)
+            self._report.timed_out = self._report.timed_out or loading.timed_out
             if loading.failed_keys:
-                report.failed[number] = loading.failed_keys
+                self._report.failed |= loading.failed_keys
                 self._failed_blocks |= loading.failed_blocks
-            if self._is_async:
-                finished.add(loading.load.request)
-                if loading.failed_keys:
-                    self._failed_requests.add(loading.load.request)
+                self._failed_requests.add(loading.load.request)
         return finished
 
     def failed_requests(self) -> set[str]:
@@ -455,7 +404,6 @@ class WorkerHalf:
 
     def finish_step(self, orders: Orders) -> None:
         """Implements ``wait_for_save``: copies out the blocks that this step filled, for publishing."""
-        self._end_syncing()
         stores, orders.stores = orders.stores, []
         if not self._stores:
             return

@@ -78,11 +78,6 @@ def test_pages_of_any_size_come_out_and_go_back(
     for layer, was in zip(layers, before, strict=True):
         was[others] = was[BLOCKS]
         assert torch.equal(layer, was)
-    for layer in layers:
-        layer.zero_()
-    for at in range(3):
-        pages.scatter_layer(f"layer {at}", numbered(others), expected)
-    assert torch.equal(torch.cat([layer[others] for layer in layers], dim=1).cpu(), expected)
 
 
 def test_layers_of_unlike_pages_use_words_that_fit_all() -> None:

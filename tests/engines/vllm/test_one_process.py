@@ -28,13 +28,9 @@ LONG, BRANCH = PROMPTS["long"], PROMPTS["branch"]
 LONG_BLOCKS = full_blocks(LONG) // 32
 
 
-@pytest.fixture(scope="module", params=["async", "sync", "sync layerwise"])
-def engine(
-    request: pytest.FixtureRequest, workplace: Path, model: Path, root: Path, etcd: str, reference: dict[str, Answer]
-) -> Iterator[Engine]:
-    """One engine per way of loading, on one root that they share."""
-    load, _, layerwise = str(request.param).partition(" ")
-    place = {"root": str(root), "etcd": etcd, "load": load, "layerwise": bool(layerwise)}
+@pytest.fixture(scope="module")
+def engine(workplace: Path, model: Path, root: Path, etcd: str, reference: dict[str, Answer]) -> Iterator[Engine]:
+    place = {"root": str(root), "etcd": etcd}
     settings = {"model": str(model), "num_gpu_blocks_override": 48, "kv_transfer_config": transfer(place)}
     with running_engine(workplace, settings) as started:
         yield started
@@ -54,11 +50,9 @@ def load_whole(engine: Engine, expected: Answer) -> None:
 
 @pytest.mark.smoke
 def test_what_one_request_computed_the_next_one_loads(engine: Engine, root: Path, reference: dict[str, Answer]) -> None:
-    before = len(stored_files(root))
     first = engine.generate(LONG)
     first.check_same(reference["long"])
-    # The first engine computes it, the next ones, in processes of their own, find it.
-    assert first.cached == [full_blocks(LONG) if before else 0]
+    assert first.cached == [0]
     wait_stored(root, LONG_BLOCKS)
     engine.forget()
     second = engine.generate(LONG)
@@ -179,13 +173,13 @@ def test_after_an_update_of_the_weights_in_memory_nothing_older_is_loaded(
 
 
 def test_an_engine_killed_while_it_stores_leaves_a_clean_root(
-    engine: Engine, root: Path, reference: dict[str, Answer], request: pytest.FixtureRequest
+    engine: Engine, root: Path, reference: dict[str, Answer]
 ) -> None:
     crowd = [[3 + shift, *LONG] for shift in range(8)]
     load_whole(engine, reference["long"])  # the weights' update left it to be stored anew
     before = len(stored_files(root))
     engine.begin(*crowd, tokens=50)
-    time.sleep({"async": 0.05, "sync": 0.3, "sync layerwise": 1.0}[request.node.callspec.params["engine"]])
+    time.sleep(0.05)
     engine.kill()
     check_clean(root)
     assert len(stored_files(root)) <= before + 8 * (len(LONG) + 50) // 32

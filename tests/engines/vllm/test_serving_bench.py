@@ -15,7 +15,7 @@ from benchmarks.serving import WAYS, Took, Way
 from benchmarks.streams import Reply
 from benchmarks.turns import Pair
 
-WAYS_HERE = ["none", "sync", "fs"]
+WAYS_HERE = ["none", "async", "fs"]
 TALK = Sizes(chats=3, chatters=1, turns=2, system_tokens=64, asked_tokens=32, answered_tokens=8)
 
 
