@@ -82,30 +82,6 @@ def test_requests_for_one_prompt_that_come_together_load_it_once(
     assert 0 < loaded <= LONG_BLOCKS * block_bytes, "the others took it from the engine's own cache"
 
 
-def test_a_prompt_of_full_blocks_leaves_one_token_to_compute(engine: Engine, reference: dict[str, Answer]) -> None:
-    cached = []
-    for _ in range(2):
-        engine.forget()
-        answer = engine.generate(PROMPTS["exact"])
-        answer.check_same(reference["exact"])
-        cached += answer.cached
-        time.sleep(0.5)
-    assert cached[-1] == 64
-
-
-def test_many_requests_at_once(engine: Engine, reference: dict[str, Answer]) -> None:
-    names = [name for name in PROMPTS if name.startswith("many")]
-    cached = []
-    for _ in range(2):
-        engine.forget()
-        answer = engine.generate(*(PROMPTS[name] for name in names))
-        for index, name in enumerate(names):
-            assert answer.tokens[index] == reference[name].tokens[0]
-        cached.append(answer.cached)
-        time.sleep(0.5)
-    assert cached[-1] == [128] * len(names)
-
-
 def test_preempted_requests_go_on_from_what_was_stored(engine: Engine, reference: dict[str, Answer]) -> None:
     before = engine.counts()
     engine.forget()
