@@ -101,10 +101,6 @@ clean: ## remove everything that make made, .venv included
 engines-test: $(READY) ## the connectors against real vLLM, LMCache, SGLang, transformers and Dynamo's indexer (installs them, without a GPU)
 	@.ci/engines.sh $(ENGINES) -- $(ARGS)
 
-# Not in CI: a release of somebody else must not turn a change away.
-engines-newest: $(READY) ## changes of interfaces that the connectors use, in the newest releases of the engines
-	@$(BIN)/python -m tests.engines.newest $(ENGINES)
-
 events-test: $(READY) ## KV events beside etcd, collectors and killed publishers, then with real vLLM and Dynamo's indexer (installs them)
 	@$(PYTEST) -q tests/events $(ARGS)
 	@.ci/engines.sh --setup vllm events

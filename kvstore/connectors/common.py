@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
+import hashlib
 import logging
 import os
 import re
@@ -12,35 +12,43 @@ import threading
 import time
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Annotated, Any, Protocol, Self, TypeVar
 
+import msgspec
 import xxhash
 
 import kvstore
 from kvstore.client import Cache, Store
+from kvstore.client.cache import BlockCache
 from kvstore.client.limits import ClientLimits
-from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace
 from kvstore.node.settings import AskedBound, Limits, TierSettings
 from kvstore.security.tls import ClientTls
 from kvstore.sources import SystemClock
-from kvstore.text import parse_json
 
-# The last failure of the store, for an engine that goes on without it; logged, but not once per request.
+log = logging.getLogger(__name__)
 
+K = TypeVar("K")
+T = TypeVar("T")
+V = TypeVar("V")
 
 LOG_S = 10.0
 """Minimum time between two lines about the same kind of call."""
 
 
 class Trouble:
-    """Counts and logs failures. Thread-safe. ``log`` gets a line ``event why=...`` for a failure, the first at once."""
+    """Counts and logs failures of the store, for an engine that goes on without it. Thread-safe.
+
+    ``log`` gets a line ``event why=...`` for a failure, the first at once, but not one for each request.
+    """
 
     def __init__(self, log: logging.Logger, event: str) -> None:
         self._log = log
@@ -68,12 +76,36 @@ class Trouble:
         """Records that a call succeeded."""
         self.why = ""
 
+    def or_miss(self, call: Callable[[], T], miss: T) -> T:
+        """Returns the call's result, or ``miss`` if the store failed or did not answer."""
+        try:
+            result = call()
+        except KVStoreError as error:
+            self.failed(error)
+            return miss
+        self.went_well()
+        return result
+
+
+class Recent(OrderedDict[K, V]):
+    """The entries that were set last, at most ``most`` of them."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def __setitem__(self, key: K, value: V) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        while len(self) > self._most:
+            self.popitem(last=False)
+
 
 # A digest of a model's weights: it keeps KV of replaced weights at the same path from being served.
 #
 # Every byte is hashed, because a fine-tuned model may differ from its base in a few tensors only. That is done once
-# per host: the digest is kept in the user's cache directory, by the kernel's facts about the file (inode, size,
-# times), and processes that start together wait for the one that is hashing.
+# per host: the user's cache directory has a file for each digest, named by the kernel's facts about the weights (inode,
+# size, times), and processes that start together wait for the one that is hashing.
 
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -82,8 +114,7 @@ SETTINGS_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json",
 COMMIT = re.compile(r"[0-9a-f]{40}")
 WAIT_S_MAX = 600.0
 """How long to wait for another process that is hashing, before this one hashes by itself."""
-FILES_REMEMBERED_MAX = 4096
-READ_BYTES = 8 << 20
+DIGEST_CHARS = 32
 
 
 def weights_fingerprint(path: str | os.PathLike[str]) -> str:
@@ -131,58 +162,30 @@ def model_fingerprint(folder: str | os.PathLike[str]) -> str:
 
 def _digest(file: Path) -> str:
     stat = file.stat()
-    known_as = blake2b(
-        f"{file.resolve()}\0{stat.st_dev}\0{stat.st_ino}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ctime_ns}".encode(),
-        digest_size=16,
-    ).hexdigest()
-    memory = _memory()
-    if memory is None:
-        return _hash(file)
-    with _locked(memory.with_suffix(".lock")) as is_ours:
-        if not is_ours:
-            return _hash(file)
-        remembered = _remembered(memory)
-        digest = remembered.pop(known_as, "") or _hash(file)
-        remembered[known_as] = digest
-        _remember(memory, dict(list(remembered.items())[-FILES_REMEMBERED_MAX:]))
-    return digest
+    facts = f"{file.resolve()}\0{stat.st_dev}\0{stat.st_ino}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ctime_ns}"
+    # A container's user may have no home, or one that cannot be written: then each process hashes by itself.
+    with suppress(OSError, RuntimeError):
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvstore" / "weights"
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / blake2b(facts.encode(), digest_size=16).hexdigest(), "a+") as remembered:
+            if _is_locked(remembered.fileno()):
+                remembered.seek(0)
+                digest = remembered.read()
+                if len(digest) != DIGEST_CHARS:
+                    digest = _hash(file)
+                    remembered.truncate(0)
+                    remembered.write(digest)
+                return digest
+    return _hash(file)
 
 
 def _hash(file: Path) -> str:
-    digest = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(READ_BYTES))
     with open(file, "rb", buffering=0) as source:
-        while count := source.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()
-
-
-def _memory() -> Path | None:
-    """Returns the file of remembered digests; None if there can be none: then each process hashes by itself."""
-    # A container's user may have no home at all.
-    with suppress(OSError, RuntimeError):
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvstore"
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder / "weights.json"
-    return None
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """Yields True with the lock held, False without: a file system may lack locks, or a stopped process hold it."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError:
-        yield False
-        return
-    try:
-        yield _is_locked(fd)
-    finally:
-        os.close(fd)
+        return hashlib.file_digest(source, xxhash.xxh3_128).hexdigest()
 
 
 def _is_locked(fd: int) -> bool:
+    """Locks a file until it is closed; False if the file system has no locks, or a stopped process holds this one."""
     ends_s = time.monotonic() + WAIT_S_MAX
     while True:
         try:
@@ -195,65 +198,17 @@ def _is_locked(fd: int) -> bool:
             return True
 
 
-def _remembered(memory: Path) -> dict[str, str]:
-    with suppress(OSError, ValueError):
-        found = parse_json(memory.read_text())
-        if isinstance(found, dict):
-            return {str(key): str(value) for key, value in found.items()}
-    return {}
-
-
-def _remember(memory: Path, digests: dict[str, str]) -> None:
-    fresh = memory.with_suffix(f".{os.getpid()}")
-    with suppress(OSError):
-        fresh.write_text(json.dumps(digests))
-        fresh.replace(memory)
-
-
 # Fingerprints of the models that an engine names: taken from its settings, or computed in the background.
 #
 # Hashing weights takes seconds to minutes, and requests must not wait for it: until it is done, everything is a miss.
 
 
-log = logging.getLogger(__name__)
-
 PAUSE_S = 5.0
-"""Pause before weights that could not be read are tried again."""
+"""Pause before what failed is tried again: weights that could not be read, a store that does not answer."""
 REMEMBERED_MAX = 1024
-"""Number of models whose digests are remembered; the oldest is forgotten first."""
-TOLD_CHARACTERS_MAX = 200
+"""Number of models whose digests and caches are remembered; the oldest is forgotten first."""
+NAME_CHARS_MAX = 200
 """Length to which a model's name is cut in the log."""
-
-
-class _Computation:
-    """One model's digest, computed by its own thread: even checking that it is a folder may hang."""
-
-    def __init__(self, model: str, ends_s: float) -> None:
-        self.ends_s = ends_s
-        self.is_done = threading.Event()
-        self.digest = ""
-        self.why: InvalidRequest | None = None
-        self._model = model
-        threading.Thread(target=self._run, name="kvstore-fingerprint", daemon=True).start()
-
-    def _run(self) -> None:
-        told = self._model[:TOLD_CHARACTERS_MAX]
-        try:
-            if self._model and "\0" not in self._model and os.path.isdir(self._model):
-                self.digest = model_fingerprint(self._model)
-            else:
-                log.warning(
-                    "connector.no_fingerprint model=%s: its name is not a folder, so KV of other weights under it "
-                    "would be served; give a digest of the weights, or their revision, as the setting fingerprint",
-                    told,
-                )
-        except InvalidRequest as error:
-            self.why = error
-        except Exception as error:
-            log.exception("connector.fingerprint_failed")
-            self.why = InvalidRequest(f"no digest of the weights at {told}: {error}; give one as fingerprint")
-        finally:
-            self.is_done.set()
 
 
 class Fingerprints:
@@ -267,7 +222,8 @@ class Fingerprints:
         self._wait_s = wait_s
         self._clock = SystemClock()
         self._lock = threading.Lock()
-        self._computed: dict[str, _Computation] = {}
+        self._computed: Recent[str, tuple[Future[str], float]] = Recent(REMEMBERED_MAX)
+        """The digest of each model, and how long callers wait for it."""
 
     def of(self, model: str) -> str:
         """Returns the digest of a model's weights: given, or computed if the model's name is a folder; else empty.
@@ -279,167 +235,139 @@ class Fingerprints:
         if given:
             return given
         with self._lock:
-            computed = self._computed.get(model)
             now_s = self._clock.monotonic_s()
-            if computed is None or (computed.why is not None and now_s > computed.ends_s + PAUSE_S):
-                while len(self._computed) >= REMEMBERED_MAX:
-                    del self._computed[next(iter(self._computed))]
-                computed = self._computed[model] = _Computation(model, now_s + self._wait_s)
-        if not computed.is_done.wait(max(0.0, computed.ends_s - self._clock.monotonic_s())):
+            digest, ends_s = self._computed.get(model, (None, 0.0))
+            if digest is None or (now_s > ends_s + PAUSE_S and digest.done() and digest.exception() is not None):
+                digest, ends_s = Future(), now_s + self._wait_s
+                self._computed[model] = digest, ends_s
+                # A thread for each: even checking that it is a folder may hang.
+                threading.Thread(target=_compute, args=(model, digest), name="kvstore-digest", daemon=True).start()
+        try:
+            error = digest.exception(max(0.0, ends_s - self._clock.monotonic_s()))
+        except TimeoutError:
             raise Unavailable(
-                f"the weights of {model[:TOLD_CHARACTERS_MAX]} are being hashed: everything is a miss until "
-                "that is done"
-            )
-        if computed.why is not None:
-            raise InvalidRequest(str(computed.why))
-        return computed.digest
+                f"the weights of {model[:NAME_CHARS_MAX]} are being hashed: everything is a miss until that is done"
+            ) from None
+        if error is not None:
+            raise InvalidRequest(str(error))
+        return digest.result()
 
 
-# The settings of an engine: one table, which checks what is given and opens the store.
-#
-# Each setting is a field with its kind of value, its default and what it means. The keys that say where the store is
-# are the same for every engine. An engine adds its own as fields of a subclass.
+def _compute(model: str, digest: Future[str]) -> None:
+    name = model[:NAME_CHARS_MAX]
+    try:
+        if model and "\0" not in model and os.path.isdir(model):
+            digest.set_result(model_fingerprint(model))
+            return
+        log.warning(
+            "connector.no_fingerprint model=%s: its name is not a folder, so KV of other weights under it would be "
+            "served; give a digest of the weights, or their revision, as the setting fingerprint",
+            name,
+        )
+        digest.set_result("")
+    except InvalidRequest as error:
+        digest.set_exception(error)
+    except Exception as error:
+        log.exception("connector.fingerprint_failed")
+        digest.set_exception(InvalidRequest(f"no digest of the weights at {name}: {error}; give one as fingerprint"))
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of value: the words for it in an error, and the check."""
-
-    expected: str
-    holds: Callable[[Any], bool]
+# The settings of an engine. The keys that say where the store is are the same for every engine; an engine adds its own
+# as fields of a subclass. msgspec checks what is given.
 
 
-def number(default: float, *, least: float = 1e-3, most: float | None = None) -> Any:
-    """A setting that is a number within bounds; a whole one if its default is one."""
-    types = int if isinstance(default, int) else (int, float)
+TIMEOUT_S_MAX = 300.0
+"""Maximum of a time-out: no node keeps a hold for longer, and a hold must outlast its read."""
+OPAQUE_LAYOUT = Layout(1, 1, 1, "int8", 1)
+"""The layout of namespaces whose keys describe their blocks."""
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+TimeoutS = Annotated[float, msgspec.Meta(ge=1e-3, le=TIMEOUT_S_MAX)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
 
-    def holds(value: Any) -> bool:
-        is_number = isinstance(value, types) and not isinstance(value, bool)
-        return is_number and least <= value and (most is None or value <= most)
-
-    expected = f"a {'whole ' * isinstance(default, int)}number of at least {least:g}"
-    if most is not None:
-        expected += f" and at most {most:g}"
-    return setting(default, Kind(expected, holds))
-
-
-def choice(default: str, *others: str) -> Any:
-    """A setting that is one of some names."""
-    names = (default, *others)
-    return setting(default, Kind(f"one of {', '.join(names)}", lambda value: value in names))
+WITH_ROOT = ("root", "etcd", "durability", "root_options", "memory", "write", "max_bytes", "ttl")
+"""Settings of a store that is opened by its root: workers have their own."""
+WITH_CONNECT = ("connect", "tls_ca", "tls_cert", "tls_key", "tls_server_name", "token_file")
 
 
-def setting(default: Any, kind: Kind | None = None, *, way: str = "") -> Any:
-    """A setting of some other kind, or of any: then who uses it checks it.
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings that all engines share. Raises InvalidRequest for values that make no sense."""
 
-    One with a ``way``, ``root`` or ``connect``, goes with that key alone.
-    """
-    return field(default=default, metadata={"kind": kind, "way": way})
-
-
-def _are_servers(value: Any) -> bool:
-    is_list = isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
-    return isinstance(value, str) or is_list
-
-
-_PLAIN = {
-    bool: Kind("true or false", lambda value: isinstance(value, bool)),
-    str: Kind("text", lambda value: isinstance(value, str)),
-}
-"""The kinds of settings that are plain fields, by the types of their defaults."""
-_SERVERS = Kind("HOST:PORT, or a list of such", _are_servers)
-_MAPPING = Kind("a mapping, as fsspec takes it", lambda value: isinstance(value, Mapping))
-_FILE = Kind("the name of a file, or of a server", lambda value: isinstance(value, str))
-_BOUND = Kind('a number of bytes, "auto" or null', lambda value: value is None or isinstance(value, int))
-
-_BESIDE = {
-    "root": "only a store that is opened by root takes them, workers have their own",
-    "connect": "only workers ask for them, see connect",
-}
-"""Why a key that goes with one way makes no sense beside the other."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Base of an engine's settings. Raises InvalidRequest for values that make no sense."""
-
-    root: str | None = setting(None, way="root")
+    root: str | None = None
     """URL of the root. The store is opened in the engine's own processes."""
-    etcd: str | Sequence[str] | None = setting(None, _SERVERS, way="root")
+    etcd: str | list[str] | None = None
     """The cluster's etcd; None if the root has one node."""
-    durability: str | None = setting(None, way="root")
+    durability: str | None = None
     """As ``kvstore.open`` takes it."""
-    root_options: Mapping[str, Any] | None = setting(None, _MAPPING, way="root")
+    root_options: dict[str, Any] | None = None
     """As ``kvstore.open`` takes them."""
-    memory: int | None = setting(None, way="root")
+    memory: int | None = None
     """Bytes of memory for hot chunks. A store needs it to read and write, not to look up."""
-    write: str | None = setting(None, way="root")
+    write: str | None = None
     """With ``memory``: the write mode."""
-    max_bytes: int | str | None = setting("auto", _BOUND, way="root")
+    max_bytes: int | str | None = "auto"
     """Without ``etcd``: bytes that the root's files may take, "auto" for a share of the disk, None for no bound."""
-    ttl: float | None = setting(None, way="root")
+    ttl: float | None = None
     """Without ``etcd``: seconds after which unused chunks go."""
-    connect: str | Sequence[str] | None = setting(None, _SERVERS, way="connect")
+    connect: str | list[str] | None = None
     """Addresses of workers, instead of ``root``."""
-    tls_ca: str | None = setting(None, _FILE, way="connect")
+    tls_ca: str | None = None
     """Certificates that workers are checked by."""
-    tls_cert: str | None = setting(None, _FILE, way="connect")
+    tls_cert: str | None = None
     """The engine's own certificate."""
-    tls_key: str | None = setting(None, _FILE, way="connect")
+    tls_key: str | None = None
     """The key of that certificate."""
-    tls_server_name: str | None = setting(None, _FILE, way="connect")
+    tls_server_name: str | None = None
     """The name in the workers' certificates, if it is not their host's."""
-    token_file: str | None = setting(None, _FILE, way="connect")
+    token_file: str | None = None
     """A file with the token that the engine shows to workers."""
-    lookup_timeout_s: float = number(2.0)
+    lookup_timeout_s: TimeoutS = 2.0
     """A look-up that takes longer is a miss."""
-    load_timeout_s: float = number(10.0)
+    load_timeout_s: TimeoutS = 10.0
     """A read that takes longer is a miss."""
-    store_timeout_s: float = number(30.0)
+    store_timeout_s: TimeoutS = 30.0
     """A store that takes longer has failed."""
+    fingerprint: str | dict[str, str] = ""
+    """Digest of the weights, or one for each model by its name. A model that is a folder has its own computed."""
     tenant: str = ""
     """The owner of the KV: tenants share nothing."""
 
     def __post_init__(self) -> None:
-        self._check_ways()
-        for each in fields(self):
-            value, kind = getattr(self, each.name), each.metadata.get("kind") or _PLAIN.get(type(each.default))
-            if kind is not None and value is not each.default and not kind.holds(value):
-                raise InvalidRequest(f"{each.name}={value!r}: expected {kind.expected}")
+        if bool(self.root) == bool(self.connect):
+            raise InvalidRequest(
+                f"{'both' if self.root else 'neither'} of root and connect: give "
+                '{"root": URL}, with "etcd" where there is a cluster, or {"connect": "HOST:PORT"}'
+            )
+        way, others = ("root", WITH_CONNECT) if self.root else ("connect", WITH_ROOT)
+        if ignored := [name for name in others if getattr(self, name) not in (None, "auto")]:
+            raise InvalidRequest(f"{' and '.join(ignored)} beside {way}: they go with the other of root and connect")
         if self.write and not self.memory:
             raise InvalidRequest("write without memory: it says when memory is enough for a put; give memory")
-        TierSettings.of(**self.given("memory", "write"))
+        TierSettings.of(**self._given("memory", "write"))
         if AskedBound.of(self.max_bytes, self.ttl).is_explicit and self.etcd:
             raise InvalidRequest("max_bytes and ttl beside etcd: kvstore-gc bounds a cluster's root, give them to that")
+        digests = [self.fingerprint] if isinstance(self.fingerprint, str) else self.fingerprint.values()
+        for digest in ("", *digests):
+            Namespace.of("checked", OPAQUE_LAYOUT, digest, self.tenant)  # their lengths and characters
 
     @classmethod
-    def names(cls) -> frozenset[str]:
-        """Every key that may be given."""
-        return frozenset(each.name for each in fields(cls))
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any], where: str = "the settings") -> Self:
+    def of(cls, given: Mapping[Any, Any], where: str = "the settings") -> Self:
         """Makes settings from a mapping with these keys and no others; ``where`` names it in messages.
 
         A key that nobody reads is an error, because a misspelt one would be ignored in silence.
         """
-        unknown = sorted(map(str, set(given) - cls.names()))
-        if unknown:
-            raise InvalidRequest(
-                f"{where} has unknown keys {', '.join(unknown)}: expected {', '.join(sorted(cls.names()))}"
-            )
         try:
-            return cls(**given)
-        except InvalidRequest as wrong:
+            return msgspec.convert(given, cls)
+        except msgspec.ValidationError as wrong:
             raise InvalidRequest(f"{where}: {wrong}") from wrong
 
-    def given(self, *names: str) -> dict[str, Any]:
-        """Those of these settings that are not None."""
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+    @classmethod
+    def names(cls) -> frozenset[str]:
+        """Every key that may be given."""
+        return frozenset(cls.__struct_fields__)
 
     def place(self) -> dict[str, Any]:
         """The settings that say where the store is, as far as they were given."""
-        return self.given(*(each.name for each in fields(self) if each.metadata.get("way")))
+        return self._given(*WITH_ROOT, *WITH_CONNECT)
 
     def open(self) -> Store:
         """Opens the store. Raises what ``kvstore.open`` and ``kvstore.connect`` raise."""
@@ -451,7 +379,7 @@ class Settings:
                 write_deadline_s=write_s,
                 meta_deadline_s=min(Limits().meta_deadline_s, write_s),
             )
-            options = self.given("durability", "root_options", "memory", "write")
+            options = self._given("durability", "root_options", "memory", "write")
             bound: dict[str, Any] = {"max_bytes": self.max_bytes, "ttl": self.ttl}  # checked at the start
             return kvstore.open(self.root, self.etcd or None, limits=limits, **bound, **options)
         tls = (self.tls_ca, self.tls_cert, self.tls_key, self.tls_server_name)
@@ -462,123 +390,112 @@ class Settings:
             token_file=self.token_file,
         )
 
-    def _check_ways(self) -> None:
-        """Raises InvalidRequest unless one way to the store is named, and only keys that go with it."""
-        if bool(self.root) == bool(self.connect):
-            raise InvalidRequest(
-                f"{'both' if self.root else 'neither'} of root and connect: give "
-                '{"root": URL}, with "etcd" where there is a cluster, or {"connect": "HOST:PORT"}'
-            )
-        way, other = ("root", "connect") if self.root else ("connect", "root")
-        ignored = [
-            each.name
-            for each in fields(self)
-            if each.metadata.get("way") == other and getattr(self, each.name) not in (None, each.default)
-        ]
-        if ignored:
-            raise InvalidRequest(f"{' and '.join(ignored)} beside {way}: {_BESIDE[other]}")
+    def _given(self, *names: str) -> dict[str, Any]:
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
-# The settings that LMCache and SGLang share, a store that may be down at first, and the keys of their blocks.
+# A store that may be down when the engine starts, and the keys of its blocks.
 
 
-T = TypeVar("T")
+class LazyStore:
+    """The engine's store. If it does not answer at the start, a thread opens it later, and everything is a miss so far.
 
-TIMEOUT_S_MAX = 300.0
-"""Maximum of a look-up's and a read's time-out: no node keeps a hold for longer, and a hold must outlast its read."""
-"""After the store could not be opened, calls are misses for this long."""
-OPAQUE_LAYOUT = Layout(1, 1, 1, "int8", 1)
-"""The layout of namespaces whose keys describe their blocks."""
-_ENGINE_KEY = blake2b(digest_size=32, person=b"kvstore.engine")  # a copy costs less than a new one
-
-
-def _marks(given: Any) -> list[Any]:
-    return [*given.values()] if isinstance(given, Mapping) else [given]
-
-
-def _are_marks(given: Any) -> bool:
-    return all(isinstance(each, str) for each in _marks(given))
-
-
-@dataclass(frozen=True)
-class StoreSettings(Settings):
-    """The settings that LMCache and SGLang share."""
-
-    lookup_timeout_s: float = number(2.0, most=TIMEOUT_S_MAX)
-    load_timeout_s: float = number(10.0, most=TIMEOUT_S_MAX)
-    store_timeout_s: float = number(30.0, most=TIMEOUT_S_MAX)
-    fingerprint: str | Mapping[str, str] = setting("", Kind("text, or a mapping of models to text", _are_marks))
-    """Digest of the weights, or one for each model by its name. A model that is a folder has its own computed."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for mark in _marks(self.fingerprint):
-            Namespace.of("checked", OPAQUE_LAYOUT, mark, self.tenant)  # their lengths and characters
-
-
-class LateStore:
-    """A store that may be down when the engine starts: it is opened when it is needed and answers.
-
-    Thread-safe. Raises what ``kvstore.open`` raises, except Unavailable.
+    Thread-safe. Raises what ``kvstore.open`` raises, except Unavailable and Overloaded.
     """
 
-    def __init__(self, settings: StoreSettings) -> None:
+    def __init__(self, settings: Settings, namespaces: Iterable[Namespace] = ()) -> None:
+        """``namespaces`` are those of ``caches``."""
         self._settings = settings
+        self._namespaces = list(namespaces)
         self._fingerprints = Fingerprints(settings.fingerprint, settings.lookup_timeout_s)
+        self._trouble = Trouble(log, "connector.store_unavailable")
         self._clock = SystemClock()
         self._lock = threading.Lock()
         self._store: Store | None = None
+        self._caches: list[BlockCache] | None = None
+        self._models: Recent[tuple[Any, ...], Cache] = Recent(REMEMBERED_MAX)
         self._again_s = 0.0
-        self._closed = False
-        with suppress(Unavailable):
-            self._try(self._opened)
+        self._closing = threading.Event()
+        self._opener: threading.Thread | None = None
+        try:
+            self._open()
+        except (Unavailable, Overloaded) as error:
+            self._trouble.failed(error)
+            self._opener = threading.Thread(target=self._retry, name="kvstore-opener", daemon=True)
+            self._opener.start()
+        except KVStoreError:
+            self.close()
+            raise
 
-    def open(self) -> Store:
-        """Returns the store. Raises Unavailable while it is down."""
-        return self._store or self._try(self._opened)
+    def store(self) -> Store:
+        """Returns the store. Raises Unavailable until it has answered once."""
+        store = self._store
+        if store is None:
+            raise Unavailable(self._trouble.why or "the store is closed: open it again")
+        return store
+
+    def caches(self) -> list[BlockCache] | None:
+        """Returns the caches of the namespaces given, in their order; None until the store has answered once."""
+        return self._caches
 
     def model(self, engine: str, model: str, attributes: Mapping[str, str], path: str | None = None) -> Cache:
         """Returns the cache of a model's blocks; ``path`` is the folder of its weights, if that is not its name.
 
         Raises what opening it raises; after that, and while weights are hashed, Unavailable at once for a while.
         """
+        key = (engine, model, path, *sorted(attributes.items()))
+        if (cache := self._models.get(key)) is not None:
+            return cache
         # The name is for people, and a model's may be a path of any length: the attributes have all of it.
         readable = os.path.basename(model.rstrip("/"))[-100:].encode("ascii", "replace").decode()
         name = f"{engine}-{readable or 'model'}"
         told = {**attributes, "model": blake2b(text(model), digest_size=16).hexdigest()}
         fingerprint = self._fingerprints.of(path or model)
-
-        def opened() -> Cache:
-            return self._opened().namespace(name, OPAQUE_LAYOUT, fingerprint, self._settings.tenant, told)
-
-        return self._try(opened)
-
-    def close(self) -> None:
-        """Ends threads and connections. Idempotent."""
-        with self._lock:
-            self._closed = True
-            store, self._store = self._store, None
-        if store is not None:
-            store.close()
-
-    def _opened(self) -> Store:
-        if self._closed:
-            raise Unavailable("the store is closed: open it again")
-        if self._store is None:
-            self._store = self._settings.open()
-        return self._store
-
-    def _try(self, call: Callable[[], T]) -> T:
         # One at a time: a thread that comes while another waits for a dead store need not wait as long again.
         with self._lock:
             if self._clock.monotonic_s() < self._again_s:
-                raise Unavailable("the store could not be opened a moment ago")
+                raise Unavailable("the store did not answer a moment ago")
             try:
-                return call()
+                cache = self.store().namespace(name, OPAQUE_LAYOUT, fingerprint, self._settings.tenant, told)
             except Unavailable as error:
-                log.warning("connector.store_unavailable why=%s", error)
+                self._trouble.failed(error)
                 self._again_s = self._clock.monotonic_s() + PAUSE_S
                 raise
+            self._models[key] = cache
+            return cache
+
+    def close(self) -> None:
+        """Ends threads and connections. Idempotent."""
+        self._closing.set()
+        if self._opener is not None and self._opener is not threading.current_thread():
+            self._opener.join(PAUSE_S)
+        self._caches = None
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    def _open(self) -> None:
+        if self._store is None:
+            self._store = self._settings.open()
+        self._caches = [
+            self._store.namespace(each.name, each.layout, each.fingerprint, each.tenant, dict(each.attributes)).blocks
+            for each in self._namespaces
+        ]
+
+    def _retry(self) -> None:
+        while not self._closing.wait(PAUSE_S):
+            try:
+                self._open()
+            except KVStoreError as error:
+                self._trouble.failed(error)
+                continue
+            log.warning("connector.store_available")
+            if self._closing.is_set():  # while it was opened
+                self.close()
+            return
+
+
+_ENGINE_KEY = blake2b(digest_size=32, person=b"kvstore.engine")  # a copy costs less than a new one
 
 
 def block_key(*parts: bytes) -> bytes:

@@ -1,8 +1,6 @@
-"""LMCache's server mode: the store as its L2, by its ``plugin`` adapter.
+"""Locks that LMCache took by a look-up and has not yet released: holds of the store, by LMCache's keys.
 
-LMCache calls from its controller threads and waits for event descriptors; our own threads do the work. Every failure is
-a miss or a failed store, and every task ends: each step by its timeout (the first of a model by ``store_timeout_s``). A
-task that waited longer than that for a thread is not started.
+A lock ends when its last key is unlocked, or after a time, because the process that should unlock may have died.
 """
 
 from __future__ import annotations
@@ -11,7 +9,9 @@ import itertools
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
@@ -23,20 +23,119 @@ from lmcache.v1.platform import create_event_notifier
 
 from kvstore.background import Tasks
 from kvstore.client import Cache
-from kvstore.connectors.common import LateStore, Trouble
+from kvstore.client.cache import BlockHold
+from kvstore.connectors.common import LazyStore, Trouble
 from kvstore.connectors.lmcache_keys import (
     OPAQUE,
-    ModelCaches,
     Settings,
+    bytes_of,
     name_of,
     places_by_name,
     read_blocks,
     tensors,
     tensors_of,
 )
-from kvstore.connectors.lmcache_locks import Locks
 from kvstore.errors import HoldBroken, KVStoreError
-from kvstore.sources import SystemClock
+from kvstore.sources import Clock, SystemClock
+
+
+@dataclass(slots=True, eq=False)
+class Lock:
+    """One hold, and the number of its keys that are still locked."""
+
+    hold: BlockHold
+    keys: Sequence[Hashable]
+    left: int
+    ends_s: float
+
+
+class Locks:
+    """All locks of one adapter. Thread-safe."""
+
+    def __init__(self, lock_s: float, clock: Clock) -> None:
+        self._lock_s = lock_s
+        self._clock = clock
+        self._mutex = threading.Lock()
+        self._by_key: dict[Hashable, deque[Lock]] = {}
+        self._by_age: deque[Lock] = deque()
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def add(self, hold: BlockHold, keys: Sequence[Hashable]) -> None:
+        """Locks ``keys``, which ``hold`` covers; releases the hold if there are none."""
+        ended = self._expired()
+        if keys:
+            lock = Lock(hold, keys, len(keys), self._clock.monotonic_s() + self._lock_s)
+            with self._mutex:
+                self._by_age.append(lock)
+                for key in keys:
+                    self._by_key.setdefault(key, deque()).append(lock)
+        else:
+            ended.append(hold)
+        for each in ended:
+            each.release()
+
+    def remove(self, keys: Sequence[Hashable]) -> None:
+        """Unlocks each key once; skips those that are not locked. Never raises."""
+        ended: list[BlockHold] = []
+        with self._mutex:
+            for key in keys:
+                locks = self._by_key.get(key)
+                if not locks:
+                    continue
+                lock = locks.popleft()
+                if not locks:
+                    del self._by_key[key]
+                lock.left -= 1
+                if not lock.left:
+                    ended.append(lock.hold)
+            while self._by_age and not self._by_age[0].left:
+                self._by_age.popleft()
+        for each in ended:
+            each.release()
+
+    def of(self, key: Hashable) -> BlockHold | None:
+        """Returns the oldest hold on a key, or None."""
+        with self._mutex:
+            locks = self._by_key.get(key)
+            return locks[0].hold if locks else None
+
+    def clear(self) -> None:
+        """Unlocks everything."""
+        with self._mutex:
+            holds = [lock.hold for lock in self._by_age if lock.left]
+            self._by_age.clear()
+            self._by_key.clear()
+        for hold in holds:
+            hold.release()
+
+    def _expired(self) -> list[BlockHold]:
+        """Removes and returns the holds of expired and ended locks."""
+        now_s = self._clock.monotonic_s()
+        ended: list[BlockHold] = []
+        with self._mutex:
+            while self._by_age and (not self._by_age[0].left or self._by_age[0].ends_s <= now_s):
+                lock = self._by_age.popleft()
+                if not lock.left:
+                    continue
+                for key in lock.keys:
+                    locks = self._by_key.get(key)
+                    if locks and lock in locks:
+                        locks.remove(lock)
+                        if not locks:
+                            del self._by_key[key]
+                lock.left = 0
+                ended.append(lock.hold)
+        return ended
+
+
+# LMCache's server mode: the store as its L2, by its ``plugin`` adapter.
+#
+# LMCache calls from its controller threads and waits for event descriptors; our own threads do the work. Every
+# failure is a miss or a failed store, and every task ends: each step by its timeout (the first of a model by
+# ``store_timeout_s``). A task that waited longer than that for a thread is not started.
+
 
 log = logging.getLogger(__name__)
 
@@ -92,8 +191,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def __init__(self, config: dict[str, Any], **_: Any) -> None:
         super().__init__(max_capacity_bytes=0)
         self._settings = settings = Settings.of(config, "adapter_params")
-        self._store = LateStore(settings)
-        self._caches = ModelCaches(self._store, "l2")
+        self._store = LazyStore(settings)
         self._clock = SystemClock()
         self._locks = Locks(settings.lock_s, self._clock)
         self._ids = itertools.count()
@@ -137,7 +235,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         for cache, places in self._in_time(self._by_model(keys), self._settings.store_timeout_s):
             left -= len(places)
             names = [self._key_of(keys[place], objects[place]) for place in places]
-            buffers = [_bytes_of(objects[place]) for place in places]
+            buffers = [bytes_of(objects[place]) for place in places]
             stored = cache.blocks.put_new(names, buffers)
             sizes = {
                 place: len(buffer) for place, buffer, new in zip(places, buffers, stored.fresh, strict=True) if new
@@ -203,7 +301,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         ends_s = self._clock.monotonic_s() + self._settings.load_timeout_s
         for cache, places in self._by_model(keys):
             names = [self._key_of(keys[place], objects[place]) for place in places]
-            buffers = [_bytes_of(objects[place]) for place in places]
+            buffers = [bytes_of(objects[place]) for place in places]
             by_hold = self._by_hold([keys[place] for place in places])
             for hold, at in self._in_time(by_hold, ends_s - self._clock.monotonic_s()):
                 part = [names[each] for each in at], [buffers[each] for each in at]
@@ -224,7 +322,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         groups: dict[int, tuple[Callable[..., list[bool]], list[int]]] = {}
         for at, key in enumerate(keys):
             hold = self._locks.of(key)
-            read = hold.get if hold is not None else self._caches.of(key.model_name).blocks.get
+            read = hold.get if hold is not None else self._cache(key.model_name).blocks.get
             groups.setdefault(id(hold), (read, []))[1].append(at)
         return list(groups.values())
 
@@ -304,10 +402,8 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         """Returns the block's key: LMCache's key, and the object that is stored or loaded."""
         return self._name_of(key, tensors_of(made.meta))
 
+    def _cache(self, model: str) -> Cache:
+        return self._store.model("lmcache", model, {"engine": "lmcache", "interface": "l2"})
+
     def _by_model(self, keys: Sequence[Any]) -> list[tuple[Cache, list[int]]]:
-        return [(self._caches.of(model), at) for model, at in places_by_name([key.model_name for key in keys]).items()]
-
-
-def _bytes_of(made: Any) -> memoryview:
-    """Returns the object's own memory."""
-    return memoryview(made.byte_array).cast("B")
+        return [(self._cache(model), at) for model, at in places_by_name([key.model_name for key in keys]).items()]

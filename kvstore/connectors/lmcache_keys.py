@@ -7,18 +7,16 @@ from the settings, and the key takes shapes and types from the object.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
-from kvstore.client import Cache
-from kvstore.connectors.common import TIMEOUT_S_MAX, LateStore, StoreSettings, key_of, number, packed, text
+import msgspec
+
+from kvstore.connectors import common
+from kvstore.connectors.common import TimeoutS, key_of, packed, text
 from kvstore.errors import WrongSize
 
-MODELS_MAX = 256
-"""Models of one LMCache that are remembered; beyond that the oldest is opened again when it comes back."""
 THREADS_MAX = 64
 KINDS_MAX = 256
 """Kinds of objects whose parts of a key are remembered, because many objects of one call share them."""
@@ -26,37 +24,15 @@ OPAQUE = ""
 """The tensors of an object that is only bytes, such as a compressed one."""
 
 
-@dataclass(frozen=True)
-class Settings(StoreSettings):
+class Settings(common.Settings, frozen=True, kw_only=True):
     """The settings in LMCache's configuration."""
 
-    lock_s: float = number(120.0, most=TIMEOUT_S_MAX)
+    lock_s: TimeoutS = 120.0
     """A lock that LMCache never unlocks ends after this time; at most the node's own limit of 300."""
-    threads: int = number(4, least=1, most=THREADS_MAX)
+    threads: Annotated[int, msgspec.Meta(ge=1, le=THREADS_MAX)] = 4
     """Threads that load; half as many look up, and half as many store."""
     serde: str = ""
     """A name for the output of LMCache's ``serde``; without it only the same process finds such objects."""
-
-
-class ModelCaches:
-    """The namespaces of the models that one LMCache serves, each opened when its model is first met. Thread-safe."""
-
-    def __init__(self, store: LateStore, interface: str) -> None:
-        self._store = store
-        self._interface = interface
-        self._lock = threading.Lock()
-        self._caches: dict[str, Cache] = {}
-
-    def of(self, model: str) -> Cache:
-        """Returns the cache of a model. Raises what opening it raises, and tries again the next time."""
-        cache = self._caches.get(model)
-        if cache is not None:
-            return cache
-        cache = self._store.model("lmcache", model, {"engine": "lmcache", "interface": self._interface})
-        with self._lock:
-            while len(self._caches) >= MODELS_MAX:
-                del self._caches[next(iter(self._caches))]
-            return self._caches.setdefault(model, cache)
 
 
 def name_of(key: Any, made_of: str, opaque: str) -> bytes:
@@ -101,6 +77,11 @@ def read_blocks(
         return read(names, buffers)
     except WrongSize as error:
         return error.hits
+
+
+def bytes_of(made: Any) -> memoryview:
+    """Returns the memory of one of LMCache's objects."""
+    return memoryview(made.byte_array).cast("B")
 
 
 def places_by_name(names: Sequence[str]) -> dict[str, list[int]]:

@@ -16,8 +16,8 @@ from lmcache.v1.storage_backend.connector import ConnectorAdapter, ConnectorCont
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from kvstore.client import Cache
-from kvstore.connectors.common import LateStore, Trouble, block_key, text
-from kvstore.connectors.lmcache_keys import ModelCaches, Settings, read_blocks, tensors
+from kvstore.connectors.common import LazyStore, Trouble, block_key, text
+from kvstore.connectors.lmcache_keys import Settings, bytes_of, read_blocks, tensors
 from kvstore.errors import InvalidRequest, KVStoreError
 
 log = logging.getLogger(__name__)
@@ -59,11 +59,8 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
         _check(config)
         self._memory = local_cpu_backend
         settings = Settings.of(_given(config.extra_config or {}, plugin_name), "extra_config")
-        self._store = LateStore(settings)
-        self._caches = ModelCaches(self._store, "remote")
-        self._lookup_trouble = Trouble(log, "lmcache.lookup_failed")
-        self._load_trouble = Trouble(log, "lmcache.load_failed")
-        self._store_trouble = Trouble(log, "lmcache.store_failed")
+        self._store = LazyStore(settings)
+        self._trouble = Trouble(log, "lmcache.call_failed")
         self._made_of = tensors(self.meta_shapes, self.meta_dtypes)
 
     # Looking up
@@ -81,11 +78,8 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
         """Returns the number of leading keys in the store."""
         if not keys:
             return 0
-        try:
-            return self._cache(keys[0]).blocks.match([self._name(key) for key in keys])
-        except KVStoreError as error:
-            self._lookup_trouble.failed(error)
-            return 0
+        names = [self._name(key) for key in keys]
+        return self._trouble.or_miss(lambda: self._cache(keys[0]).blocks.match(names), 0)
 
     def support_batched_async_contains(self) -> bool:
         return True
@@ -122,11 +116,11 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
             if wanted:
                 cache = self._cache(keys[0])
                 names = [self._name(keys[at]) for at in wanted]
-                read = read_blocks(cache.blocks.get, names, [_bytes_of(made[at]) for at in wanted])
+                read = read_blocks(cache.blocks.get, names, [bytes_of(made[at]) for at in wanted])
                 for at, name, hit in zip(wanted, names, read, strict=True):
                     hits[at] = hit or self._get_part(cache, name, made[at])
         except KVStoreError as error:
-            self._load_trouble.failed(error)
+            self._trouble.failed(error)
         finally:
             for at, each in enumerate(made):
                 if each is not None and not hits[at]:
@@ -142,7 +136,7 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
         size_bytes = int.from_bytes(length, "little")
         if not 0 < size_bytes < self.full_chunk_size_bytes or size_bytes % self.single_token_size:
             return False
-        return read_blocks(cache.blocks.get, [name], [_bytes_of(made)[:size_bytes]])[0] and bool(
+        return read_blocks(cache.blocks.get, [name], [bytes_of(made)[:size_bytes]])[0] and bool(
             self.reshape_partial_chunk(made, size_bytes)
         )
 
@@ -160,17 +154,14 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
     def _put(self, keys: list[Any], made: list[Any]) -> None:
         names, buffers = [], []
         for key, each in zip(keys, made, strict=True):
-            name, memory = self._name(key), _bytes_of(each)
+            name, memory = self._name(key), bytes_of(each)
             if len(memory) < self.full_chunk_size_bytes:
                 names.append(_length_name(name))
                 buffers.append(memoryview(len(memory).to_bytes(LENGTH_BYTES, "little")))
             names.append(name)
             buffers.append(memory)
-        try:
-            if names:
-                self._cache(keys[0]).blocks.put(names, buffers)
-        except KVStoreError as error:
-            self._store_trouble.failed(error)
+        if names:
+            self._trouble.or_miss(lambda: self._cache(keys[0]).blocks.put(names, buffers), None)
 
     # The rest
 
@@ -188,7 +179,7 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
     async def ping(self) -> int:
         """Returns 0 if the store answers."""
         try:
-            await asyncio.to_thread(lambda: self._store.open().stats())
+            await asyncio.to_thread(lambda: self._store.store().stats())
         except KVStoreError:
             return 1
         return 0
@@ -197,7 +188,7 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
         await asyncio.to_thread(self._store.close)
 
     def _cache(self, key: Any) -> Cache:
-        return self._caches.of(key.model_name)
+        return self._store.model("lmcache", key.model_name, {"engine": "lmcache", "interface": "remote"})
 
     def _name(self, key: Any) -> bytes:
         """Names a block by every field of LMCache's key, each encoded alone: users may write separators into tags."""
@@ -234,10 +225,6 @@ def _check(config: Any) -> None:
             "LMCache's builtin hashes differ in every process, so nothing that this one stores would be found: set "
             "pre_caching_hash_algorithm to sha256_cbor, or PYTHONHASHSEED to the same number in every engine"
         )
-
-
-def _bytes_of(made: Any) -> memoryview:
-    return memoryview(made.byte_array).cast("B")
 
 
 def _length_name(name: bytes) -> bytes:

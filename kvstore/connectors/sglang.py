@@ -33,7 +33,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from kvstore.client import Cache
-from kvstore.connectors.common import LateStore, StoreSettings, Trouble, block_key, text
+from kvstore.connectors.common import LazyStore, Settings, Trouble, block_key, text
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 
 # What calls of SGLang moved, and how fast, for its own metrics.
@@ -297,7 +297,7 @@ _DRAFTS = (str(PoolName.DRAFT), str(PoolName.DRAFT_SWA))
 
 
 class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
-    """The storage backend. ``StoreSettings`` lists our keys, which stand beside SGLang's own. Thread-safe.
+    """The storage backend. ``Settings`` lists our keys, which stand beside SGLang's own. Thread-safe.
 
     Engines share pages if their model, weights, SGLang version, parallelism, rank, type and memory layout are equal;
     all tensor-parallel ranks share MLA pages. Raises InvalidRequest for settings that make no sense, and what
@@ -306,15 +306,15 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
         extra = storage_config.extra_config or {}
-        ours = {key: each for key, each in extra.items() if key in StoreSettings.names()}
-        settings = StoreSettings.of(ours, "the extra config")
+        ours = {key: each for key, each in extra.items() if key in Settings.names()}
+        settings = Settings.of(ours, "the extra config")
         self._config = storage_config
         self._kv: PagePool | None = None
         self._pools: dict[str, PagePool] = {}
         self._cache: Cache | None = None
         self._trouble = Trouble(log, "sglang.call_failed")
         self._read, self._written = Moves(), Moves()
-        self._store = LateStore(settings)
+        self._store = LazyStore(settings)
 
     # Pools
 
@@ -369,7 +369,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             buffers = [block for page in pages for block in pool.cut(page, copy=False)]
             return pool.whole(self._blocks().blocks.get(pool.names(keys), buffers))
 
-        hits = self._read.timed(sum(pool.sizes), lambda: self._or_miss(read, [False] * len(keys)))
+        hits = self._read.timed(sum(pool.sizes), lambda: self._trouble.or_miss(read, [False] * len(keys)))
         return [page if hit else None for page, hit in zip(pages, hits, strict=True)]
 
     def batch_set(
@@ -391,7 +391,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
                 self._blocks().blocks.match(pool.names(before))  # a use of what SGLang has itself, as of the rest
             return self._blocks().blocks.match(pool.names(keys))
 
-        return self._or_miss(look, 0) // count
+        return self._trouble.or_miss(look, 0) // count
 
     # Pages in place (``interface_v1``)
 
@@ -416,7 +416,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         ]
         pools = [anchor, *(self._pools[str(each.name)] for each in transfers)]
         names = [pool.names(keys) for pool in pools]
-        found = self._or_miss(
+        found = self._trouble.or_miss(
             lambda: self._blocks().blocks.present([name for each in names for name in each]),
             [False] * sum(map(len, names)),
         )
@@ -492,7 +492,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             pool.filled(indices, buffers, hits)
             return hits
 
-        return self._read.timed(sum(pool.sizes), lambda: self._or_miss(read, miss))
+        return self._read.timed(sum(pool.sizes), lambda: self._trouble.or_miss(read, miss))
 
     def _set_in_place(self, pool: PagePool, keys: Sequence[str], indices: Any, extra_info: Any) -> list[bool]:
         if not pool.fits(len(keys), indices):
@@ -507,7 +507,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             first = pages_before * len(pool.sizes)
             return pool.whole(self._blocks().blocks.put(pool.names(keys), buffers(), first=first))
 
-        return self._written.timed(sum(pool.sizes), lambda: self._or_miss(write, [False] * len(keys)))
+        return self._written.timed(sum(pool.sizes), lambda: self._trouble.or_miss(write, [False] * len(keys)))
 
     def _anchor(self) -> PagePool:
         if self._kv is None:
@@ -543,16 +543,6 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         tag, model = getattr(pool, "storage_format_tag", None), config.model_name or ""
         path = launched.get("model_path") or (model.removesuffix(f"-{tag}") if tag else model)
         return self._store.model("sglang", model, attributes, path)
-
-    def _or_miss(self, call: Callable[[], T], miss: T) -> T:
-        """Returns the call's result, or ``miss`` if the store could not answer."""
-        try:
-            result = call()
-        except KVStoreError as error:
-            self._trouble.failed(error)
-            return miss
-        self._trouble.went_well()
-        return result
 
 
 def _parts_in_all(config: HiCacheStorageConfig, pool: Any) -> int:

@@ -30,8 +30,8 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvstore.background import Tasks
-from kvstore.connectors.vllm.link import Link
-from kvstore.connectors.vllm.naming import Shape, check_hashes, model_fingerprint, namespaces
+from kvstore.connectors.common import LazyStore
+from kvstore.connectors.vllm.namespaces import Shape, check_hashes, model_fingerprint, namespaces
 from kvstore.connectors.vllm.settings import TierSettings
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.namespace import Namespace
@@ -71,11 +71,11 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             group.group_id: group.tokens_per_block * offloading_spec.blocks_per_chunk
             for group in offloading_spec.config.groups
         }
-        self._link = Link(settings, [_namespace(offloading_spec, settings, self.block_size_bytes)])
+        self._store = LazyStore(settings, [_namespace(offloading_spec, settings, self.block_size_bytes)])
         self._finished: queue.SimpleQueue[tuple[JobResult, list[bytes], OffloadingEvent | None]] = queue.SimpleQueue()
         self._condition = threading.Condition()
         self._under_way = 0
-        self._lookups = _Lookups(tier_type, self._link, settings)
+        self._lookups = _Lookups(tier_type, self._store, settings)
         self._tells = settings.events and bool(offloading_spec.kv_events_config.enable_kv_cache_events)
         self._events: list[OffloadingEvent] = []
         # vLLM bounds its jobs itself: each has chunks of the CPU cache.
@@ -147,7 +147,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._loading.close(CLOSE_S)
         self._storing.close(CLOSE_S)
         self._lookups.shutdown()
-        self._link.close()
+        self._store.close()
 
     def _submit(self, threads: Tasks, job: TransferJob) -> None:
         with self._condition:
@@ -185,7 +185,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         return OffloadingEvent(keys=keys, medium=self.medium, removed=removed, locality=self.locality) if keys else None
 
     def _transfer(self, job: TransferJob, keys: Sequence[bytes]) -> list[bool]:
-        caches = self._link.caches()
+        caches = self._store.caches()
         if caches is None:
             return [False] * len(keys)
         rows = [self._chunks[int(chunk)] for chunk in job.chunk_ids]
@@ -239,8 +239,8 @@ def _runs(places: Sequence[_Place]) -> list[list[int]]:
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
     """vLLM's own background look-ups, sent to the store."""
 
-    def __init__(self, tier_type: str, link: Link, settings: TierSettings) -> None:
-        self._link = link
+    def __init__(self, tier_type: str, store: LazyStore, settings: TierSettings) -> None:
+        self._store = store
         self._settings = settings
         self._paused_until_s = 0.0
         self.era = b""
@@ -249,7 +249,7 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
 
     def batch_lookup(self, keys: list[bytes], req_context: Any) -> Iterable[bool]:
         """Returns one flag per key. Past the deadline they are absent, and for a while those of other requests too."""
-        caches, began_s = self._link.caches(), time.monotonic()
+        caches, began_s = self._store.caches(), time.monotonic()
         if caches is None or began_s < self._paused_until_s:
             return [False] * len(keys)
         found: list[bool] = []

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.client.cache import BlockCache
-from kvstore.connectors.common import OPAQUE_LAYOUT, StoreSettings
-from kvstore.connectors.vllm.link import Link
-from kvstore.connectors.vllm.settings import Settings
+from kvstore.connectors.common import OPAQUE_LAYOUT, LazyStore, Settings
 from kvstore.namespace import Namespace
 from tests.kit.arenas import serving_memory
 from tests.kit.engine_blocks import blocks_of, buffers_for, keys_of, same
@@ -23,7 +21,7 @@ pytestmark = pytest.mark.slow
 @contextmanager
 def of_vllm(address: str) -> Iterator[BlockCache]:
     """Opens a store as the vLLM connector does, on its workers and in its scheduler."""
-    link = Link(Settings.of({"connect": address}), [Namespace.of("m", OPAQUE_LAYOUT)])
+    link = LazyStore(Settings.of({"connect": address}), [Namespace.of("m", OPAQUE_LAYOUT)])
     try:
         caches = link.caches()
         assert caches is not None
@@ -35,7 +33,7 @@ def of_vllm(address: str) -> Iterator[BlockCache]:
 @contextmanager
 def of_sglang_and_lmcache(address: str) -> Iterator[BlockCache]:
     """Opens a store as those two connectors do."""
-    with StoreSettings.of({"connect": address}, "here").open() as store:
+    with Settings.of({"connect": address}, "here").open() as store:
         yield store.namespace("m", OPAQUE_LAYOUT).blocks
 
 

@@ -66,16 +66,6 @@ def test_parameters_and_defaults_are_vineyards_in_its_order() -> None:
         assert list(parameters(getattr(KVCache, call)))[1:] == ["tokens", "kv_cache_list"]
 
 
-def test_the_cache_tells_what_it_was_made_of(tmp_root: Path) -> None:
-    config = FileCacheConfig(chunk_size=4, root=str(tmp_root / "kv"))
-    with KVCache(config, 32, 77, 3) as cache:
-        assert (cache.tensor_nbytes, cache.cache_capacity, cache.layer, cache.chunk_size) == (32, 77, 3, 4)
-        assert cache.cache_config == config
-        assert "chunk_size=4" in repr(cache)
-    with KVCache(VineyardCacheConfig(str(tmp_root / "socket"), block_size=9), 32) as blob:
-        assert blob.chunk_size == 9
-
-
 def test_without_any_configuration_it_says_where_to_give_one() -> None:
     with pytest.raises(ValueError, match="VINEYARD_LLM_CACHE_FILESYSTEM"):
         KVCache()
@@ -105,13 +95,6 @@ def test_the_environment_describes_shared_memory_and_files_win(tmp_root: Path, m
     monkeypatch.setenv("VINEYARD_LLM_CACHE_FILESYSTEM_ROOT", str(tmp_root / "files"))
     with KVCache() as cache:
         assert isinstance(cache.cache_config, FileCacheConfig)
-
-
-def test_a_number_in_the_environment_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VINEYARD_LLM_CACHE_FILESYSTEM", "1")
-    monkeypatch.setenv("VINEYARD_LLM_CACHE_FILESYSTEM_CHUNK_SIZE", "many")
-    with pytest.raises(ValueError, match="CHUNK_SIZE='many'"):
-        KVCache()
 
 
 def test_ranks_are_apart_and_the_callers_configuration_stays_as_it_is(tmp_root: Path) -> None:
@@ -167,10 +150,3 @@ def test_a_folder_of_vineyards_own_files_is_not_taken_for_a_root(tmp_root: Path)
         KVCache(FileCacheConfig(root=str(tmp_root / "kv")))
     assert isinstance(refused.value, errors.RootMismatch)
     assert sorted(path.name for path in (tmp_root / "kv").iterdir()) == ["44"]
-
-
-def test_settings_of_the_store_pass_through(tmp_root: Path) -> None:
-    config = FileCacheConfig(root=str(tmp_root / "kv"))
-    KVCache(config, durability="fsync").close()
-    with pytest.raises(TypeError, match="unknown_setting"):
-        KVCache(config, unknown_setting=1)

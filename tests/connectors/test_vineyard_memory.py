@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.connectors.vineyard import KVCache, VineyardCacheConfig
-from kvstore.connectors.vineyard.types import memory_bytes
+from kvstore.connectors.vineyard import KVCache, VineyardCacheConfig, memory_bytes
 from kvstore.layout import Layout
 from kvstore.memory import arena
 from kvstore.writes import WriteModeName

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S
 
 pytestmark = pytest.mark.slow
@@ -52,18 +51,6 @@ def test_the_radix_tree_program_runs_with_its_imports_changed(tmp_root: Path) ->
 def test_the_file_system_program_runs_with_its_imports_changed(tmp_root: Path) -> None:
     run("chunk_hash_files.txt", tmp_root)
     assert (tmp_root / "vineyard" / "llm_cache" / "FORMAT").is_file()
-
-
-@for_each("module", ["kvstore.connectors.vineyard", "kvstore.connectors.vineyard.cache"])
-def test_both_of_vineyards_modules_have_a_counterpart_of_the_same_shape(module: str) -> None:
-    """``vineyard.llm`` and ``vineyard.llm.cache``: replacing the front of the path is enough."""
-    names = "KVCache, KVTensor, FileCacheConfig, VineyardCacheConfig, FilesystemType"
-    subprocess.run(
-        [sys.executable, "-c", f"from {module} import {names}"],
-        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
-        check=True,
-        timeout=PATIENCE_S,
-    )
 
 
 def test_a_second_run_of_the_file_program_finds_what_the_first_stored(tmp_root: Path) -> None:

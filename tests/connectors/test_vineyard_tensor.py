@@ -20,13 +20,6 @@ def test_reads_the_callers_memory_without_a_copy() -> None:
     assert (tensor.data, tensor.length) == (array.ctypes.data, 24)
 
 
-def test_is_a_one_dimensional_buffer_of_bytes() -> None:
-    array = np.frombuffer(b"four bytes and more", np.uint8)
-    view = memoryview(KVTensor(array.ctypes.data, 4))
-    assert (view.ndim, view.itemsize, view.nbytes, view.contiguous) == (1, 1, 4, True)
-    assert bytes(view) == b"four"
-
-
 @for_each("data, length", [("0", 4), (0, 4.0), (None, 4), (0, None)])
 def test_anything_but_integers_is_a_type_error(data: object, length: object) -> None:
     with pytest.raises(TypeError):

@@ -13,7 +13,7 @@ from kvstore.connectors.vineyard import FileCacheConfig, FilesystemType, KVCache
 from kvstore.root.posix import PosixRoot
 from kvstore.worker.worker import Worker
 from tests.kit.stores import member_on
-from tests.kit.tensors import asking, bytes_in, kv_of, over
+from tests.kit.tensors import kv_of, over
 
 pytestmark = pytest.mark.slow
 
@@ -53,29 +53,11 @@ def test_a_batched_round_trip_as_in_vineyards_own_test(endpoint: str) -> None:
         assert np.array_equal(out, kv)
 
 
-def test_prefix_by_prefix(endpoint: str) -> None:
-    kv = kv_of(TOKENS, LAYERS, SIZE)
-    with cache_at(endpoint, "prefixes") as cache:
-        assert cache.update(TOKENS[:4], TOKENS[4:8], over(kv[4:8])) == 0
-        for at in range(0, 12, CHUNK):
-            assert cache.update(TOKENS[:at], TOKENS[at : at + 4], over(kv[at : at + 4])) == 4
-        assert cache.update(None, TOKENS, over(kv)) == 12
-        asked = asking(8, LAYERS)
-        assert cache.query(TOKENS[:4], [*TOKENS[4:], 99], asked) == 8
-        assert np.array_equal(bytes_in(asked), kv[4:])
-
-
 def test_roots_and_ranks_are_apart_on_one_worker(endpoint: str) -> None:
     kv = kv_of(TOKENS, LAYERS, SIZE)
     with cache_at(endpoint, "one", 0) as zero, cache_at(endpoint, "one", 1) as one, cache_at(endpoint, "two", 0) as two:
         assert zero.update(None, TOKENS, over(kv)) == 12
         assert [cache.query(None, TOKENS, over(np.zeros_like(kv))) for cache in (zero, one, two)] == [12, 0, 0]
-
-
-def test_bad_calls_are_runtime_errors_there_too(endpoint: str) -> None:
-    with cache_at(endpoint, "errors") as cache, pytest.raises(RuntimeError) as refused:
-        cache.update(None, TOKENS[:3], over(kv_of(TOKENS[:3], LAYERS, SIZE)))
-    assert isinstance(refused.value, errors.InvalidRequest)
 
 
 def test_a_worker_that_is_not_there_is_unavailable(tmp_root: Path) -> None:

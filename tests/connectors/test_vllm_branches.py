@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.connectors.vllm.groups import Cluster
+from kvstore.connectors.vllm.blocks import Cluster
 from kvstore.errors import Unavailable
 from tests.kit.cases import for_each
 from tests.kit.patience import eventually
@@ -128,7 +128,7 @@ def test_a_store_that_does_not_answer_fails_no_request(
         raise Unavailable("nobody answers")
 
     monkeypatch.setattr(cache(engine.half), "supersede", silent)
-    caplog.set_level("INFO", "kvstore.connectors.vllm.branches")
+    caplog.set_level("INFO", "kvstore.connectors.vllm.hints")
     engine.run("sabc")
     engine.run("sq")
     assert engine.run("sabcd") == []

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.connectors.vllm.groups import Cluster, Kind
+from kvstore.connectors.vllm.blocks import Cluster, Kind
 from tests.kit.vllm_connector import BLOCK_TOKENS, Blocks, Request, cache, events_of, halves, matched, step, store
 
 KINDS = (Cluster((2, 3), BLOCK_TOKENS), Cluster((0, 1), BLOCK_TOKENS, Kind.WINDOW, 9))
@@ -35,10 +35,10 @@ def keys(request: Request, *indices: int) -> list[bytes]:
 def report(
     stored: dict[bytes, int] | None = None,
     unstored: set[bytes] | None = None,
-    failed: dict[int, set[bytes]] | None = None,
+    failed: set[bytes] | None = None,
 ) -> SimpleNamespace:
-    given = {"stored": stored or {}, "unstored": unstored or set(), "failed": failed or {}}
-    return SimpleNamespace(timed_out=False, ended={}, digests=set(), **given)
+    given = {"stored": stored or {}, "unstored": unstored or set(), "failed": failed or set()}
+    return SimpleNamespace(timed_out=False, digests=set(), **given)
 
 
 def told(half: Any) -> list[tuple[Any, ...]]:
@@ -92,7 +92,7 @@ def test_what_is_loaded_is_told_and_what_could_not_be_is_told_as_removed(make: C
     half.arrived(request)
     assert matched(half, request)[0] == 12
     half.allocated(request, Blocks(), 12)
-    half.learn(report(failed={0: {keys(request, 1)[0]}}))
+    half.learn(report(failed={keys(request, 1)[0]}))
     assert told(half) == [("stored", [0, 1, 2], None), ("removed", [1], None)]
 
 
@@ -165,10 +165,10 @@ def test_an_idle_engine_goes_on_for_a_moment_to_tell_and_no_longer(make: Callabl
 
 
 def test_what_waits_to_be_told_is_bounded(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    half = make(events=events_of())
     from kvstore.connectors.vllm import events
 
     monkeypatch.setattr(events, "PENDING_MAX", 3)
+    half = make(events=events_of())
     request = Request("a", 22)
     half.arrived(request)
     matched(half, request)
@@ -187,7 +187,7 @@ def test_of_several_kinds_of_kv_full_attention_is_told_once_for_its_first_group(
     half.learn(report({key: 1 for run in runs for key in run.keys}))
     (event,) = half.take_events()
     assert (event.group_idx, event.block_size, event.block_hashes) == (2, BLOCK_TOKENS, request.block_hashes)
-    half.learn(report(failed={0: {*runs[0].keys[7:8], *runs[1].keys}}))
+    half.learn(report(failed={*runs[0].keys[7:8], *runs[1].keys}))
     (gone,) = half.take_events()
     assert (gone.group_idx, gone.block_hashes) == (2, request.block_hashes[7:8])
 
@@ -202,7 +202,7 @@ def test_a_look_up_that_misses_a_window_alone_tells_no_removal(make: Callable[..
         assert all(cache(half).put(run.keys, [bytes(64)] * len(run.keys), first=run.first))
     half.learn(report(dict.fromkeys(whole.keys, 1)))
     half.take_events()
-    half.learn(report(failed={0: set(window.keys)}))  # they are passed over from now on
+    half.learn(report(failed=set(window.keys)))  # they are passed over from now on
     half.arrived(later)
     assert matched(half, later) == (0, False)
     assert half.take_events() == []

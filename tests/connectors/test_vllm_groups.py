@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.connectors.vllm.groups import SPAN_UNITS, Boundaries, Cluster, Kind, Tail, last_boundary
+from kvstore.connectors.vllm.blocks import SPAN_UNITS, Boundaries, Cluster, Kind, Tail, last_boundary
 from tests.kit.cases import for_each
 from tests.kit.vllm_connector import BLOCK_TOKENS, Request, cache, halves, matched, step
 
@@ -230,7 +230,7 @@ def test_a_state_that_could_not_be_loaded_is_passed_over(make: Callable[..., Any
     put(half, *ran(half, request, 0, 20, state(1, 71, 20)).stores)
     last = ran(half, request, 20, 20, state(1, 72, 40)).stores
     put(half, *last)
-    half.learn(SimpleNamespace(timed_out=False, ended={}, failed={0: set(last[1].keys)}, digests=set()))
+    half.learn(SimpleNamespace(timed_out=False, failed=set(last[1].keys), digests=set()))
     again = Request("b", 42)
     half.arrived(again)
     assert matched(half, again) == (20, True)

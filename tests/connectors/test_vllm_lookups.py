@@ -12,9 +12,9 @@ import pytest
 
 from kvstore import Layout
 from kvstore.client.cache import BlockCache
-from kvstore.connectors.vllm.counts import EngineCounts
-from kvstore.connectors.vllm.link import Link
+from kvstore.connectors.common import LazyStore
 from kvstore.connectors.vllm.lookups import UNKNOWN, Found, Lookup, Lookups
+from kvstore.connectors.vllm.metrics import EngineCounts
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.namespace import Namespace
 from tests.kit.patience import PATIENCE_S
@@ -24,25 +24,25 @@ BLOCK = bytes(64)
 
 
 @pytest.fixture
-def link() -> Iterator[Link]:
+def store() -> Iterator[LazyStore]:
     """A store with two ranks' namespaces."""
     ranks = [Namespace.of("model", Layout(1, 1, 16, "int8", 1), attributes={"tp rank": str(rank)}) for rank in (0, 1)]
-    opened = Link(Settings.of({"root": "memory://"}), ranks)
+    opened = LazyStore(Settings.of({"root": "memory://"}), ranks)
     yield opened
     opened.close()
 
 
 @contextmanager
-def looking(link: Link, **options: Any) -> Iterator[Lookups]:
-    lookups = Lookups(link, EngineCounts(), **{"timeout_s": 5.0, "wait_s": 0.0, "pause_s": 1.0, **options})
+def looking(store: LazyStore, **options: Any) -> Iterator[Lookups]:
+    lookups = Lookups(store, EngineCounts(), **{"timeout_s": 5.0, "wait_s": 0.0, "pause_s": 1.0, **options})
     try:
         yield lookups
     finally:
         lookups.close()
 
 
-def ranks(link: Link) -> list[BlockCache]:
-    caches = link.caches()
+def ranks(store: LazyStore) -> list[BlockCache]:
+    caches = store.caches()
     assert caches is not None
     return caches
 
@@ -60,40 +60,40 @@ def result(lookups: Lookups, lookup: Lookup) -> Found:
     return found
 
 
-def test_what_any_rank_lacks_is_not_there(link: Link) -> None:
-    first, second = ranks(link)
+def test_what_any_rank_lacks_is_not_there(store: LazyStore) -> None:
+    first, second = ranks(store)
     put(first, 0, 1, 2, 3)
     put(second, 0, 1, 2)
-    with looking(link) as lookups:
+    with looking(store) as lookups:
         assert result(lookups, lookups.begin(KEYS, 0)) == Found(3, 3)
         assert result(lookups, lookups.begin(KEYS[:2], 0)) == Found(2, 2)
 
 
-def test_a_hole_before_what_the_engine_has_is_told_apart(link: Link) -> None:
-    for cache in ranks(link):
+def test_a_hole_before_what_the_engine_has_is_told_apart(store: LazyStore) -> None:
+    for cache in ranks(store):
         put(cache, 0, 2, 3)
-    with looking(link) as lookups:
+    with looking(store) as lookups:
         assert result(lookups, lookups.begin(KEYS, 0)) == Found(1, 1)
         assert result(lookups, lookups.begin(KEYS, 2)) == Found(1, 4)
         assert result(lookups, lookups.begin(KEYS, 5)) == Found(1, 5)
 
 
-def test_blocks_of_several_groups_are_there_together_or_not(link: Link) -> None:
-    for cache in ranks(link):
+def test_blocks_of_several_groups_are_there_together_or_not(store: LazyStore) -> None:
+    for cache in ranks(store):
         put(cache, 0, 1, 2)
     pairs = [[KEYS[0][0], KEYS[1][0]], [KEYS[2][0], KEYS[3][0]]]
-    with looking(link) as lookups:
+    with looking(store) as lookups:
         assert result(lookups, lookups.begin(pairs, 0)) == Found(1, 1)
 
 
-def test_a_decode_engine_waits_for_what_is_being_written(link: Link) -> None:
+def test_a_decode_engine_waits_for_what_is_being_written(store: LazyStore) -> None:
     def write() -> None:
         for number in range(6):
             time.sleep(0.02)
-            for cache in ranks(link):
+            for cache in ranks(store):
                 put(cache, number)
 
-    with looking(link, wait_s=20.0) as lookups:
+    with looking(store, wait_s=20.0) as lookups:
         waited, absent = lookups.begin(KEYS, 0), lookups.begin([[b"?" * 32]], 0)
         writer = threading.Thread(target=write)
         writer.start()
@@ -103,7 +103,7 @@ def test_a_decode_engine_waits_for_what_is_being_written(link: Link) -> None:
 
 
 class Stuck:
-    """A link to a store that does not answer."""
+    """A store to a store that does not answer."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -121,7 +121,7 @@ class Stuck:
 def test_past_the_deadline_it_is_a_miss_and_the_next_ones_do_not_wait() -> None:
     stuck, now = Stuck(), [100.0]
     clock: Callable[[], float] = lambda: now[0]  # noqa: E731
-    with looking(cast(Link, stuck), timeout_s=1.0, pause_s=10.0, clock=clock) as lookups:
+    with looking(cast(LazyStore, stuck), timeout_s=1.0, pause_s=10.0, clock=clock) as lookups:
         lookup = lookups.begin(KEYS, 0)
         while not stuck.asked:
             time.sleep(0.001)
@@ -139,10 +139,10 @@ def test_past_the_deadline_it_is_a_miss_and_the_next_ones_do_not_wait() -> None:
 
 
 def test_a_store_that_is_down_is_no_reason_not_to_start() -> None:
-    link = Link(Settings.of({"connect": "127.0.0.1:1"}), [Namespace.of("model", Layout(1, 1, 16, "int8", 1))])
+    store = LazyStore(Settings.of({"connect": "127.0.0.1:1"}), [Namespace.of("model", Layout(1, 1, 16, "int8", 1))])
     try:
-        assert link.caches() is None
-        with looking(link) as lookups:
+        assert store.caches() is None
+        with looking(store) as lookups:
             assert lookups.result(lookups.begin(KEYS, 0)) is UNKNOWN
     finally:
-        link.close()
+        store.close()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.connectors.vllm.groups import Cluster, Kind
+from kvstore.connectors.vllm.blocks import Cluster, Kind
 from kvstore.errors import Overloaded
 from kvstore.results import PinRecord
 from tests.kit.vllm_connector import Request, cache, halves, store
@@ -27,7 +27,7 @@ def ended(half: Any, number: int = 0, tokens: int = 12, **said: Any) -> None:
 
 
 def pins(half: Any) -> list[PinRecord]:
-    found: list[PinRecord] = half._link._store.pins()
+    found: list[PinRecord] = half._store.store().pins()
     return found
 
 
@@ -50,7 +50,7 @@ def test_a_prompt_is_pinned_under_its_name_until_a_request_unpins_it(make: Calla
 
 
 def test_a_pin_waits_for_blocks_on_their_way_but_no_request_does(make: Callable[..., Any]) -> None:
-    half = make(store_timeout_s=3_600.0)
+    half = make(store_timeout_s=300.0)
     ended(half, pin="system")
     assert pins(half) == []
     store(half, Request("stored", 12), 3)
@@ -59,7 +59,7 @@ def test_a_pin_waits_for_blocks_on_their_way_but_no_request_does(make: Callable[
 
 
 def test_an_unpin_ends_the_pin_before_it_that_still_waits_for_blocks(make: Callable[..., Any]) -> None:
-    half = make(store_timeout_s=3_600.0)
+    half = make(store_timeout_s=300.0)
     ended(half, pin="system")
     ended(half, 1, unpin="system")
     store(half, Request("stored", 12), 3)
@@ -68,7 +68,7 @@ def test_an_unpin_ends_the_pin_before_it_that_still_waits_for_blocks(make: Calla
 
 
 def test_of_two_pins_of_a_name_the_later_one_stays_whichever_is_stored_first(make: Callable[..., Any]) -> None:
-    half = make(store_timeout_s=3_600.0)
+    half = make(store_timeout_s=300.0)
     ended(half, 0, 24, pin="system")
     store(half, Request("stored", 12), 3)
     ended(half, 1, 12, pin="system")
@@ -98,7 +98,7 @@ def test_a_name_that_is_pinned_again_keeps_its_last_pin_alone(make: Callable[...
 
 
 def test_states_that_are_not_stored_at_every_block_are_not_waited_for(make: Callable[..., Any]) -> None:
-    half = make([Cluster((0,), 4), Cluster((1,), 4, Kind.STATE)], store_timeout_s=3_600.0)
+    half = make([Cluster((0,), 4), Cluster((1,), 4, Kind.STATE)], store_timeout_s=300.0)
     request = Request("stored", 12)
     store(half, request, 3)
     assert cache(half).put([request.block_hashes[2] + b"\1"], [bytes(8)]) == [True]
@@ -125,9 +125,9 @@ def test_a_store_that_refuses_pins_fails_no_request(
 def test_names_are_forgotten_beyond_a_bound_and_their_pins_stay(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvstore.connectors.vllm import pinning
+    from kvstore.connectors.vllm import hints
 
-    monkeypatch.setattr(pinning, "NAMES_MAX", 2)
+    monkeypatch.setattr(hints, "NAMES_MAX", 2)
     half = make()
     store(half, Request("stored", 12), 3)
     for number, name in enumerate("abc"):

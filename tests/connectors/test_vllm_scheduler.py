@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from kvstore.connectors.vllm.settings import Settings
-from kvstore.errors import InvalidRequest
 from kvstore.format.header import Descent
 from kvstore.hints import PRIORITY_DEFAULT, Hints
 from tests.kit.cases import for_each
@@ -25,20 +23,14 @@ def make() -> Iterator[Callable[..., Any]]:
         yield found
 
 
-@for_each("load", ["async", "sync"])
-def test_what_was_loaded_is_not_stored_again(make: Callable[..., Any], load: str) -> None:
-    half, request = make(load=load), Request("a", 22)
+def test_what_was_loaded_is_not_stored_again(make: Callable[..., Any]) -> None:
+    half, request = make(), Request("a", 22)
     store(half, request, 3)
     half.arrived(request)
-    assert matched(half, request) == (12, load == "async")
+    assert matched(half, request) == (12, True)
     half.allocated(request, Blocks(), 12)
     first = step(half, request, 12, 10)
     assert [load.runs[0].blocks for load in first.loads] == [[(100,), (101,), (102,)]]
-    if load == "sync":
-        # Until it is known that the load went well nothing is stored.
-        assert first.stores == []
-        half.learn(SimpleNamespace(timed_out=False, ended={0: 1}, failed={}, digests=set()))
-        first = step(half, request, 12, 10)
     assert [run.blocks for run in first.stores] == [[(103,), (104,)]]
 
 
@@ -50,8 +42,8 @@ def test_what_could_not_be_loaded_is_stored_again(make: Callable[..., Any]) -> N
     half.allocated(request, Blocks(), 12)
     step(half, Request("another", 4), 0, 4)
     # The second of the three blocks was damaged: vLLM computes from there on.
-    failed = {0: {request.block_hashes[1] + b"\0"}}
-    half.learn(SimpleNamespace(timed_out=False, ended={0: 1}, failed=failed, digests=set()))
+    failed = {request.block_hashes[1] + b"\0"}
+    half.learn(SimpleNamespace(timed_out=False, failed=failed, digests=set()))
     orders = step(half, request, 4, 18)
     assert [run.blocks for run in orders.stores] == [[(101,), (102,), (103,), (104,)]]
 
@@ -69,7 +61,7 @@ def test_a_look_up_that_waits_longer_than_an_answer_is_good_for_still_ends(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half, request = make(wait_s=0.5), Request("a", 22)
-    monkeypatch.setattr(sys.modules["kvstore.connectors.vllm.tracked"], "STALE_S", 0.05)
+    monkeypatch.setattr(sys.modules["kvstore.connectors.vllm.hints"], "STALE_S", 0.05)
     half.arrived(request)
     began_s = time.monotonic()
     assert matched(half, request) == (0, False)
@@ -81,7 +73,7 @@ def test_an_answer_that_was_not_used_in_time_is_looked_for_anew(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half, request = make(), Request("a", 22)
-    monkeypatch.setattr(sys.modules["kvstore.connectors.vllm.tracked"], "STALE_S", 0.05)
+    monkeypatch.setattr(sys.modules["kvstore.connectors.vllm.hints"], "STALE_S", 0.05)
     half.arrived(request)
     assert matched(half, request) == (0, False)
     store(half, request, 3)
@@ -103,18 +95,6 @@ def test_a_look_up_that_nobody_waits_for_any_more_is_given_up(make: Callable[...
     third = half._tracked["a"].lookup
     half.finished(request)
     assert third.abandoned
-
-
-def test_loads_that_vllm_could_not_make_up_for_are_refused() -> None:
-    waits = Settings.of({"root": "memory://", "load": "sync"})
-    waits.check_loads(batches=1, drafts=True)
-    with pytest.raises(InvalidRequest, match="--no-async-scheduling"):
-        waits.check_loads(batches=2, drafts=False)
-    layered = Settings.of({"root": "memory://", "load": "sync", "layerwise": True})
-    layered.check_loads(batches=1, drafts=False)
-    with pytest.raises(InvalidRequest, match="set layerwise to false"):
-        layered.check_loads(batches=1, drafts=True)
-    Settings.of({"root": "memory://"}).check_loads(batches=2, drafts=True)
 
 
 def test_blocks_are_stored_with_their_place_in_the_prompt(make: Callable[..., Any]) -> None:

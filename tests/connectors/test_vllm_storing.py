@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.connectors.vllm.counts import EngineCounts
+from kvstore.connectors.vllm.metrics import EngineCounts
 from kvstore.errors import Overloaded, Unavailable
 from tests.kit.cases import for_each
 from tests.kit.patience import NEVER_S, PATIENCE_S
@@ -59,14 +59,14 @@ def modules() -> Iterator[None]:
 
 
 def storer(store: Store, *, tells: bool = True, bytes_max: int = 1 << 20) -> Any:
-    from kvstore.connectors.vllm.storing import Storer
+    from kvstore.connectors.vllm.worker import Storer
 
     pages = [Pages(len(store.parts))]
     return Storer(store, pages, EngineCounts(), bytes_max=bytes_max, pause_s=NEVER_S, tells=tells)  # type: ignore[arg-type]
 
 
 def run(*keys: bytes) -> Any:
-    from kvstore.connectors.vllm.messages import Run
+    from kvstore.connectors.vllm.blocks import Run
 
     return Run(0, list(keys), [(block,) for block in range(len(keys))])
 
@@ -97,9 +97,9 @@ def test_a_block_is_stored_if_all_of_its_parts_are() -> None:
 
 
 def test_what_a_file_says_stays_with_its_block_when_others_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvstore.connectors.vllm import storing
+    from kvstore.connectors.vllm import worker
 
-    monkeypatch.setattr(storing, "AT_ONCE_MAX", 2)
+    monkeypatch.setattr(worker, "AT_ONCE_MAX", 2)
     store = Store(Store())
     half = storer(store)
     keys = [b"a", b"b", b"c", b"d", b"e"]

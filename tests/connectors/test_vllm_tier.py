@@ -130,7 +130,7 @@ def stored(store: Noting, ends: dict[bytes, int]) -> list[bool]:
         from kvstore.connectors.vllm_tier import KVStoreTier
 
         tier = KVStoreTier.__new__(KVStoreTier)
-        tier._link, tier._chunk_tokens = store, {0: 64, 1: 32}  # type: ignore[assignment]
+        tier._store, tier._chunk_tokens = store, {0: 64, 1: 32}  # type: ignore[assignment]
         tier._chunks = [b"%d" % number for number in range(10)]  # type: ignore[assignment]
         context, chunks = SimpleNamespace(get_offload_key_position=ends.get), list(range(len(ends)))[::-1]
         job = SimpleNamespace(keys=ends.keys(), chunk_ids=chunks, is_promotion=False, req_context=context)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from tests.kit.cases import for_each
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache directory of this test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache/kvstore/weights.json"
+    return tmp_path / "cache/kvstore/weights"
 
 
 def model(folder: Path, **files: bytes) -> Path:
@@ -59,7 +58,7 @@ def test_a_file_is_hashed_once(tmp_path: Path, memory: Path, monkeypatch: pytest
     monkeypatch.setattr(common, "_hash", counting)
     assert weights_fingerprint(folder) == weights_fingerprint(folder)
     assert len(hashed) == 1
-    assert len(json.loads(memory.read_text())) == 1
+    assert len(list(memory.iterdir())) == 1
 
 
 def test_a_commit_names_the_content(tmp_path: Path) -> None:

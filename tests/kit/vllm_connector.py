@@ -14,7 +14,7 @@ from typing import Any
 
 from kvstore import Layout
 from kvstore.client.cache import BlockCache
-from kvstore.connectors.vllm.groups import Cluster
+from kvstore.connectors.vllm.blocks import Cluster
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.namespace import Namespace
 from tests.kit.patience import PATIENCE_S
@@ -78,8 +78,7 @@ def halves() -> Iterator[Callable[..., Any]]:
 
 
 def _halves() -> Iterator[Callable[..., Any]]:
-    from kvstore.connectors.vllm.descents import Descents
-    from kvstore.connectors.vllm.described import Describer
+    from kvstore.connectors.vllm.events import Descents, Describer
     from kvstore.connectors.vllm.scheduler import SchedulerHalf
 
     made: list[Any] = []
@@ -97,7 +96,6 @@ def _halves() -> Iterator[Callable[..., Any]]:
             clusters=clusters,
             block_tokens=[each.block_tokens for each in clusters],
             hash_tokens=BLOCK_TOKENS,
-            is_async=lambda settings: settings.load == "async",
             adapters="float32",
         )
         names = [Namespace.of("model", Layout(1, 1, 16, "int8", 1))]
@@ -119,8 +117,7 @@ def events_of(*, parts: int = 1, medium: str = "STORAGE", **more: Any) -> Callab
     """What makes events, for ``halves``."""
 
     def made(clusters: Sequence[Cluster]) -> Any:
-        from kvstore.connectors.vllm.described import Describer
-        from kvstore.connectors.vllm.events import Events
+        from kvstore.connectors.vllm.events import Describer, Events
 
         return Events([None] * 8, Describer(clusters, BLOCK_TOKENS), parts=parts, medium=medium, **more)
 
@@ -128,7 +125,7 @@ def events_of(*, parts: int = 1, medium: str = "STORAGE", **more: Any) -> Callab
 
 
 def cache(half: Any) -> BlockCache:
-    found: list[BlockCache] = half._link.caches()
+    found: list[BlockCache] = half._store.caches()
     return found[0]
 
 

@@ -14,11 +14,10 @@ OURS = [
     f"kvstore.connectors.{name}"
     for name in (
         "vllm.scheduler",
-        "vllm.runs",
         "vllm.messages",
-        "vllm.naming",
+        "vllm.namespaces",
         "vllm.gpu_copy",
-        "vllm.storing",
+        "vllm.worker",
         "vllm.events",
         "vllm_tier",
     )

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.background import Tasks
-from kvstore.connectors.common import weights_fingerprint
+from kvstore.connectors.common import Recent, weights_fingerprint
 from kvstore.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Adapters:
         self._started_ns = time.time_ns() if started_ns is None else started_ns
         self._paths: dict[int, str] = {}
         """The path of each adapter's number, by which vLLM tells adapters apart; empty if it had two."""
-        self._digests: dict[tuple[Seal, bool], bytes] = {}
+        self._digests: Recent[tuple[Seal, bool], bytes] = Recent(DIGESTS_MAX)
         self._said: set[str] = set()
         self._thread: Tasks | None = None
 
@@ -114,8 +114,6 @@ class Adapters:
                 digest = self._digest(path, is_3d)
                 if not seal.holds():
                     raise InvalidRequest("its files change")
-                while len(self._digests) >= DIGESTS_MAX:
-                    del self._digests[next(iter(self._digests))]
                 self._digests[key] = digest
             check.digest, check.seal = self._digests[key], seal
         except (InvalidRequest, OSError) as error:

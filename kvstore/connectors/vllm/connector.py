@@ -1,4 +1,4 @@
-"""The class that vLLM loads: it passes calls to the half that runs in this process."""
+"""The connector's counts through vLLM's own hooks: its log line, and metrics named ``vllm:kvstore_*``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,62 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvstore.connectors.vllm.descents import Descents
-from kvstore.connectors.vllm.described import Describer
-from kvstore.connectors.vllm.events import Events
+from kvstore.connectors.vllm.events import Descents, Describer, Events
 from kvstore.connectors.vllm.messages import Orders, Report
-from kvstore.connectors.vllm.metrics import PromMetrics, Stats
-from kvstore.connectors.vllm.naming import Shape, check_hashes, check_heads, model_fingerprint, namespaces
+from kvstore.connectors.vllm.metrics import EngineCount
+from kvstore.connectors.vllm.namespaces import Shape, check_hashes, check_heads, model_fingerprint, namespaces
 from kvstore.connectors.vllm.scheduler import SchedulerHalf
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.connectors.vllm.worker import WorkerHalf
+
+
+class Stats(KVConnectorStats):  # type: ignore[misc]
+    """Counts since they were last taken; ``data`` maps the flat name of an ``EngineCount`` to its count."""
+
+    def reset(self) -> None:
+        """Clears all counts."""
+        self.data: dict[str, int | float] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Adds the other's counts."""
+        for name, count in other.data.items():
+            self.data[name] = self.data.get(name, 0) + count
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Returns the counts for vLLM's log."""
+        return {f"kvstore {name}": round(count, 3) for name, count in sorted(self.data.items())}
+
+    def is_empty(self) -> bool:
+        """True if nothing was counted."""
+        return not self.data
+
+
+class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """One metric for each ``EngineCount``, labelled as vLLM labels its own."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {}
+        for counter in EngineCount:
+            name = counter.flat_name
+            metric = self._counter_cls(
+                name=f"vllm:kvstore_{name}", documentation=f"{counter.about}.", labelnames=labelnames
+            )
+            for engine, values in per_engine_labelvalues.items():
+                self._counters[engine, name] = metric.labels(*values)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Adds the counts of one engine."""
+        for name, count in transfer_stats_data.items():
+            if (engine_idx, name) in self._counters:
+                self._counters[engine_idx, name].inc(count)
+
+
+# The class that vLLM loads: it passes calls to the half that runs in this process.
+
 
 log = logging.getLogger(__name__)
 
@@ -101,9 +147,6 @@ class KVStoreConnector(_SchedulerCalls, SupportsHMA):  # type: ignore[misc]
         settings = Settings.of(transfer.kv_connector_extra_config, "kv_connector_extra_config")
         check_hashes(vllm_config)
         shape = Shape(vllm_config, kv_cache_config, settings.tp_shards)
-        if not shape.is_async(settings):
-            drafts = vllm_config.speculative_config is not None
-            settings.check_loads(batches=vllm_config.max_concurrent_batches, drafts=drafts)
         names = namespaces(vllm_config, shape, settings.fingerprint or model_fingerprint(vllm_config), settings.tenant)
         self._scheduler = None
         self._worker: WorkerHalf | None = None
@@ -131,11 +174,6 @@ class KVStoreConnector(_SchedulerCalls, SupportsHMA):  # type: ignore[misc]
         """Returns False: KV that was not stored is a later miss, never a request that cannot go on."""
         return False
 
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Returns whether layers are copied one by one, which a whole graph would skip."""
-        return bool(extra_config.get("layerwise"))
-
     # On a worker
 
     @property
@@ -160,8 +198,7 @@ class KVStoreConnector(_SchedulerCalls, SupportsHMA):  # type: ignore[misc]
         self._working.start_loads(self._orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Returns once this layer of the step's KV is loaded."""
-        self._working.wait_for_layer(layer_name)
+        """Does nothing: a request waits for its KV before it takes part in a step."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Does nothing: a block is stored with all its layers, so it is copied out when the last one is computed."""

@@ -1,31 +1,120 @@
-"""KV events: what the connector tells routers of the store, through the publisher of the engine.
+"""Blocks as vLLM names them: hash, the hash before it, tokens, and what else its hash covers.
 
-A block is told as stored when every rank has stored its part, and when it was found and is loaded: then a router that
-hears this engine alone knows the whole prefix. It is told as removed when it could not be loaded, or when a look-up
-misses what was told: so one request corrects a router that does not know what collectors took.
-
-Only blocks of full attention are told, which every hit needs from the first on. Windows and recurrent states are stored
-here and there: a router that counts a prompt's leading blocks would take their gaps, and their removal, for its end.
+Separate from events and descents, which both say this of blocks: one to the engine's own publisher, one in their files.
+Only blocks of full attention are described, which every hit needs from the first on.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, to_event_extra_keys
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash, to_event_extra_keys
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from kvstore.connectors.vllm.described import Described, Describer
-from kvstore.connectors.vllm.messages import Report, Run
+from kvstore.connectors.common import Recent
+from kvstore.connectors.vllm.blocks import Cluster, Kind, Run
+from kvstore.connectors.vllm.messages import Report
+from kvstore.errors import InvalidRequest
+from kvstore.format.header import NO_WHOLE, WHOLE_BYTES, Descent
+from kvstore.namespace import NamespaceDigest
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """One block."""
+
+    key: bytes
+    index: int
+    """Its index among the blocks of its cluster in the prompt."""
+    hashed: bytes
+    parent: bytes | None
+    """The hash of the block before it; None for the first one."""
+    tokens: Sequence[int]
+    extra_keys: tuple[Any, ...] | None
+
+
+class Describer:
+    """Describes the blocks of one engine. ``clusters`` and ``hash_tokens`` are those of ``Shape``."""
+
+    def __init__(self, clusters: Sequence[Cluster], hash_tokens: int) -> None:
+        self.clusters = clusters
+        self._hash_tokens = hash_tokens
+
+    def blocks(self, request: Any, run: Run) -> Iterator[Described]:
+        """Yields the blocks of a run of this request; none unless it is of full attention."""
+        cluster, hashes, media = self.clusters[run.cluster], request.block_hashes, 0
+        if cluster.kind is not Kind.FULL:
+            return
+        size, per_block = cluster.block_tokens, cluster.block_tokens // self._hash_tokens
+        for index, key in enumerate(run.keys, run.first):
+            start, end = index * size, (index + 1) * size
+            extra_keys, media = generate_block_hash_extra_keys(request, start, end, media)
+            parent = bytes(hashes[index * per_block - 1]) if index else None
+            hashed = bytes(hashes[(index + 1) * per_block - 1])
+            yield Described(key, index, hashed, parent, request.all_token_ids[start:end], extra_keys)
+
+
+# Descents: what the connector writes into the files of blocks, for ``kvstore events`` to tell routers of them.
+#
+# An engine's own events say what it stored and found missing. That a collector took a block from the store only the
+# store knows, and it tells it by the same hash.
+
+
+class Descents:
+    """The descents of one engine's blocks. ``digests`` are those of the namespaces of all parts of a block."""
+
+    def __init__(self, describer: Describer, digests: Sequence[NamespaceDigest]) -> None:
+        self._describer = describer
+        self._parts = len(digests)
+        joined = blake2b(b"".join(digests), digest_size=WHOLE_BYTES).digest()
+        self._whole = joined if len(digests) > 1 else NO_WHOLE
+
+    def of(self, request: Any, run: Run) -> list[bytes]:
+        """Returns the packed descent of each block of a run; b"" where there is nothing to say that fits."""
+        lora = request.lora_request
+        name = None if lora is None else lora.lora_name
+        return [self._packed(each, run.cluster, name) for each in self._describer.blocks(request, run)]
+
+    def _packed(self, block: Described, cluster: int, lora_name: str | None) -> bytes:
+        hash_bytes = len(block.hashed)
+        parent = b"" if block.parent is None else block.parent + block.key[hash_bytes:]
+        group = self._describer.clusters[cluster].groups[0]
+        try:
+            extra = _extra(block, lora_name)
+            return Descent(block.tokens, block.index, parent, hash_bytes, group, self._parts, self._whole, extra).pack()
+        except (InvalidRequest, TypeError, ValueError):
+            return b""  # more tokens or extra keys than a descent has room for, or keys that JSON does not know
+
+
+def _extra(block: Described, lora_name: str | None) -> bytes:
+    """Returns what the hash covers beside tokens. Raises TypeError or ValueError for what JSON does not know."""
+    keys = to_event_extra_keys([block.extra_keys])
+    said = {"lora_name": lora_name, "extra_keys": keys[0] if keys else None}
+    said = {name: value for name, value in said.items() if value}
+    return json.dumps(said, separators=(",", ":"), allow_nan=False).encode() if said else b""
+
+
+# KV events: what the connector tells routers of the store, through the publisher of the engine.
+#
+# A block is told as stored when every rank has stored its part, and when it was found and is loaded: then a router
+# that hears this engine alone knows the whole prefix. It is told as removed when it could not be loaded, or when a
+# look-up misses what was told: so one request corrects a router that does not know what collectors took.
+#
+# Only blocks of full attention are told, which every hit needs from the first on. Windows and recurrent states are
+# stored here and there: a router that counts a prompt's leading blocks would take their gaps, and their removal, for
+# its end.
+
 
 PENDING_MAX = 65_536
 """Blocks that are being stored and will be told; those over it, the oldest, are not."""
 TOLD_MAX = 262_144
-"""Blocks that were told and are remembered, for look-ups that miss them: about 40 MiB."""
+"""Blocks that were told and are remembered, for look-ups that miss them: about 60 MiB."""
 TELL_S = 2.0
 """The longest time that an engine without requests goes on stepping, to tell what it has just stored."""
 
@@ -89,22 +178,19 @@ class Events:
         self._all_parts = (1 << parts) - 1
         self._medium = medium
         self._clock = clock
-        self._pending: dict[bytes, Block] = {}
+        self._pending: Recent[bytes, Block] = Recent(PENDING_MAX)
         self._pending_until_s = 0.0
         self._news: list[Block | tuple[int, bytes]] = []
         """Events to tell next: stored blocks, and group and hash of lost ones."""
-        self._told: dict[bytes, None] = {}
+        self._told: Recent[bytes, None] = Recent(TOLD_MAX)
         self._hash_bytes = 0
         """Bytes of a block hash, with which a key begins (``block_key``); known with the first block."""
 
     def ordered(self, request: Any, runs: Iterable[Run]) -> None:
         """Remembers blocks that the workers now store."""
         for key, block in self._blocks(request, runs):
-            self._pending.pop(key, None)  # one that is ordered again goes to the end
             self._pending[key] = block
         self._pending_until_s = self._clock() + TELL_S
-        while len(self._pending) > PENDING_MAX:
-            del self._pending[next(iter(self._pending))]
 
     def found(self, request: Any, runs: Iterable[Run]) -> None:
         """Tells blocks if a look-up found all their parts."""
@@ -120,8 +206,7 @@ class Events:
 
     def learn(self, report: Report) -> None:
         """Takes in the workers' report: what they stored, what they could not store, and what they could not load."""
-        for keys in report.failed.values():
-            self.missed(keys)
+        self.missed(report.failed)
         for key in report.unstored:
             self._pending.pop(key, None)
         for key, parts in report.stored.items():
@@ -151,10 +236,7 @@ class Events:
 
     def _tell(self, key: bytes, block: Block) -> None:
         self._news.append(block)
-        self._told.pop(key, None)  # one that is told again goes to the end
         self._told[key] = None
-        while len(self._told) > TOLD_MAX:
-            del self._told[next(iter(self._told))]
 
     def _blocks(self, request: Any, runs: Iterable[Run]) -> Iterator[tuple[bytes, Block]]:
         """Yields key and name of each block that is told."""

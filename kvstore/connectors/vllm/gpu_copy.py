@@ -175,8 +175,6 @@ class Pages:
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], block_count: int, parts: int = 1) -> None:
-        self.layers: dict[str, list[int]] = {}
-        """The views of each layer, by name."""
         self._groups: list[int] = []
         """The group of each view."""
         views: list[Any] = []
@@ -184,9 +182,7 @@ class Pages:
             for group, layers in enumerate(groups):
                 for name, memory in layers.items():
                     tensors = memory if isinstance(memory, list | tuple) else [memory]
-                    first = len(views)
                     views += [_page_view(name, _heads(tensor, part, parts), block_count) for tensor in tensors]
-                    self.layers.setdefault(name, []).extend(range(first, len(views)))
                     self._groups += [group] * len(tensors)
         self._parts = parts
         self._word = next(word for word in WORDS if all(_is_made_of(word, view) for view in views))
@@ -234,13 +230,6 @@ class Pages:
             self._gather(numbers[:, part], staged.rows(host[part]))
             arrived = self._bus.send(staged, host[part])
         return Copy(host, arrived)
-
-    def scatter_layer(self, layer: str, blocks: Sequence[Sequence[int]], source: Any) -> None:
-        """Copies one layer's pages to where the engine reads them, in order with its work."""
-        numbers = self._numbers(blocks)
-        for index in self.layers[layer]:
-            words = source.view(self._word)[:, self._spans[index]]
-            self._views[index].index_copy_(0, numbers[self._groups[index]], words.to(self._device))
 
     def now(self) -> Any:
         """Marks a moment in the engine's work that a later ``write`` must follow; call it on the engine's thread."""

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvstore.background import Decision, Loop
-from kvstore.connectors.vllm.counts import EngineCount, EngineCounts
-from kvstore.connectors.vllm.groups import Tail, last_boundary
-from kvstore.connectors.vllm.link import Link
+from kvstore.connectors.common import LazyStore
+from kvstore.connectors.vllm.blocks import Tail, last_boundary
+from kvstore.connectors.vllm.metrics import EngineCount, EngineCounts
 from kvstore.errors import KVStoreError
 
 POLL_S = 0.02
@@ -75,7 +75,7 @@ class Lookups:
 
     def __init__(
         self,
-        link: Link,
+        store: LazyStore,
         counts: EngineCounts,
         *,
         timeout_s: float,
@@ -83,7 +83,7 @@ class Lookups:
         pause_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._link = link
+        self._store = store
         self._counts = counts
         self._timeout_s = timeout_s
         self._wait_s = wait_s
@@ -107,7 +107,7 @@ class Lookups:
 
     def _begin(self, lookup: Lookup) -> Lookup:
         keys, now = lookup.keys, lookup.started_s
-        if not keys or now < self._paused_until_s or self._link.caches() is None:
+        if not keys or now < self._paused_until_s or self._store.caches() is None:
             lookup.found = UNKNOWN
             return lookup
         with self._condition:
@@ -164,7 +164,7 @@ class Lookups:
             self._waiting.append(lookup)
 
     def _look(self, lookup: Lookup) -> Found:
-        caches = self._link.caches()
+        caches = self._store.caches()
         if caches is None:
             return UNKNOWN
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvstore.connectors.vllm.adapters import Seal
-from kvstore.hints import DEFAULT, Hints
+from kvstore.connectors.vllm.blocks import Run
 
 IDLE_S = 0.005
 """The longest wait in a step that computes nothing: without one, vLLM runs hundreds of such steps while KV is loaded.
@@ -17,38 +14,9 @@ A request that comes meanwhile waits no longer than this."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Blocks of one cluster: the keys they are stored under, and the engine's numbers for them, one per group."""
-
-    cluster: int
-    """The index in ``Shape.clusters``."""
-    keys: list[bytes]
-    blocks: list[tuple[int, ...]]
-    first: int = 0
-    """The index of the first among the cluster's blocks of its prompt; the others follow it."""
-    seal: Seal | None = None
-    """The adapter that computed them: they are stored only if its files are still the same."""
-    hints: Hints = DEFAULT
-    """How long they are worth keeping."""
-    descents: list[bytes] = field(default_factory=list)
-    """A packed descent for each block, b"" for none; empty if no block has one, or to load."""
-
-    def picked(self, offsets: Sequence[int]) -> Run:
-        """Returns some of these blocks; ``first`` becomes that of a part without gaps."""
-        return replace(
-            self,
-            keys=[self.keys[at] for at in offsets],
-            blocks=[self.blocks[at] for at in offsets],
-            first=self.first + (offsets[0] if offsets else 0),
-            descents=[self.descents[at] for at in offsets] if self.descents else [],
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Load:
     """KV to be read for one request."""
 
-    number: int
     request: str
     runs: list[Run]
 
@@ -65,10 +33,10 @@ class Orders(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """The workers' message to the scheduler: loads that ended, on how many workers, and keys that could not be read."""
+    """The workers' message to the scheduler."""
 
-    ended: dict[int, int] = field(default_factory=dict)
-    failed: dict[int, set[bytes]] = field(default_factory=dict)
+    failed: set[bytes] = field(default_factory=set)
+    """The first key of each load that could not be read."""
     timed_out: bool = False
     digests: set[tuple[int, bytes]] = field(default_factory=set)
     stored: dict[bytes, int] = field(default_factory=dict)
@@ -79,27 +47,18 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
         """Returns both reports in one."""
         assert isinstance(other, Report)
-        ended: dict[int, int] = dict(self.ended)
-        for number, count in other.ended.items():
-            ended[number] = ended.get(number, 0) + count
-        failed = dict(self.failed)
-        for number, keys in other.failed.items():
-            failed[number] = failed.get(number, set()) | keys
         stored = dict(self.stored)
         for key, parts in other.stored.items():
             stored[key] = stored.get(key, 0) | parts
-        digests, unstored = self.digests | other.digests, self.unstored | other.unstored
-        return Report(ended, failed, self.timed_out or other.timed_out, digests, stored, unstored)
+        return Report(
+            self.failed | other.failed,
+            self.timed_out or other.timed_out,
+            self.digests | other.digests,
+            stored,
+            self.unstored | other.unstored,
+        )
 
     @property
     def is_empty(self) -> bool:
         """True if there is nothing to report."""
-        return not (self.ended or self.digests or self.stored or self.unstored)
-
-
-def block_key(hashed: Any, group: int, ending: bytes) -> bytes:
-    """Returns the key of a block: vLLM's chained hash, and a cluster's first group, since groups have other layers.
-
-    ``ending`` has what vLLM's hash lacks: 16 bytes if weights were replaced in memory, or for an adapter.
-    """
-    return bytes(hashed) + bytes([group]) + ending
+        return not (self.failed or self.timed_out or self.digests or self.stored or self.unstored)

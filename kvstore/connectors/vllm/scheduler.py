@@ -14,25 +14,19 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from kvstore.connectors.common import LazyStore, Recent
 from kvstore.connectors.vllm.adapters import Adapters, Check
-from kvstore.connectors.vllm.branches import Branches
-from kvstore.connectors.vllm.counts import EngineCount, EngineCounts
-from kvstore.connectors.vllm.groups import Kind, Tail
-from kvstore.connectors.vllm.hinting import said_of
-from kvstore.connectors.vllm.link import Link
+from kvstore.connectors.vllm.blocks import Ends, Kind, Named, Run, Runs, State, Tail
+from kvstore.connectors.vllm.hints import Branches, Pinning, Tracked, said_of
 from kvstore.connectors.vllm.lookups import Found, Lookup, Lookups
-from kvstore.connectors.vllm.messages import IDLE_S, Load, Orders, Report, Run
-from kvstore.connectors.vllm.naming import Shape
-from kvstore.connectors.vllm.pinning import Pinning
-from kvstore.connectors.vllm.recent import Recent
-from kvstore.connectors.vllm.runs import Ends, Named, Runs, State
+from kvstore.connectors.vllm.messages import IDLE_S, Load, Orders, Report
+from kvstore.connectors.vllm.metrics import EngineCount, EngineCounts
+from kvstore.connectors.vllm.namespaces import Shape
 from kvstore.connectors.vllm.settings import Settings
-from kvstore.connectors.vllm.tracked import Tracked
 from kvstore.namespace import Namespace
 
 if TYPE_CHECKING:
-    from kvstore.connectors.vllm.descents import Descents
-    from kvstore.connectors.vllm.events import Events
+    from kvstore.connectors.vllm.events import Descents, Events
 
 log = logging.getLogger(__name__)
 
@@ -68,36 +62,32 @@ class SchedulerHalf:
         self._loads = loads
         self._stores = stores
         self._digests = {part: namespace.digest for part, namespace in enumerate(namespaces)}
-        self._workers = shape.tp * shape.pp
-        self._is_async = shape.is_async(settings)
         self._runs = Runs(shape.clusters, shape.hash_tokens)
         self._unit = self._runs.unit
         self._whole = [number for number, each in enumerate(shape.clusters) if each.kind is Kind.FULL]
         """The clusters whose blocks a hit needs all."""
         self.counts = EngineCounts()
-        self._link = Link(settings.looking_only(), namespaces)
+        self._store = LazyStore(settings.looking_only(), namespaces)
         self._lookups = Lookups(
-            self._link,
+            self._store,
             self.counts,
             timeout_s=settings.lookup_timeout_s,
             wait_s=settings.wait_s,
             pause_s=settings.pause_s,
         )
-        self._branches = Branches(self._link, self._runs, self.counts)
-        self._pinning = Pinning(self._link, self._runs, settings.store_timeout_s)
+        self._branches = Branches(self._store, self._runs, self.counts)
+        self._pinning = Pinning(self._store, self._runs, settings.store_timeout_s)
         self._tracked: dict[str, Tracked] = {}
         self._new_loads: list[Load] = []
-        self._unconfirmed: dict[int, int] = {}
-        """Synchronous loads by number, with the workers that have not yet reported them."""
-        self._avoided = Recent(AVOIDED_MAX)
-        self._ordered = Recent(ORDERED_MAX)
+        self._avoided: Recent[bytes, float] = Recent(AVOIDED_MAX)
+        """Until when blocks that could not be loaded are not looked up."""
+        self._ordered: Recent[bytes, float] = Recent(ORDERED_MAX)
         """When blocks were last ordered to be stored."""
         self._loading: dict[bytes, Tracked] = {}
         """The request that loads a block, by the block's key."""
         self._asked: threading.Event | None = None
         """Set when something ends that vLLM asked for since the last step in vain."""
         self._adapters = Adapters(shape.adapters)
-        self._next_load = 0
         self._era = b""
         self.manager: Any = None
 
@@ -144,9 +134,9 @@ class SchedulerHalf:
         tracked.stored_tokens = (
             min(found.from_start * self._unit, computed_tokens) if found.is_known else computed_tokens
         )
-        if new and self._is_async and self._loads_already(lookup.first_key(lookup.asked), tracked):
+        if new and self._loads_already(lookup.first_key(lookup.asked), tracked):
             return None, False  # vLLM asks again, and then has them in its own cache
-        return new, bool(new) and self._is_async
+        return new, bool(new)
 
     def _answered(self, tracked: Tracked, lookup: Lookup, found: Found) -> None:
         if tracked.answered_s is None:
@@ -200,7 +190,7 @@ class SchedulerHalf:
         tracked.abandon()
         if not external_tokens:
             return
-        if self._is_async and lookup is not None:
+        if lookup is not None:
             tracked.loading = lookup.first_key(lookup.asked)
             tracked.loading_until_s = time.monotonic() + self._settings.load_timeout_s
             self._loading[tracked.loading] = tracked
@@ -211,12 +201,8 @@ class SchedulerHalf:
         runs = self._runs.loads(self._named(tracked), blocks.get_block_ids(), first, end)
         if self._events is not None:
             self._events.found(request, runs)
-        load = Load(self._next_load, request.request_id, runs)
-        self._next_load += 1
-        self._new_loads.append(load)
+        self._new_loads.append(Load(request.request_id, runs))
         self.counts.add(EngineCount.LOOKUP_HIT_TOKENS, external_tokens)
-        if not self._is_async:
-            self._unconfirmed[load.number] = self._workers
 
     # Each step
 
@@ -235,9 +221,7 @@ class SchedulerHalf:
         for request_id, _ in steps:
             if (tracked := self._tracked.get(request_id)) is not None and tracked.loading:
                 self._loaded(tracked)
-        # If a synchronous load fails, everything computed in its step is worthless, on every worker and in requests
-        # that share its blocks. So nothing is stored until all such loads are known to have succeeded.
-        if not self._stores or self._unconfirmed:
+        if not self._stores:
             return orders
         for request_id, computed in steps:
             tracked = self._tracked.get(request_id)
@@ -279,7 +263,7 @@ class SchedulerHalf:
         for run in runs:
             for key in run.keys:
                 self._avoided.pop(key, None)
-            self._ordered.note(run.keys, now)
+                self._ordered[key] = now
         return runs
 
     def learn(self, report: Report) -> None:
@@ -288,14 +272,7 @@ class SchedulerHalf:
             self._events.learn(report)
         if report.timed_out:
             self._lookups.pause()
-        for number, count in report.ended.items():
-            if number in self._unconfirmed:
-                self._unconfirmed[number] -= count
-                if self._unconfirmed[number] <= 0:
-                    del self._unconfirmed[number]
-        expires_s = time.monotonic() + AVOID_S
-        for keys in report.failed.values():
-            self._avoided.note(keys, expires_s)
+        self._avoided.update(dict.fromkeys(report.failed, time.monotonic() + AVOID_S))
         for part, digest in report.digests:
             if self._digests.get(part) != digest and self._loads:
                 log.error(
@@ -339,7 +316,7 @@ class SchedulerHalf:
         self._branches.close()
         self._pinning.close()
         self._adapters.close()
-        self._link.close()
+        self._store.close()
 
     def _named(self, tracked: Tracked) -> Named:
         """Returns what the keys of a request's blocks are made of."""

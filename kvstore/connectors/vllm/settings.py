@@ -2,49 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import Annotated
 
-from kvstore.connectors import common as opening
-from kvstore.connectors.common import choice, number
-from kvstore.errors import InvalidRequest
+import msgspec
+
+from kvstore.connectors import common
+from kvstore.connectors.common import Count, Seconds, TimeoutS
 
 
-@dataclass(frozen=True)
-class TierSettings(opening.Settings):
+class TierSettings(common.Settings, frozen=True, kw_only=True):
     """The settings of an entry in ``secondary_tiers``, which those of the connector share."""
 
-    lookup_timeout_s: float = number(1.0)
+    lookup_timeout_s: TimeoutS = 1.0
     """A look-up that takes longer is a miss; the scheduler goes on meanwhile."""
     fingerprint: str = ""
     """Digest of the weights; computed from the weight files if it is not given."""
-    pause_s: float = number(10.0, least=0)
+    pause_s: Seconds = 10.0
     """After a time-out, look-ups are misses at once for this long."""
-    load_threads: int = number(2, least=1)
+    load_threads: Count = 2
     """Requests that a worker loads at once."""
     events: bool = True
     """Tell vLLM's KV events of the store, if vLLM publishes events at all."""
 
 
-@dataclass(frozen=True)
-class Settings(TierSettings):
+class Settings(TierSettings, frozen=True, kw_only=True):
     """The settings in ``kv_connector_extra_config``."""
 
-    load: str = choice("async", "sync")
-    """``async``: a request waits aside for its KV while others run. ``sync``: it is loaded within its first step."""
-    layerwise: bool = False
-    """With ``sync``: copy layer by layer while the model runs; vLLM then keeps its CUDA graphs piecewise."""
-    wait_s: float = number(0.0, least=0)
+    wait_s: Seconds = 0.0
     """The time that a look-up waits for missing blocks: for decode engines, while a prefill engine writes."""
-    store_bytes_max: int = number(2 << 30, least=1)
+    store_bytes_max: Count = 2 << 30
     """Host memory for blocks on their way to the store, on each worker; over it they are not stored."""
-    load_bytes_max: int = number(64 << 20, least=1)
+    load_bytes_max: Count = 64 << 20
     """Host memory of one of the threads that load."""
-    tp_shards: int = number(0, least=0)
+    tp_shards: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Parts by heads in which blocks are stored, for engines of any tensor-parallel size that divides it to share them;
     0: engines of one size share."""
     prompt_only: bool = False
     """Store the blocks of prompts only, not those of what was generated."""
-    drain_s: float = number(5.0, least=0)
+    drain_s: Seconds = 5.0
     """The time that a worker goes on storing when it shuts down."""
     events_medium: str = "STORAGE"
     """The medium that events name."""
@@ -53,19 +48,4 @@ class Settings(TierSettings):
 
     def looking_only(self) -> Settings:
         """For the scheduler, which reads and writes no block: memory would be taken for nothing there."""
-        return replace(self, memory=None, write=None)
-
-    def check_loads(self, *, batches: int, drafts: bool) -> None:
-        """Raises InvalidRequest for synchronous loads if vLLM could not make up for a failed one.
-
-        ``batches`` is how many steps vLLM runs at once, ``drafts`` whether it decodes speculatively.
-        """
-        if self.load == "sync" and batches > 1:
-            # The next step would compute on missing KV before this one is known to have failed.
-            raise InvalidRequest(
-                f"load='sync', and vLLM runs {batches} steps at once: after a load that failed, requests would go on "
-                'with wrong KV; use "load": "async", or start with --no-async-scheduling and no pipeline parallelism'
-            )
-        if self.layerwise and drafts:
-            # vLLM then asks for failed loads before the draft model has asked for its layers.
-            raise InvalidRequest("layerwise loads do not go with speculative decoding: set layerwise to false")
+        return msgspec.structs.replace(self, memory=None, write=None)

@@ -1,23 +1,298 @@
-"""A worker's half: carries out the scheduler's orders on this rank's KV memory, and reports the results."""
+"""The connector on a worker: loads blocks into this rank's KV memory, and stores those that were computed."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import math
+import queue
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
-from kvstore.connectors.vllm.counts import EngineCounts
-from kvstore.connectors.vllm.gpu_copy import Pages
-from kvstore.connectors.vllm.link import Link
-from kvstore.connectors.vllm.loading import Loader, Loading
-from kvstore.connectors.vllm.messages import IDLE_S, Orders, Report
-from kvstore.connectors.vllm.naming import Shape
+from kvstore.background import Tasks
+from kvstore.connectors.common import LazyStore
+from kvstore.connectors.vllm.blocks import Run
+from kvstore.connectors.vllm.gpu_copy import PART_BYTES, Copy, Pages
+from kvstore.connectors.vllm.messages import IDLE_S, Load, Orders, Report
+from kvstore.connectors.vllm.metrics import EngineCount, EngineCounts
+from kvstore.connectors.vllm.namespaces import Shape
 from kvstore.connectors.vllm.settings import Settings
-from kvstore.connectors.vllm.storing import Storer
+from kvstore.errors import KVStoreError, Unavailable
 from kvstore.namespace import Namespace
+from kvstore.wire.limits import BLOCKS_MAX
 
 log = logging.getLogger(__name__)
+
+QUEUE_MAX = 65_536
+"""Loads that may wait for a thread; each belongs to a request that the engine has."""
+
+
+@dataclass(slots=True)
+class Loading:
+    """One load in progress."""
+
+    load: Load
+    after: Any
+    started_s: float
+    failed_keys: set[bytes] = field(default_factory=set)
+    failed_blocks: set[int] = field(default_factory=set)
+    timed_out: bool = False
+
+
+class Loader:
+    """The threads that load. ``pages`` has one per cluster, ``store`` a cache per part of a block."""
+
+    def __init__(
+        self,
+        store: LazyStore,
+        pages: Sequence[Pages],
+        counts: EngineCounts,
+        *,
+        timeout_s: float,
+        bytes_max: int,
+        threads: int,
+    ) -> None:
+        self._store = store
+        self._pages = pages
+        self._counts = counts
+        self._timeout_s = timeout_s
+        self._bytes_max = bytes_max
+        self._ended: queue.SimpleQueue[Loading] = queue.SimpleQueue()
+        self._open = 0
+        """Loads that ``ended`` has not returned yet."""
+        self._threads = Tasks("kvstore-vllm-load", threads, QUEUE_MAX)
+        self._own = threading.local()
+        """Host memory of each thread for one part of a load: new memory costs as much in page faults as the read."""
+
+    def begin(self, load: Load) -> None:
+        """Starts a load; its time runs from now, including the wait for a thread."""
+        loading = Loading(load, self._pages[0].now(), time.monotonic())
+        self._open += 1
+        if not self._threads.submit(partial(self._serve, loading)):
+            self._give_up(loading, "too many loads wait")
+            self._end(loading)
+
+    def ended(self, within_s: float) -> list[Loading]:
+        """Returns the loads that ended since the last call; waits for one, if any goes on, at most ``within_s``."""
+        ended = []
+        with suppress(queue.Empty):
+            if self._open and within_s:
+                ended.append(self._ended.get(timeout=within_s))
+            while True:
+                ended.append(self._ended.get_nowait())
+        self._open -= len(ended)
+        return ended
+
+    def close(self) -> None:
+        """Ends idle threads; one stuck in a read ends with the process."""
+        self._threads.close(0.0)
+
+    def _serve(self, loading: Loading) -> None:
+        try:
+            self._load(loading)
+        except Exception as error:  # noqa: BLE001 - a request must not wait for ever, whatever happened to its load
+            self._give_up(loading, error)
+        self._end(loading)
+
+    def _end(self, loading: Loading) -> None:
+        self._counts.add(EngineCount.LOAD_SECONDS, time.monotonic() - loading.started_s)
+        self._counts.add(EngineCount.LOAD_FAILED_BLOCKS, len(loading.failed_keys))
+        self._ended.put(loading)
+
+    def _load(self, loading: Loading) -> None:
+        for run in loading.load.runs:
+            pages = self._pages[run.cluster]
+            at_once = max(1, min(BLOCKS_MAX, self._bytes_max // pages.block_bytes))
+            for start in range(0, len(run.keys), at_once):
+                part = Run(run.cluster, run.keys[start : start + at_once], run.blocks[start : start + at_once])
+                good = 0 if loading.failed_keys else self._read(loading, part, pages)
+                # From the first missing block on, all must be computed anyway.
+                loading.failed_keys.update(part.keys[good : good + 1])
+                loading.failed_blocks.update(chain.from_iterable(part.blocks[good:]))
+
+    def _read(self, loading: Loading, part: Run, pages: Pages) -> int:
+        """Reads leading blocks of ``part`` and passes them on; returns their number."""
+        caches = self._store.caches()
+        if caches is None:
+            return 0
+        if time.monotonic() - loading.started_s > self._timeout_s:
+            loading.timed_out = True
+            return 0
+        host = self._host(pages, len(part.keys))
+        try:
+            shards = zip(caches, pages.parts(host.numpy()), strict=True)
+            hits = [all(each) for each in zip(*(cache.get(part.keys, rows) for cache, rows in shards), strict=True)]
+        except KVStoreError:
+            hits = [False] * len(part.keys)
+        loading.timed_out = loading.timed_out or time.monotonic() - loading.started_s > self._timeout_s
+        good = hits.index(False) if False in hits else len(hits)
+        if good:
+            pages.write(host[:good], part.blocks[:good], loading.after)
+        self._counts.add(EngineCount.LOADED_BLOCKS, good)
+        self._counts.add(EngineCount.LOADED_BYTES, good * pages.block_bytes)
+        return good
+
+    def _host(self, pages: Pages, count: int) -> Any:
+        """Returns memory of this thread for blocks that are copied on before it reads others."""
+        memory = getattr(self._own, "memory", None)
+        if memory is None or len(memory) < count * pages.block_bytes:
+            self._own.memory = memory = pages.memory(count * pages.block_bytes)
+        return pages.rows_of(memory, count)
+
+    def _give_up(self, loading: Loading, why: object) -> None:
+        log.error("kvstore: a load failed, its blocks are computed: %r", why)
+        for run in loading.load.runs:
+            loading.failed_keys.update(run.keys[:1])
+            loading.failed_blocks.update(chain.from_iterable(run.blocks))
+
+
+# Storing on a worker: full blocks are copied out within the step that filled them, and published in the background.
+#
+# The copy keeps the rest simple: the engine may reuse the blocks at once (a finished, preempted or aborted request),
+# and a store that hangs costs only our own memory, which is bounded.
+
+
+AT_ONCE_MAX = 2_048
+"""Blocks copied out and put at once: their descents are below the limit of one put (kvstore/wire/limits.py)."""
+
+
+class Storer:
+    """One thread that publishes. ``pages`` has one per cluster, ``store`` a cache per part of a block."""
+
+    def __init__(
+        self,
+        store: LazyStore,
+        pages: Sequence[Pages],
+        counts: EngineCounts,
+        *,
+        bytes_max: int,
+        pause_s: float,
+        tells: bool = False,
+    ) -> None:
+        self._store = store
+        self._pages = pages
+        self._counts = counts
+        self._bytes_max = bytes_max
+        self._pause_s = pause_s
+        self._paused_until_s = 0.0
+        self._lock = threading.Lock()
+        self._bytes = 0
+        self._on_the_way: set[bytes] = set()
+        self._tells = tells
+        self._settled: dict[bytes, bool] = {}
+        """Whether blocks are in the store, since somebody last asked; only if it ``tells``."""
+        self._idle = threading.Event()
+        self._idle.set()
+        # store_bytes_max bounds what waits, so the queue itself needs no bound of its own.
+        self._thread = Tasks("kvstore-vllm-store", 1, sys.maxsize)
+
+    def store(self, run: Run) -> None:
+        """Copies the blocks of ``run`` out, in parts, and publishes them in the background.
+
+        Blocks already being stored are skipped; those without room, or without a store, are dropped.
+        """
+        at_once = max(1, min(PART_BYTES // self._pages[run.cluster].block_bytes, AT_ONCE_MAX))
+        for start in range(0, len(run.keys), at_once):
+            part = self._admit(run.picked(range(start, min(start + at_once, len(run.keys)))))
+            if part is not None:
+                try:
+                    copy = self._pages[part.cluster].copy_out(part.blocks)
+                    is_begun = self._thread.submit(partial(self._serve, part, copy))
+                except Exception as error:  # noqa: BLE001 - the device's too: the engine's step goes on all the same
+                    log.warning("kvstore: blocks are not stored: %s", error)
+                    is_begun = False
+                if not is_begun:
+                    self._done(part, [False] * len(part.keys))
+
+    def settled(self, within_s: float) -> dict[bytes, bool]:
+        """Returns which blocks came into the store since the last call, and which did not.
+
+        Waits for those on their way, at most ``within_s``.
+        """
+        if within_s:
+            self._idle.wait(within_s)
+        with self._lock:
+            settled, self._settled = self._settled, {}
+        return settled
+
+    def _admit(self, run: Run) -> Run | None:
+        """Returns the blocks of ``run`` to copy out, and counts their memory from now on; None if there are none."""
+        is_down = self._store.caches() is None or time.monotonic() < self._paused_until_s
+        with self._lock:
+            run = run.picked([at for at, key in enumerate(run.keys) if key not in self._on_the_way])
+            keys = run.keys
+            size = len(keys) * self._pages[run.cluster].block_bytes
+            is_shed = is_down or self._bytes + size > self._bytes_max
+            if is_shed:
+                self._settle(keys, [False] * len(keys))
+            elif keys:
+                self._bytes += size
+                self._on_the_way.update(keys)
+                self._idle.clear()
+        if is_shed:
+            self._counts.add(EngineCount.STORE_SHED_BLOCKS, len(keys))
+        return None if is_shed or not keys else run
+
+    def close(self, timeout_s: float) -> None:
+        """Publishes blocks in progress, for at most ``timeout_s``."""
+        self._idle.wait(timeout_s)
+        self._thread.close(0.0)
+
+    def _serve(self, run: Run, copy: Copy) -> None:
+        flags: list[bool] = []
+        try:
+            flags = self._publish(run, copy)
+        except Exception:
+            log.exception("kvstore: blocks could not be stored")
+        self._done(run, flags or [False] * len(run.keys))
+
+    def _settle(self, keys: Sequence[bytes], flags: Sequence[bool]) -> None:
+        if self._tells:
+            self._settled.update(zip(keys, flags, strict=True))
+
+    def _done(self, run: Run, flags: Sequence[bool]) -> None:
+        size, stored = self._pages[run.cluster].block_bytes, sum(flags)
+        self._counts.add(EngineCount.STORED_BLOCKS, stored)
+        self._counts.add(EngineCount.STORED_BYTES, stored * size)
+        self._counts.add(EngineCount.STORE_FAILED_BLOCKS, len(run.keys) - stored)
+        with self._lock:
+            self._bytes -= len(run.keys) * size
+            self._on_the_way.difference_update(run.keys)
+            self._settle(run.keys, flags)
+            if not self._on_the_way:
+                self._idle.set()
+
+    def _publish(self, run: Run, copy: Copy) -> list[bool]:
+        """Returns whether each block is in the store; nothing if none is."""
+        caches = self._store.caches()
+        if caches is None or time.monotonic() < self._paused_until_s:
+            return []
+        if run.seal is not None and not run.seal.holds():
+            return []
+        try:
+            hints = run.hints
+            ttl = math.inf if hints.ttl_s is None else hints.ttl_s
+            parts = self._pages[run.cluster].parts(copy.rows())
+            stored = [
+                cache.put(run.keys, part, first=run.first, descents=run.descents, priority=hints.priority, ttl=ttl)
+                for cache, part in zip(caches, parts, strict=True)
+            ]
+            return [all(each) for each in zip(*stored, strict=True)]
+        except Unavailable:
+            # The next ones would wait as long: drop them until the store may be well again.
+            self._paused_until_s = time.monotonic() + self._pause_s
+        except KVStoreError as error:
+            log.warning("kvstore: the store refuses blocks: %s", error)
+        return []
+
+
+# A worker's half: carries out the scheduler's orders on this rank's KV memory, and reports the results.
 
 
 class WorkerHalf:
@@ -39,14 +314,11 @@ class WorkerHalf:
         self._tells = tells and stores
         self._parts = sum(1 << part for part in namespaces)
         self.counts = EngineCounts()
-        self._link = Link(settings, list(namespaces.values()))
+        self._store = LazyStore(settings, list(namespaces.values()))
         self._pages: list[Pages] = []
         self._loader: Loader | None = None
         self._storer: Storer | None = None
-        self._is_async = shape.is_async(settings)
         self._is_idle = False
-        self._syncing: list[Loading] = []
-        self._scattered: set[str] = set()
         self._report = Report(digests={(part, each.digest) for part, each in namespaces.items()})
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -66,7 +338,7 @@ class WorkerHalf:
         ]
         settings = self._settings
         self._loader = Loader(
-            self._link,
+            self._store,
             self._pages,
             self.counts,
             timeout_s=settings.load_timeout_s,
@@ -74,7 +346,7 @@ class WorkerHalf:
             threads=settings.load_threads,
         )
         self._storer = Storer(
-            self._link,
+            self._store,
             self._pages,
             self.counts,
             bytes_max=settings.store_bytes_max,
@@ -85,64 +357,26 @@ class WorkerHalf:
     # Loading
 
     def start_loads(self, orders: Orders) -> None:
-        """Implements ``start_load_kv``. Waits for synchronous loads here, or layer by layer."""
+        """Implements ``start_load_kv``."""
         assert self._loader is not None
         self._is_idle = orders.is_idle
         for load in orders.loads:
-            loading = self._loader.begin(load, keep=not self._is_async)
-            if not self._is_async:
-                self._syncing.append(loading)
-        if self._syncing and not self._settings.layerwise:
-            for pages in self._pages:
-                for layer in pages.layers:
-                    self._scatter(layer)
-
-    def wait_for_layer(self, layer: str) -> None:
-        """Implements ``wait_for_layer_load``."""
-        if self._syncing and layer not in self._scattered:
-            self._scatter(layer)
-
-    def _scatter(self, layer: str) -> None:
-        """Copies one layer of the KV loaded for this step to where the model reads it."""
-        self._scattered.add(layer)
-        for loading in self._syncing:
-            loading.done.wait()
-            for run, host in loading.kept:
-                pages = self._pages[run.cluster]
-                if layer in pages.layers:
-                    pages.scatter_layer(layer, run.blocks, host[: len(run.blocks)])
-
-    def _end_syncing(self) -> None:
-        """Ends the step. A load is failed if the model did not ask for one of its layers: it computed without it."""
-        missed = {layer for pages in self._pages for layer in pages.layers} - self._scattered
-        for loading in self._syncing:
-            loading.done.wait()
-            for run, _ in loading.kept if missed else ():
-                loading.failed_keys.update(run.keys[:1])
-                loading.failed_blocks.update(chain.from_iterable(run.blocks))
-        if self._syncing and missed:
-            log.error("kvstore: layerwise loads do not work with this model, set layerwise to false: %s", min(missed))
-        self._syncing.clear()
-        self._scattered.clear()
+            self._loader.begin(load)
 
     def finished_loads(self) -> set[str]:
-        """Returns the requests whose asynchronous loads ended since the last call.
+        """Returns the requests whose loads ended since the last call.
 
         Waits for a moment if the engine has nothing to compute before one ends.
         """
         finished = set()
         assert self._loader is not None
         for loading in self._loader.ended(IDLE_S if self._is_idle else 0.0):
-            report, number = self._report, loading.load.number
-            report.ended[number] = report.ended.get(number, 0) + 1
-            report.timed_out = report.timed_out or loading.timed_out
+            finished.add(loading.load.request)
+            self._report.timed_out = self._report.timed_out or loading.timed_out
             if loading.failed_keys:
-                report.failed[number] = loading.failed_keys
+                self._report.failed |= loading.failed_keys
                 self._failed_blocks |= loading.failed_blocks
-            if self._is_async:
-                finished.add(loading.load.request)
-                if loading.failed_keys:
-                    self._failed_requests.add(loading.load.request)
+                self._failed_requests.add(loading.load.request)
         return finished
 
     def failed_requests(self) -> set[str]:
@@ -170,7 +404,6 @@ class WorkerHalf:
 
     def finish_step(self, orders: Orders) -> None:
         """Implements ``wait_for_save``: copies out the blocks that this step filled, for publishing."""
-        self._end_syncing()
         stores, orders.stores = orders.stores, []
         if not self._stores:
             return
@@ -184,4 +417,4 @@ class WorkerHalf:
             self._storer.close(self._settings.drain_s)
         if self._loader is not None:
             self._loader.close()
-        self._link.close()
+        self._store.close()

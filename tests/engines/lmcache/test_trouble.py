@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,12 +12,9 @@ from typing import Any
 
 import pytest
 
-from kvstore.connectors.common import StoreSettings
-from kvstore.fsck import Kind, fsck
+from kvstore.connectors.common import Settings
 from kvstore.node.settings import Limits
-from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
-from kvstore.sources import RandomIds
 from tests.engines.lmcache.objects import adapter, equal, found, key, loaded, made, stored
 from tests.kit.faulty_root import EIO, ENOSPC, EROFS, Fails, FaultyRoot, Hang, Rule
 from tests.kit.stores import store_on
@@ -73,7 +67,7 @@ def test_a_store_that_is_down_from_the_start_is_a_miss_in_time() -> None:
 @pytest.fixture
 def root(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyRoot]:
     faulty = FaultyRoot(PosixRoot(tmp_root))
-    monkeypatch.setattr(StoreSettings, "open", lambda _: store_on(faulty, LIMITS))
+    monkeypatch.setattr(Settings, "open", lambda _: store_on(faulty, LIMITS))
     yield faulty
     faulty.set_rules([])
 
@@ -103,7 +97,7 @@ def test_a_load_of_what_many_look_ups_locked_is_one_load_and_look_ups_do_not_wai
 ) -> None:
     # Enough threads that the root never counts as hung, and each read has its whole deadline.
     patient = replace(LIMITS, stall_s=60.0, lanes=256)
-    monkeypatch.setattr(StoreSettings, "open", lambda _: store_on(root, patient))
+    monkeypatch.setattr(Settings, "open", lambda _: store_on(root, patient))
     many = [key(number) for number in range(24)]
     with adapter(root="faulty", **QUICK) as l2:
         assert stored(l2, many, [made(number) for number in range(24)]).is_successful()
@@ -136,39 +130,3 @@ def test_a_store_that_fails_says_so_and_leaves_nothing_to_be_found(root: FaultyR
         root.set_rules([])
         assert found(l2, KEYS) == []
         assert stored(l2, KEYS, OBJECTS).is_successful()
-
-
-def store_and_die(path: str, point: str) -> None:
-    """Runs in a separate process: killed at the third time that a store reaches ``point``."""
-    left = [3]
-
-    def step(reached: str) -> None:
-        left[0] -= reached == point
-        if not left[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    opened = store_on(PosixRoot(path, step=step))
-    StoreSettings.open = lambda self: opened  # type: ignore[method-assign]
-    with adapter(root=path) as l2:
-        stored(l2, KEYS, OBJECTS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("point", ["stage.written", "publish.before", "publish.linked"])
-def test_an_lmcache_that_is_killed_leaves_a_clean_store(tmp_root: Path, point: str) -> None:
-    script = f"from {__name__} import store_and_die; store_and_die({str(tmp_root)!r}, {point!r})"
-    ended = subprocess.run(
-        [sys.executable, "-c", script], cwd=Path(__file__).parents[3], timeout=120, check=False, capture_output=True
-    )
-    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
-    plain = PosixRoot(tmp_root)
-    left = fsck(plain, create_or_open(plain, RandomIds()))
-    assert set(left.counts) <= {Kind.YOUNG_STAGING, Kind.ORPHAN_STAGING}, "nothing but what was being written"
-    with adapter(root=str(tmp_root)) as l2:
-        hits = found(l2, KEYS)
-        targets = [made() for _ in KEYS]
-        assert loaded(l2, KEYS, targets) == hits
-        assert equal([targets[at] for at in hits], [OBJECTS[at] for at in hits])
-        assert stored(l2, KEYS, OBJECTS).is_successful()
-        assert loaded(l2, KEYS, targets) == [0, 1, 2, 3]
-        assert equal(targets, OBJECTS)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,16 +11,12 @@ import torch
 from prometheus_client import REGISTRY
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
-from kvstore.connectors.common import StoreSettings
+from kvstore.connectors.common import Settings
 from kvstore.node.settings import Limits
 from kvstore.root.posix import PosixRoot
 from tests.engines.sglang.on_cpu import StorageMetricsCollector, cache_controller
 from tests.engines.sglang.rank import (
-    DIM,
-    HEADS,
-    LAYERS,
     PAGE,
-    PAGES,
     Rank,
     device_pool,
     holds,
@@ -32,12 +26,10 @@ from tests.engines.sglang.rank import (
 )
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
 from tests.kit.stores import chunk_files, store_on
-from tests.kit.workers import worker_process
 
 PROMPT = list(range(100, 100 + 5 * PAGE))
 OTHER = PROMPT[: 3 * PAGE] + [7] * 2 * PAGE
 """A prompt with the same first three pages."""
-QUICK = {"lookup_timeout_s": 0.5, "load_timeout_s": 0.5, "store_timeout_s": 0.8}
 LAYOUTS = {
     "mha": ("layer_first", "page_first", "page_first_direct", "page_head"),
     "mla": ("layer_first", "page_first", "page_first_direct"),
@@ -63,22 +55,6 @@ def test_what_one_controller_backs_up_the_next_one_prefetches(
     with empty(layout, kind, extra, hybrid=hybrid) as rank:
         assert rank.prefetch(PROMPT) == len(PROMPT)
         assert rank.prefetch(OTHER) == 3 * PAGE
-
-
-def prefetch_in_a_new_process(path: str) -> None:
-    with empty(extra={"root": path}) as rank:
-        print("prefetched", rank.prefetch(PROMPT))
-
-
-@pytest.mark.slow
-def test_another_process_prefetches_it(tmp_root: Path) -> None:
-    with empty(extra={"root": str(tmp_root)}) as rank:
-        assert rank.back_up(PROMPT) == len(PROMPT)
-    script = f"from {__name__} import prefetch_in_a_new_process as run; run({str(tmp_root)!r})"
-    ended = subprocess.run(
-        [sys.executable, "-c", script], cwd=Path(__file__).parents[3], timeout=300, check=False, capture_output=True
-    )
-    assert f"prefetched {len(PROMPT)}\n" in ended.stdout.decode(), ended.stderr.decode()
 
 
 @pytest.mark.parametrize("says_prefixes", [False, True])
@@ -112,29 +88,10 @@ def test_damage_ends_a_prefetch_and_is_not_found_again(tmp_root: Path, layout: s
         assert rank.prefetch(PROMPT) == 5 * PAGE
 
 
-@pytest.mark.slow
-def test_a_store_that_dies_ends_every_call_and_another_one_can_be_attached(tmp_root: Path) -> None:
-    with worker_process(tmp_root) as worker:
-        rank = empty(extra={"connect": worker.address, **QUICK})
-        with rank:
-            assert rank.back_up(PROMPT) == len(PROMPT)
-            operation = rank.ask(PROMPT)
-            assert operation.storage_hit_count == len(PROMPT)
-            worker.kill()
-            rank.read(operation)
-            assert rank.results(operation)[0] == 0
-            rank.kv.free(operation.host_indices)
-            assert rank.back_up(OTHER) == 0
-            assert rank.prefetch(PROMPT) == 0
-            rank.controller.detach_storage_backend()
-            rank.attach({"root": str(tmp_root)})
-            assert rank.prefetch(PROMPT) == len(PROMPT)
-
-
 @pytest.fixture
 def faulty(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyRoot]:
     root = FaultyRoot(PosixRoot(tmp_root))
-    monkeypatch.setattr(StoreSettings, "open", lambda _: store_on(root, Limits(lanes=4, width=2)))
+    monkeypatch.setattr(Settings, "open", lambda _: store_on(root, Limits(lanes=4, width=2)))
     yield root
     root.set_rules([])
 
@@ -161,18 +118,6 @@ def test_a_prefetch_that_is_terminated_ends_with_the_batch_that_is_read(
         assert rank.prefetch(PROMPT) == len(PROMPT)
 
 
-def test_a_prefetch_that_is_revoked_before_it_has_memory_reads_nothing(tmp_root: Path) -> None:
-    with empty(extra={"root": str(tmp_root)}) as rank:
-        rank.back_up(PROMPT)
-        operation = rank.ask(PROMPT)
-        rank.controller.terminate_prefetch(operation)
-        rank.read(operation)
-        assert rank.results(operation)[0] == 0
-        assert rank.backend.get_stats().prefetch_pgs == []
-        rank.kv.free(operation.host_indices)
-        assert rank.prefetch(PROMPT) == len(PROMPT)
-
-
 def counted(name: str) -> float:
     return REGISTRY.get_sample_value(f"sglang:{name}", {"rank": "0"}) or 0.0
 
@@ -193,34 +138,6 @@ def test_sglangs_own_metrics_take_what_the_backend_counts(tmp_root: Path) -> Non
         assert counted("backup_pgs_count") == 1, "each call is told once"
         assert rank.backend.batch_get_v1([*keys[:2], "absent"], rank.kv.alloc(3 * PAGE)) == [True, True, False]
         assert rank.backend.get_stats().prefetch_pgs == [2], "what found nothing moved nothing"
-
-
-@pytest.mark.parametrize("writers", [1, 2])
-def test_controllers_of_one_and_two_ranks_share_pages_by_heads(tmp_root: Path, writers: int) -> None:
-    model = torch.randn(2, PAGES, HEADS, PAGE, LAYERS, DIM).to(torch.bfloat16)
-    """The whole model's K and V, by pages."""
-
-    def part(number: int, ranks: int) -> tuple[Rank, torch.Tensor]:
-        device = device_pool(heads=HEADS // ranks)
-        extra = {"root": str(tmp_root), "tp_lcm_size": 2}
-        pools = {PoolName.KV: host_pool(device, "page_head")}
-        return Rank(pools, extra, device, tp_rank=number, tp_size=ranks), model.chunk(ranks, dim=2)[number]
-
-    for number in range(writers):
-        rank, heads = part(number, writers)
-        with rank:
-            rank.kv.kv_buffer.copy_(heads)
-            rank.controller.write_storage(rank.kv.alloc(len(PROMPT)), PROMPT, page_keys(PROMPT))
-            assert taken(rank.controller.ack_backup_queue).completed_tokens == len(PROMPT)
-    for number in range(readers := 3 - writers):
-        rank, heads = part(number, readers)
-        with rank:
-            rank.kv.alloc(3 * PAGE)
-            operation = rank.ask(PROMPT)
-            rank.read(operation)
-            assert rank.results(operation)[0] == len(PROMPT)
-            pages = operation.host_indices[::PAGE] // PAGE
-            assert rank.kv.kv_buffer[:, pages].equal(heads[:, : len(pages)])
 
 
 @pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +28,6 @@ from tests.engines.sglang.pools import (
     indices,
     same,
 )
-from tests.kit.stores import chunk_files
 from tests.kit.workers import serving
 
 POOLS: dict[str, Callable[[], HostPool]] = {
@@ -132,15 +130,6 @@ def test_pages_of_an_unknown_layout_are_never_mixed_up(tmp_root: Path, in_place:
         assert hicache.batch_exists(keys[1:]) == 0
 
 
-def test_a_page_in_two_runs_of_memory_is_stored_without_a_copy(tmp_root: Path) -> None:
-    """One block for K and one for V, each as large as its run; layer by layer it is one block, put together."""
-    for layout, files in (("page_first", 2), ("layer_first", 1)):
-        pool = HostPool(layout)
-        with backend(pool, {"root": str(tmp_root / layout)}) as hicache:
-            assert hicache.batch_set_v1(hashes(1), indices([0])) == [True]
-            assert len(chunk_files(tmp_root / layout)) == files
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_type_goes_through_bit_for_bit(tmp_root: Path, dtype: torch.dtype) -> None:
     pool, other = HostPool("page_first", dtype), HostPool("page_first", dtype)
@@ -207,54 +196,6 @@ def transfer(name: PoolName, keys: list[str], pages: list[int]) -> Any:
     return PoolTransfer(name=name, keys=keys, host_indices=indices(pages))
 
 
-def test_pools_of_a_hybrid_model_are_kept_apart_and_read_together(tmp_root: Path) -> None:
-    keys, kv, mamba = hashes(4), HostPool("page_first"), HostPool("layer_first", torch.float16)
-    for page in range(4):
-        fill(kv, page, page)
-        fill(mamba, page, 100 + page)
-    with backend(kv, {"root": str(tmp_root)}) as hicache:
-        hicache.register_mem_host_pool_v2(mamba, PoolName.MAMBA)
-        assert hicache.batch_set_v1(keys, indices([0, 1, 2, 3])) == [True] * 4
-        asked = [transfer(PoolName.MAMBA, [], [0])]
-        assert hicache.batch_exists_v2(keys, asked).kv_hit_pages == 0, "the other pool has nothing"
-        assert hicache.batch_set_v2([transfer(PoolName.MAMBA, keys[1:3], [1, 2])]) == {PoolName.MAMBA: [True, True]}
-        target = HostPool("layer_first", torch.float16)
-        hicache.register_mem_host_pool_v2(target, PoolName.MAMBA)
-        got = hicache.batch_get_v2([transfer(PoolName.MAMBA, keys[:3], [5, 6, 7])])
-        assert got == {PoolName.MAMBA: [False, True, True]}
-        assert same(mamba, 1, target, 6)
-        assert same(mamba, 2, target, 7)
-
-
-@pytest.mark.parametrize(
-    ("policy", "tail", "present", "pages", "restorable"),
-    [
-        (PoolHitPolicy.ALL_PAGES, 1, [0, 1, 2, 3], 4, [1, 2, 3, 4]),
-        (PoolHitPolicy.ALL_PAGES, 1, [0, 1, 3], 2, [1, 2]),
-        (PoolHitPolicy.ALL_PAGES, 1, [1, 2], 0, []),
-        (PoolHitPolicy.TRAILING_PAGES, 1, [1, 3], 4, [2, 4]),
-        (PoolHitPolicy.TRAILING_PAGES, 2, [0, 2, 3], 4, [1, 4]),
-        (PoolHitPolicy.TRAILING_PAGES, 1, [], 0, []),
-        (PoolHitPolicy.BLOCK_GROUPS, 1, [], 4, [1, 2, 3, 4]),
-    ],
-)
-def test_how_far_a_prefix_goes_depends_on_each_pool(
-    tmp_root: Path, policy: PoolHitPolicy, tail: int, present: list[int], pages: int, restorable: list[int]
-) -> None:
-    """Counts as SGLang's own file storage does; a pool in block groups never decides."""
-    keys, pool = hashes(5), HostPool("page_first")
-    with backend(pool, {"root": str(tmp_root)}) as hicache:
-        hicache.register_mem_host_pool_v2(HostPool("page_first"), PoolName.SWA)
-        hicache.batch_set_v1(keys[:4], indices([0, 1, 2, 3]))
-        if present:
-            hicache.batch_set_v2([transfer(PoolName.SWA, [keys[at] for at in present], present)])
-        asked = PoolTransfer(name=PoolName.SWA, keys=keys[:tail], hit_policy=policy)
-        result = hicache.batch_exists_v2(keys, [asked])
-        assert result.kv_hit_pages == pages
-        assert result.restorable_prefix_pages == restorable
-        assert result.extra_pool_hit_pages[PoolName.KV] == 4
-
-
 @pytest.mark.parametrize("policy", [PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES])
 @pytest.mark.parametrize("tail", [1, 2, 3])
 def test_hybrid_look_ups_answer_as_sglangs_own_file_storage(tmp_root: Path, policy: PoolHitPolicy, tail: int) -> None:
@@ -294,31 +235,6 @@ def test_pages_and_indices_that_do_not_fit_are_not_stored(tmp_root: Path) -> Non
         assert not hicache.set(hashes(1)[0])
         assert hicache.batch_exists([]) == 0
         assert hicache.batch_get_v1([], indices([0])[:0]) == []
-
-
-def test_threads_of_sglang_may_call_at_once(tmp_root: Path) -> None:
-    pool, keys, wrong = HostPool("page_first"), hashes(16), []
-    for page in range(8):
-        fill(pool, page, page)
-    with backend(pool, {"root": str(tmp_root)}) as hicache:
-
-        def call(first: int) -> None:
-            at = [first % 8, (first + 1) % 8]
-            for _ in range(10):
-                hicache.batch_set_v1([keys[each] for each in at], indices(at))
-                if hicache.batch_get_v1([keys[each] for each in at], indices([8 + each for each in at])) != [
-                    True,
-                    True,
-                ]:
-                    wrong.append(first)
-
-        threads = [threading.Thread(target=call, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    assert not wrong
-    assert all(same(pool, page, pool, 8 + page) for page in range(8))
 
 
 def test_what_cannot_be_served_is_refused_when_it_starts(tmp_root: Path) -> None:

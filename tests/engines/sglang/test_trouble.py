@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,15 +10,12 @@ from typing import Any
 
 import pytest
 
-from kvstore.connectors.common import StoreSettings
-from kvstore.fsck import Kind, fsck
+from kvstore.connectors.common import Settings
 from kvstore.node.settings import Limits
-from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
-from kvstore.sources import RandomIds
 from tests.engines.sglang.pools import HostPool, backend, fill, indices, same
 from tests.kit.faulty_root import EIO, ENOSPC, EROFS, Fails, FaultyRoot, Hang, Rule
-from tests.kit.stores import chunk_files, store_on
+from tests.kit.stores import store_on
 from tests.kit.workers import worker_process
 
 QUICK = {"lookup_timeout_s": 0.5, "load_timeout_s": 0.5, "store_timeout_s": 0.8}
@@ -80,7 +74,7 @@ def test_a_store_that_is_down_when_sglang_starts_is_a_miss_in_time() -> None:
 @pytest.fixture
 def root(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyRoot]:
     faulty = FaultyRoot(PosixRoot(tmp_root))
-    monkeypatch.setattr(StoreSettings, "open", lambda _: store_on(faulty, LIMITS))
+    monkeypatch.setattr(Settings, "open", lambda _: store_on(faulty, LIMITS))
     yield faulty
     faulty.set_rules([])
 
@@ -141,56 +135,3 @@ def test_calls_after_it_was_closed_are_misses(tmp_root: Path) -> None:
     assert hicache.batch_set_v1(["a" * 64], indices([0])) == [False]
     assert not hicache.clear()
     hicache.close()
-
-
-@pytest.mark.parametrize("layout", ["page_first", "layer_first"])
-def test_a_damaged_page_is_a_miss_and_the_next_set_repairs_it(tmp_root: Path, layout: str) -> None:
-    pool = filled(layout)
-    with backend(pool, {"root": str(tmp_root)}) as hicache:
-        hicache.batch_set_v1(KEYS, indices(AT))
-        victim = chunk_files(tmp_root)[0]
-        raw = bytearray(victim.read_bytes())
-        raw[-3] ^= 2
-        victim.write_bytes(raw)
-        hits = hicache.batch_get_v1(KEYS, indices([8, 9, 10, 11]))
-        assert hits.count(False) == 1
-        assert all(same(pool, page, pool, 8 + page) for page in AT if hits[page])
-        assert hicache.batch_exists(KEYS) == hits.index(False), "it is not found again"
-        assert hicache.batch_set_v1(KEYS, indices(AT)) == [True] * 4
-        assert hicache.batch_get_v1(KEYS, indices([8, 9, 10, 11])) == [True] * 4
-        assert all(same(pool, page, pool, 8 + page) for page in AT)
-
-
-def set_and_die(path: str, point: str) -> None:
-    """Runs in a separate process: killed at the third time that a set reaches ``point``."""
-    left = [3]
-
-    def step(reached: str) -> None:
-        left[0] -= reached == point
-        if not left[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    opened = store_on(PosixRoot(path, step=step))
-    StoreSettings.open = lambda self: opened  # type: ignore[method-assign]
-    with backend(filled(), {"root": path}) as hicache:
-        hicache.batch_set_v1(KEYS, indices(AT))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("point", ["stage.written", "publish.before", "publish.linked"])
-def test_an_sglang_that_is_killed_leaves_a_clean_store(tmp_root: Path, point: str) -> None:
-    script = f"from {__name__} import set_and_die; set_and_die({str(tmp_root)!r}, {point!r})"
-    ended = subprocess.run(
-        [sys.executable, "-c", script], cwd=Path(__file__).parents[3], timeout=120, check=False, capture_output=True
-    )
-    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
-    plain = PosixRoot(tmp_root)
-    left = fsck(plain, create_or_open(plain, RandomIds()))
-    assert set(left.counts) <= {Kind.YOUNG_STAGING, Kind.ORPHAN_STAGING}, "nothing but what was being written"
-    pool = filled()
-    with backend(pool, {"root": str(tmp_root)}) as hicache:
-        hits = hicache.batch_get_v1(KEYS, indices([8, 9, 10, 11]))
-        assert all(same(pool, page, pool, 8 + page) for page in AT if hits[page])
-        assert hicache.batch_set_v1(KEYS, indices(AT)) == [True] * 4
-        assert hicache.batch_get_v1(KEYS, indices([8, 9, 10, 11])) == [True] * 4
-        assert all(same(pool, page, pool, 8 + page) for page in AT)

@@ -41,7 +41,6 @@ from tests.engines.transformers.models import (
     prompt,
     qwen3,
 )
-from tests.kit.workers import serving
 
 BOS = 1
 DOCUMENTS = [prompt(32, seed=11), prompt(48, seed=12), prompt(21, seed=13)]
@@ -112,16 +111,6 @@ def test_it_is_what_blending_in_memory_gives(make: Any, store: Store) -> None:
         assert difference(values, kv.values[layer][:, :, :-1]) < 1e-4
 
 
-def test_everything_recomputed_is_a_full_prefill(filled: Store) -> None:
-    model = made()
-    everything = verdict_for(segments_of(model, filled), ratio=1.0)
-    blended = prefill_blended(model, ids(1, 0), starts(1, 0), filled, everything, segment_tokens=PIECE)
-    assert blended.found == 80 and blended.work == 1.0
-    assert (
-        difference(logits_after(model, ids(1, 0), blended.past), logits_without_store(model, ids(1, 0))[:, -1:]) < 1e-4
-    )
-
-
 def test_the_exact_prefix_comes_first_and_counts_as_hits_and_segments_do_not(filled: Store) -> None:
     model = made()
     prefill_with_store(model, ids(0, 2), model_cache(model, filled, chunk_tokens=CHUNK))
@@ -137,13 +126,6 @@ def test_the_exact_prefix_comes_first_and_counts_as_hits_and_segments_do_not(fil
     assert after["chunks_written"] == before["chunks_written"]
 
 
-def test_generate_goes_on_from_it(filled: Store) -> None:
-    model = made()
-    blended = prefill_blended(model, ids(1, 0), starts(1, 0), filled, segment_tokens=PIECE)
-    assert blended.past.get_seq_length() == ids(1, 0).shape[1] - 1
-    assert len(generated(model, ids(1, 0), blended.past)) == 12
-
-
 def test_the_example_of_the_guide_runs(store: Store) -> None:
     page = Path(__file__, "../../../../docs/blending.md").resolve().read_text()
     example = page.partition("## Use it")[2].partition("    from ")[2].partition("\n\n`")[0]
@@ -155,15 +137,6 @@ def test_the_example_of_the_guide_runs(store: Store) -> None:
     names |= {"input_ids": given, "starts": [1, 71]}
     exec(dedent("    from " + example), names)
     assert names["blended"].found == 64 + 128 and isinstance(names["blended"].past, BlendedCache)
-
-
-def test_it_works_through_a_worker(tmp_root: Path) -> None:
-    model = made()
-    with serving(tmp_root) as worker, kvstore.connect(worker.address) as store:
-        put_segments(model, DOCUMENTS, store, segment_tokens=PIECE)
-        segments = segments_of(model, store)
-        segments.record(verdict_for(segments))
-        assert prefill_blended(model, ids(1, 0), starts(1, 0), store, segment_tokens=PIECE).found == 80
 
 
 def exact_logits(model: Any, order: tuple[int, ...]) -> Any:
@@ -281,16 +254,6 @@ def test_no_way_leads_into_an_exact_namespace(way: Any, filled: Store) -> None:
     for _ in range(2):
         exact = prefill_with_store(model, ids(1, 0), cache)
         assert difference(logits_after(model, ids(1, 0), exact)[:, -1:], exact_logits(model, (1, 0))) < 1e-4
-
-
-def test_segments_need_a_token_to_stand_behind(store: Store) -> None:
-    with pytest.raises(InvalidRequest, match="no BOS token"):
-        put_segments(llama(), DOCUMENTS, store)
-
-
-def test_a_document_that_is_stored_is_not_computed_again(filled: Store) -> None:
-    assert put_segments(made(), DOCUMENTS, filled, segment_tokens=PIECE) == 0
-    assert put_segments(made(), [], filled) == 0
 
 
 def test_a_model_whose_keys_cannot_be_moved_is_refused(store: Store) -> None:

@@ -137,35 +137,11 @@ def test_modules_changed_in_memory_miss(store: Store, change: Callable[[Any], No
     assert found(store, llama()) == 96
 
 
-def test_a_model_that_was_asked_for_hidden_states_finds_what_was_stored(store: Store) -> None:
-    model = llama()
-    prefill_with_store(model, IDS, store, chunk_tokens=CHUNK)
-    model(IDS, output_hidden_states=True)
-    assert found(store, model) == 96
-    assert prefill_with_store(model, IDS, store, chunk_tokens=CHUNK).get_seq_length() == 96
-
-
-def test_weights_set_back_find_what_was_stored(store: Store) -> None:
-    model = llama()
-    prefill_with_store(model, IDS, store, chunk_tokens=CHUNK)
-    loaded(model)
-    assert found(store, model) == 0
-    model.load_state_dict(llama().state_dict())
-    assert found(store, model) == 96
-
-
 def test_a_model_saved_and_loaded_finds_what_was_stored(store: Store, tmp_root: Path) -> None:
     model = llama()
     prefill_with_store(model, IDS, store, chunk_tokens=CHUNK)
     model.save_pretrained(tmp_root / "saved")
     assert found(store, type(model).from_pretrained(tmp_root / "saved").eval()) == 96
-
-
-def test_weights_created_for_inference_only_have_a_fingerprint(store: Store) -> None:
-    with torch.inference_mode():
-        model = llama()
-    prefill_with_store(model, IDS, store, chunk_tokens=CHUNK)
-    assert found(store, llama()) == 96
 
 
 def test_weights_that_are_not_in_memory_need_a_fingerprint(store: Store) -> None:

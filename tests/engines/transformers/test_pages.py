@@ -78,18 +78,6 @@ def test_pages_of_any_size_come_out_and_go_back(
     for layer, was in zip(layers, before, strict=True):
         was[others] = was[BLOCKS]
         assert torch.equal(layer, was)
-    for layer in layers:
-        layer.zero_()
-    for at in range(3):
-        pages.scatter_layer(f"layer {at}", numbered(others), expected)
-    assert torch.equal(torch.cat([layer[others] for layer in layers], dim=1).cpu(), expected)
-
-
-def test_layers_of_unlike_pages_use_words_that_fit_all() -> None:
-    layers = [tensors(64, 0, 0, 1)[0], tensors(12, 0, 0, 1)[0]]
-    pages = Pages([dict(zip(["wide", "narrow"], layers, strict=True))], COUNT)
-    assert pages._word is torch.int32
-    assert torch.equal(out_of(pages, [(4,)]), torch.cat([layer[[4]] for layer in layers], dim=1).cpu())
 
 
 def test_groups_of_one_cluster_lie_side_by_side_and_a_layer_may_have_several_tensors() -> None:
@@ -128,18 +116,6 @@ def test_the_parts_of_one_rank_are_the_blocks_of_two() -> None:
     one.write(host, [(1,), (2,), (3,)], one.now())
     for layer, was in zip(layers, before, strict=True):
         assert torch.equal(layer[[1, 2, 3]], was)
-
-
-def test_more_blocks_than_go_over_the_bus_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = tensors(64, 0, 0)
-    monkeypatch.setattr("kvstore.connectors.vllm.gpu_copy.PART_BYTES", 2 * 3 * 64)
-    pages = Pages([dict(zip("abc", layers, strict=True))], COUNT)
-    expected = torch.cat(layers, dim=1).cpu()
-    for _ in range(20):  # more copies than there are parts
-        every = numbered(torch.randperm(COUNT, device="cpu").tolist())
-        assert torch.equal(out_of(pages, every), expected[[block for (block,) in every]])
-        back(pages, expected, numbered(list(range(COUNT))))
-    assert torch.equal(torch.cat(layers, dim=1).cpu(), expected)
 
 
 def test_an_engine_may_have_made_another_device_the_default() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import torch
 
 import kvstore
 from kvstore.client import Store
-from kvstore.connectors.transformers import model_cache, prefill_with_store
+from kvstore.connectors.transformers import prefill_with_store
 from tests.engines.transformers.models import (
     CHUNK,
     MODELS,
@@ -80,29 +78,6 @@ def test_a_shared_prefix_in_pieces_is_exact_whatever_was_stored(make: Callable[[
     assert difference(logits_after(model, second, past), expected) == 0.0
 
 
-def test_a_shared_prefix_in_one_run_generates_the_same_tokens(store: Store) -> None:
-    model, shared = llama(), prompt(50)
-    prefill_with_store(model, prompt(30, 2, shared), store, chunk_tokens=CHUNK)
-    second = prompt(43, 3, shared)
-    past = prefill_with_store(model, second, store, chunk_tokens=CHUNK)
-    assert moved(store) == (3, 6)
-    assert generated(model, second, past) == generated(model, second)
-
-
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
-def test_layers_are_those_of_a_plain_run(make: Callable[[], Any], store: Store) -> None:
-    """Sliding layers hold their window and no more; lengths, types and memory order are as without a store."""
-    model, ids = make(), prompt(97)
-    with torch.no_grad():
-        plain = model(ids[:, :96], use_cache=True).past_key_values
-    for _ in range(2):
-        past = prefill_with_store(model, ids, store, chunk_tokens=CHUNK)
-        for layer, expected in zip(past.layers, plain.layers, strict=True):
-            assert type(layer) is type(expected) and layer.get_seq_length() == 96
-            assert torch.equal(layer.keys, expected.keys) and torch.equal(layer.values, expected.values)
-            assert layer.keys.stride() == expected.keys.stride()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_comes_back_to_the_bit(dtype: Any, store: Store) -> None:
     model, ids = llama(dtype=dtype), prompt(70)
@@ -137,28 +112,3 @@ def test_through_a_worker(tmp_root: Path) -> None:
             puts.append(served.member.node.stats()["requests_put"])
         assert served.member.node.stats()["chunks_written"] == 6
         assert puts[0] == puts[1] > 0, "the second prefill computed nothing"
-
-
-def test_another_process_with_the_same_weights_finds_it(store: Store, tmp_root: Path) -> None:
-    program = (
-        "import kvstore, sys\n"
-        "from kvstore.connectors.transformers import prefill_with_store\n"
-        "from tests.engines.transformers.models import CHUNK, llama, prompt\n"
-        "with kvstore.open(sys.argv[1]) as store:\n"
-        "    prefill_with_store(llama(), prompt(100), store, chunk_tokens=CHUNK)\n"
-    )
-    subprocess.run([sys.executable, "-c", program, str(tmp_root)], check=True, timeout=120)
-    model, ids = llama(), prompt(100)
-    past = prefill_with_store(model, ids, store, chunk_tokens=CHUNK)
-    assert moved(store) == (6, 0)
-    assert difference(logits_after(model, ids, past), logits_without_store(model, ids, 96)) == 0.0
-
-
-def test_the_models_cache_can_be_matched_and_used(store: Store) -> None:
-    model, ids = llama(), prompt(100)
-    cache = model_cache(model, store, chunk_tokens=CHUNK)
-    assert cache.match(ids[0].cpu().numpy()) == 0
-    prefill_with_store(model, ids, cache)
-    assert cache.match(ids[0].cpu().numpy()) == 96
-    assert prefill_with_store(model, ids, store, chunk_tokens=CHUNK).get_seq_length() == 96
-    assert moved(store) == (6, 6)

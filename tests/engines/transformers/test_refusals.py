@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -158,19 +158,6 @@ def test_padding(store: Store) -> None:
         prefill_with_store(model, ids, store)
 
 
-def test_pieces_that_are_no_chunks(store: Store) -> None:
-    with pytest.raises(InvalidRequest, match="piece_tokens=24: expected a multiple of chunk_tokens"):
-        prefill_with_store(llama(), prompt(40), store, chunk_tokens=CHUNK, piece_tokens=24)
-
-
-def test_anything_but_a_store(tmp_root: Path) -> None:
-    with pytest.raises(InvalidRequest, match="store is a str: expected what kvstore"):
-        prefill_with_store(llama(), prompt(40), str(tmp_root))  # type: ignore[arg-type]
-    waiting = kvstore.aio.Store(cast(Any, None), cast(Any, None))
-    with pytest.raises(InvalidRequest, match=r"store is a kvstore\.aio\.store\.Store: expected what kvstore"):
-        prefill_with_store(llama(), prompt(40), waiting)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     "rope",
     [
@@ -219,9 +206,3 @@ def test_a_model_with_hooks_is_refused_unless_they_are_named(tmp_root: Path, pre
         assert difference(logits_after(model, ids, past), logits_without_store(model, ids, 96)) == 0.0
         named = model_cache(model, store, chunk_tokens=CHUNK, attributes={"steering": "1.5 at layer 1"})
         assert prefill_with_store(model, ids, named).get_seq_length() == 96
-
-
-@pytest.mark.parametrize("wrong", [{"piece_tokens": "16"}, {"piece_tokens": 16.0}, {"attributes": "x"}], ids=str)
-def test_arguments_of_another_type_are_refused(store: Store, wrong: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest, match=next(iter(wrong))):
-        prefill_with_store(llama(), prompt(100), store, chunk_tokens=CHUNK, **wrong)

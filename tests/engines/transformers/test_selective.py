@@ -16,11 +16,8 @@ from kvstore.connectors.transformers.gate import (
     Prepared,
     Split,
     Tally,
-    by_layer,
-    candidates,
     choose,
     prepare,
-    work,
 )
 from kvstore.errors import InvalidRequest
 from kvstore.segments import Bounds, Rule, Verdict
@@ -102,20 +99,6 @@ def test_the_rows_that_deviate_most_are_computed_and_the_others_keep_what_was_lo
     assert difference(kv.values[1][:, :, sorted(picked)], found.full.values[1][:, :, sorted(picked)]) < 1e-4
 
 
-def test_a_schedule_falls_from_layer_to_layer_within_what_is_left() -> None:
-    decoder, found = prepared(llama())
-    _, _, computed = found.blended(decoder, plan(check_layers=(1, 3), ratios=(0.5, 0.1)))
-    assert list(computed) == [70, 35, 35, 7]
-    assert work(4, (1, 3), (0.5, 0.1)) == pytest.approx(sum(computed) / (4 * REUSED))
-
-
-def test_the_exact_prefix_is_not_computed() -> None:
-    decoder, found = prepared(llama())
-    kv, _, _ = found.blended(decoder, plan())
-    assert found.exact == SEGMENTS[0].start
-    assert all(torch.equal(one[:, :, :20], full[:, :, :20]) for one, full in zip(kv.keys, found.full.keys, strict=True))
-
-
 @pytest.mark.parametrize(
     ("make", "settings", "reason"),
     [
@@ -132,38 +115,6 @@ def test_models_that_are_built_otherwise_are_refused(
         model.config._attn_implementation = settings["attention"]
     with pytest.raises(InvalidRequest, match=reason):
         Decoder(model)
-
-
-def test_a_model_with_two_bases_has_no_rope_to_store_keys_by() -> None:
-    with pytest.raises(InvalidRequest, match="different bases"):
-        Decoder(gemma3()).rope()
-
-
-@pytest.mark.parametrize(
-    ("segments", "answers"),
-    [
-        ((range(20),), ANSWERS),
-        ((range(50, 90), range(20, 50)), ANSWERS),
-        ((range(20, 50), range(40, 90)), ANSWERS),
-        (SEGMENTS, ()),
-        (SEGMENTS, (range(60, 62),)),
-        (SEGMENTS, (range(90, 92),)),
-        (SEGMENTS, (range(100, 102),)),
-    ],
-)
-def test_cases_that_cannot_be_compared_are_refused(segments: tuple[range, ...], answers: tuple[range, ...]) -> None:
-    with pytest.raises(InvalidRequest, match=r"^(segments|answers) "):
-        replace(case(), segments=segments, answers=answers)
-
-
-def test_candidates_are_tried_cheapest_first_and_within_the_bound_on_work() -> None:
-    bounds = Bounds(work_max=0.6)
-    tries = candidates(12, "weights", "rope", bounds)
-    shares = [work(12, each.check_layers, each.ratios) for each in tries]
-    assert shares == sorted(shares) and shares[-1] <= 0.6
-    assert {each.rule for each in tries} == set(Rule)
-    assert {each.check_layers for each in tries} >= {(1,), (3,), (6,), (1, 2, 3)}
-    assert all(not each.holds and each.bounds == bounds for each in tries)
 
 
 def test_the_cheapest_that_holds_is_chosen_and_no_dearer_one_is_tried() -> None:
@@ -186,32 +137,6 @@ def test_where_nothing_holds_the_nearest_is_named_and_does_not_hold() -> None:
     choice = choose(Decoder(llama()), CASES, tries, tries[0].bounds)
     assert not choice.verdict.holds and not choice.is_chosen
     assert choice.verdict.measured.kl == min(each.measured.kl for each in choice.tried)
-
-
-def test_the_errors_of_each_layer_fall_where_rows_are_computed() -> None:
-    decoder, found = prepared(llama())
-    layers = by_layer(decoder, [found], plan(ratios=(0.5,)))
-    assert [each.share for each in layers] == [1.0, 0.5, 0.5, 0.5]
-    assert layers[0].relative("k") < 1e-5
-    for each in layers[1:]:
-        assert 0 < each.relative("k") < each.relative("k loaded")
-        assert 0 < each.relative("v") < each.relative("v loaded")
-
-
-def test_nothing_to_compare_is_an_error() -> None:
-    with pytest.raises(InvalidRequest, match="nothing to compare"):
-        choose(Decoder(llama()), CASES, [], Bounds())
-    with pytest.raises(InvalidRequest, match="9 prompts are too few: expected 10 or more"):
-        choose(Decoder(llama()), CASES[:9], [plan()], Bounds())
-
-
-def test_the_figures_of_a_choice_are_those_of_prompts_that_had_no_part_in_it() -> None:
-    decoder, everything = Decoder(llama()), plan(ratios=(1.0,))
-    choice = choose(decoder, CASES, [everything], everything.bounds)
-    alone = Tally(everything)
-    for each in Split.of(CASES).held_out:
-        alone.add(decoder, prepare(decoder, each))
-    assert choice.verdict.measured == alone.measured()
 
 
 def test_a_choice_that_does_not_hold_on_the_others_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:

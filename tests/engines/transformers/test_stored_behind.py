@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
 from collections.abc import Iterator
@@ -10,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-import kvstore
 from kvstore.client import Store
 from kvstore.connectors.transformers import Storing, model_cache, prefill_with_store
-from kvstore.errors import InvalidRequest
 from kvstore.root.posix import PosixRoot
 from tests.engines.transformers.models import CHUNK, difference, llama, logits_after, logits_without_store, prompt
-from tests.kit.faulty_root import ENOSPC, FaultyRoot, Hang, Rule
+from tests.kit.faulty_root import FaultyRoot, Hang, Rule
 from tests.kit.patience import eventually
 from tests.kit.stores import store_on
 
@@ -63,12 +60,6 @@ def test_it_returns_before_the_store_has_it_and_closing_waits(store: Store, root
     assert difference(logits_after(MODEL, IDS, past), logits_without_store(MODEL, IDS, 96)) == 0.0
 
 
-def test_a_cache_is_stored_to_as_well(store: Store) -> None:
-    with Storing(model_cache(MODEL, store, chunk_tokens=CHUNK)) as storing:
-        prefill_with_store(MODEL, IDS, storing)
-    assert stored(store) == 96
-
-
 def test_what_does_not_fit_beside_what_waits_is_stored_before_the_return(store: Store, root: FaultyRoot) -> None:
     chunk_bytes = model_cache(MODEL, store, chunk_tokens=CHUNK).layout.chunk_bytes
     hang, other = Hang(), prompt(100, seed=9)
@@ -100,13 +91,6 @@ def test_without_room_and_once_closed_it_is_stored_before_the_return(store: Stor
     assert model_cache(MODEL, store, chunk_tokens=CHUNK).match(other[0].cpu().numpy()) == 96
 
 
-def test_a_full_root_is_a_warning(store: Store, root: FaultyRoot, caplog: pytest.LogCaptureFixture) -> None:
-    root.set_rules([Rule("stage", ENOSPC)])
-    with caplog.at_level(logging.WARNING), Storing(store) as storing:
-        assert prefilled(storing)
-    assert "prefill.not_stored" in caplog.text
-
-
 def test_an_error_that_nobody_expects_is_logged(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     def fails() -> None:
         raise ValueError("unexpected")
@@ -115,27 +99,6 @@ def test_an_error_that_nobody_expects_is_logged(store: Store, caplog: pytest.Log
         assert storing.submit(fails, 1)
         eventually(lambda: storing.submit(lambda: None, 1), "its room is free again")
     assert "unexpected" in caplog.text
-
-
-def test_a_storing_that_is_dropped_ends_its_thread(store: Store) -> None:
-    storing = Storing(store)
-    assert prefilled(storing)
-    del storing
-    gc.collect()
-    eventually(lambda: not any("kvstore-prefill-store" in each.name for each in threading.enumerate()), "its end")
-    assert stored(store) == 96
-
-
-@pytest.mark.parametrize("bytes_max", [-1, 1.5, "1"])
-def test_a_bound_that_is_no_number_of_bytes(store: Store, bytes_max: object) -> None:
-    with pytest.raises(InvalidRequest, match="bytes_max"):
-        Storing(store, bytes_max)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("store", [object(), None, "x"])
-def test_only_a_store_or_a_cache(store: object) -> None:
-    with pytest.raises(InvalidRequest, match="expected what kvstore"):
-        Storing(store)  # type: ignore[arg-type]
 
 
 def test_i1_a_prompt_whose_memory_is_used_again_keeps_its_tokens(store: Store, root: FaultyRoot) -> None:
@@ -170,24 +133,3 @@ def test_what_a_store_does_not_take_in_time_is_given_up_with_a_warning(
     assert storing.close(), "nothing waits any more"
     ids = prompt(100, seed=2)
     assert model_cache(MODEL, store, chunk_tokens=CHUNK).match(ids[0].cpu().numpy()) == 0
-
-
-def test_chunks_behind_a_part_that_was_lost_are_a_warning(
-    store: Store, root: FaultyRoot, caplog: pytest.LogCaptureFixture
-) -> None:
-    cache, short = model_cache(MODEL, store, chunk_tokens=CHUNK), IDS[:, :50]
-    prefill_with_store(MODEL, short, store, chunk_tokens=CHUNK)
-    goes_on = threading.Event()
-    with caplog.at_level(logging.WARNING), Storing(store) as storing:
-        assert storing.submit(lambda: goes_on.wait(30), 0)
-        prefill_with_store(MODEL, IDS, storing, chunk_tokens=CHUNK)
-        cache.clear()
-        goes_on.set()
-    assert "tokens_present=0 tokens=96" in caplog.text
-
-
-def test_it_works_with_an_opened_folder(tmp_root: Path) -> None:
-    with kvstore.open(str(tmp_root)) as opened, Storing(opened) as storing:
-        assert prefilled(storing)
-    with kvstore.open(str(tmp_root)) as opened:
-        assert stored(opened) == 96

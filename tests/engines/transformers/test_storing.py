@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kvstore.connectors.vllm.adapters import Seal
-from kvstore.connectors.vllm.counts import EngineCounts
 from kvstore.connectors.vllm.gpu_copy import Pages
+from kvstore.connectors.vllm.metrics import EngineCounts
 from kvstore.hints import Hints
 from tests.kit.vllm_connector import BASE
 from tests.kit.vllm_modules import vllm_modules
@@ -39,8 +39,8 @@ def modules() -> Iterator[None]:
 
 @pytest.mark.usefixtures("modules")
 def test_what_was_computed_is_not_stored_once_the_files_changed(tmp_path: Path) -> None:
-    from kvstore.connectors.vllm.messages import Run
-    from kvstore.connectors.vllm.storing import Storer
+    from kvstore.connectors.vllm.blocks import Run
+    from kvstore.connectors.vllm.worker import Storer
 
     (tmp_path / "adapter_model.safetensors").write_bytes(b"1")
     seal, puts = Seal.of(str(tmp_path)), Puts()

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +14,8 @@ import kvstore
 from kvstore.client import Store
 from kvstore.client.limits import ClientLimits
 from kvstore.connectors.transformers import model_cache, prefill_with_store
-from kvstore.fsck import Kind, fsck
 from kvstore.node.settings import Limits
-from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
-from kvstore.sources import RandomIds
 from tests.engines.transformers.models import CHUNK, difference, llama, logits_after, logits_without_store, prompt
 from tests.kit.faulty_root import EIO, ENOSPC, EROFS, Fails, FaultyRoot, Hang, Rule
 from tests.kit.stores import chunk_files, store_on
@@ -117,34 +111,3 @@ def test_a_worker_that_dies_or_freezes_is_no_error(tmp_root: Path, number: signa
         assert cache.match(IDS[0].cpu().numpy()) == 96
         worker.send(number)
         assert is_right(store)
-
-
-def prefill_and_die(path: str, point: str) -> None:
-    """Runs in a separate process: killed at the third time that a put reaches ``point``."""
-    left = [3]
-
-    def step(reached: str) -> None:
-        left[0] -= reached == point
-        if not left[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    prefill_with_store(MODEL, IDS, store_on(PosixRoot(path, step=step)), chunk_tokens=CHUNK)
-
-
-@pytest.mark.parametrize("point", ["stage.written", "publish.before", "publish.linked"])
-def test_a_process_that_is_killed_leaves_a_clean_store(tmp_root: Path, point: str) -> None:
-    script = f"from {__name__} import prefill_and_die; prefill_and_die({str(tmp_root)!r}, {point!r})"
-    ended = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=Path(__file__).parents[3],
-        timeout=120,
-        check=False,
-    )
-    assert ended.returncode == -signal.SIGKILL, "the point was not reached"
-    plain = PosixRoot(tmp_root)
-    found = fsck(plain, create_or_open(plain, RandomIds()))
-    assert set(found.counts) <= {Kind.YOUNG_STAGING, Kind.ORPHAN_STAGING}, "nothing but what was being written"
-    with store_on(tmp_root) as store:
-        assert is_right(store)
-        assert store.stats()["miss_damaged"] == 0
-        assert model_cache(MODEL, store, chunk_tokens=CHUNK).match(IDS[0].cpu().numpy()) == 96

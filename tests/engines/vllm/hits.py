@@ -27,8 +27,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvstore.connectors.vllm.groups import Kind, Tail, last_boundary
-from kvstore.connectors.vllm.naming import Shape
+from kvstore.connectors.vllm.blocks import Kind, Tail, last_boundary
+from kvstore.connectors.vllm.namespaces import Shape
 
 SIZE = 16
 SHAPE = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}

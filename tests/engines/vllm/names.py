@@ -14,7 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvstore.connectors import vllm_tier
-from kvstore.connectors.vllm.naming import Shape, check_hashes, model_fingerprint, namespaces
+from kvstore.connectors.vllm.namespaces import Shape, check_hashes, model_fingerprint, namespaces
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.errors import InvalidRequest
 

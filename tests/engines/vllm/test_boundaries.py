@@ -7,8 +7,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.engines.vllm.conftest import PROMPTS
 from tests.engines.vllm.engines import (
     HERE,
@@ -75,29 +73,6 @@ def test_engines_of_one_and_two_ranks_share_what_either_stored(
     with running_engine(workplace, {**settings, "tensor_parallel_size": 2}, processes=True) as engine:
         loaded = engine.generate(other)
         assert (loaded.cached, loaded.tokens) == ([full_blocks(other)], reference["other"].tokens)
-
-
-@pytest.mark.parametrize("variant", ["dtype", "rope scaling"])
-def test_another_dtype_and_another_rope_scaling_share_nothing(
-    variant: str, workplace: Path, model: Path, root: Path, reference: dict[str, Answer]
-) -> None:
-    settings = {"model": str(model), "kv_transfer_config": transfer({"root": str(root)})}
-    before = len(stored_files(root))
-    if variant == "dtype":
-        with running_engine(workplace, settings) as engine:
-            engine.generate(LONG).check_same(reference["long"])
-            wait_stored(root, before + 9)
-            engine.forget()
-            assert engine.generate(LONG).cached == [full_blocks(LONG)]
-        before += 9
-    with running_engine(workplace, {**settings, **VARIANTS[variant]}) as engine:
-        first = engine.generate(LONG)
-        assert first.cached == [0]
-        wait_stored(root, before + 9)
-        engine.forget()
-        second = engine.generate(LONG)
-        assert second.cached == [full_blocks(LONG)]
-        assert second.tokens == first.tokens
 
 
 def long_rope(max_model_len: int) -> dict[str, Any]:

@@ -15,11 +15,9 @@ from tests.engines.vllm.engines import (
     engine_environment,
     make_model,
     mend,
-    prompt,
     running_engine,
     stored_files,
     transfer,
-    wait_stored,
 )
 
 LONG, BRANCH = PROMPTS["long"], PROMPTS["branch"]
@@ -68,33 +66,3 @@ def test_what_a_hit_needs_is_what_vllm_itself_needs(workplace: Path) -> None:
         env=engine_environment(workplace),
     )
     assert done.stdout.endswith("same 500\n"), done.stdout[-2000:] + done.stderr[-3000:]
-
-
-def test_five_layers_with_windows_beside_one_without_take_two_fifths_of_the_bytes(workplace: Path, root: Path) -> None:
-    model = make_model(
-        workplace,
-        "five to one",
-        7,
-        num_hidden_layers=12,
-        layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 2,
-        sliding_window=64,
-    )
-    settings = {"model": str(model), "max_model_len": 2048, "kv_transfer_config": transfer({"root": str(root)})}
-    tokens = prompt(11, 1990)
-    before, full = stored_files(root), 62
-    """Blocks of the prompt; a window before every 256 tokens and before its end has two of them."""
-    with running_engine(workplace, settings) as engine:
-        computed = engine.generate(tokens, tokens=4)
-        files = wait_stored(root, len(before) + full + 2 * 7 + 2) - before
-        # vLLM's own cache has the same: in a step of other tokens than the first one it rounds otherwise.
-        kept = engine.generate(tokens, tokens=4)
-        engine.forget()
-        loaded = engine.generate(tokens, tokens=4)
-        assert loaded.cached == kept.cached == [full * 32]
-        assert loaded.tokens == computed.tokens
-        loaded.check_same(kept)
-    # A file has a header of its own, so its size is a little more than the pages in it.
-    sizes = sorted(path.stat().st_size for path in files)
-    assert len(files) == full + 2 * 7 + 2, "one file has the five groups' pages of a block"
-    assert sum(sizes) <= 0.4 * 6 * full * sizes[0]
-    check_clean(root)

@@ -68,27 +68,6 @@ def test_the_branch_that_a_session_abandoned_goes_first(engine: Engine, module_r
         assert (answer.tokens, answer.cached) == ([truth], [cached])
 
 
-def test_a_fork_whose_requests_say_that_it_stays_does_not(engine: Engine, module_root: Path) -> None:
-    work = Work(7200)
-    run(engine, module_root, work, {"supersede": False})
-    mine = stored_files(module_root)
-    run(engine, module_root, Work(7300))
-    eventually(lambda: places(stored_files(module_root) - mine), "what is told later is done")
-    assert places(mine) == []
-
-
-def test_a_branch_that_is_used_again_is_not_first_any_more(engine: Engine, module_root: Path) -> None:
-    work = Work(7400)
-    _, fork = run(engine, module_root, work)
-    eventually(lambda: len(abandoned(module_root)) == FORK_BLOCKS)
-    engine.forget()
-    assert engine.in_session("another session", work.fork).tokens == [fork]
-    eventually(lambda: abandoned(module_root) == [])
-    make_room(module_root)
-    engine.forget()
-    assert engine.generate(work.fork).cached[0] > SHARED * BLOCK
-
-
 def test_what_vllm_schedules_first_stays_longer(engine: Engine, module_root: Path) -> None:
     for seed, urgency in ((7400, -5), (7401, 5)):
         before = set(stored_files(module_root))

@@ -89,22 +89,6 @@ def test_a_store_that_freezes_between_look_up_and_load(
         wait_hit(engine, reference)
 
 
-def test_a_slow_store_is_used_as_far_as_it_goes(
-    engine: Engine, worker: tuple[str, subprocess.Popen[str]], reference: dict[str, Answer]
-) -> None:
-    with subprocess.Popen(
-        ["sh", "-c", "while kill -STOP $0 && sleep 0.2 && kill -CONT $0 && sleep 0.02; do :; done", str(worker[1].pid)],
-        stderr=subprocess.DEVNULL,
-    ) as slowing:
-        for name in ("long", "branch", "other"):
-            engine.forget()
-            answer = engine.generate(PROMPTS[name])
-            answer.check_same(reference[name])
-            assert answer.seconds < BOUND_S
-        slowing.kill()
-    worker[1].send_signal(signal.SIGCONT)
-
-
 def test_a_dead_store_is_a_miss(
     engine: Engine, root: Path, worker: tuple[str, subprocess.Popen[str]], reference: dict[str, Answer]
 ) -> None:

@@ -13,11 +13,9 @@ from tests.engines.vllm.engines import (
     check_clean,
     damage,
     full_blocks,
-    make_model,
     make_recurrent_model,
     prompt,
     running_engine,
-    stored_files,
     wait_stored,
 )
 
@@ -112,27 +110,4 @@ def test_states_are_stored_where_prompts_end_and_part_and_one_damaged_chunk_is_a
             assert loaded.cached == [cached]
     (path,) = (tmp_root / "quarantine").iterdir()
     path.unlink()
-    check_clean(tmp_root)
-
-
-def test_of_windows_only_the_chunks_that_a_hit_needs_are_stored(workplace: Path, tmp_root: Path) -> None:
-    layers = (["sliding_attention"] * 5 + ["full_attention"]) * 2
-    model = make_model(workplace, "tier five to one", 7, num_hidden_layers=12, layer_types=layers, sliding_window=64)
-    settings: dict[str, Any] = {"model": str(model), "max_model_len": 2048}
-    tokens, full = prompt(11, 1990), 62
-    with running_engine(workplace, settings) as engine:
-        engine.generate(tokens, tokens=4)
-        # In a step of other tokens than the first one it rounds otherwise.
-        computed = engine.generate(tokens, tokens=4)
-    settings["kv_transfer_config"] = tiered({"root": str(tmp_root)}, 8 << 20)
-    for is_warm in (False, True):
-        with running_engine(workplace, settings) as engine:
-            answer = engine.generate(tokens, tokens=4)
-            assert answer.tokens == computed.tokens
-            assert answer.cached == [full * 32 if is_warm else 0]
-            engine.generate(PROMPTS["short"])
-            wait_stored(tmp_root, full + 5 * 2)
-        if is_warm:
-            answer.check_same(computed)
-    assert len(stored_files(tmp_root)) == full + 5 * 2, "each of the five groups of windows has two chunks"
     check_clean(tmp_root)

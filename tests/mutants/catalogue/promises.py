@@ -117,7 +117,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "window-one-block-short",
         "CONNECTORS windows: a hit has every block that it needs",
-        at(f"{VLLM}.groups:Cluster", "first_block", lambda real, self, boundary: real(self, boundary) + 1),
+        at(f"{VLLM}.blocks:Cluster", "first_block", lambda real, self, boundary: real(self, boundary) + 1),
         "connectors/test_vllm_groups.py",
     ),
     mutant(

@@ -18,8 +18,7 @@ import vllm
 from packaging.version import Version
 
 from kvstore.connectors.common import weights_fingerprint
-from kvstore.connectors.vllm.groups import Cluster, Kind
-from kvstore.connectors.vllm.settings import Settings
+from kvstore.connectors.vllm.blocks import Cluster, Kind
 from kvstore.errors import InvalidRequest
 from kvstore.layout import DTYPES, DType, Layout, checked_dtype
 from kvstore.namespace import Namespace
@@ -82,10 +81,6 @@ class Shape:
         self.adapters = "" if lora is None else f"{lora.lora_dtype} {getattr(lora, 'fully_sharded_loras', None)}"
         """What decides over the KV of requests with an adapter, beside its files."""
         self.physical = str(getattr(kv_cache_config, "kv_cache_layout", None))
-
-    def is_async(self, settings: Settings) -> bool:
-        """True for asynchronous loads: always where a load that failed in part is worth nothing."""
-        return settings.load == "async" or not self.is_plain
 
     @property
     def is_plain(self) -> bool:

@@ -1,0 +1,342 @@
+"""What a request says of its KV: how long it is worth keeping, its session, and pins."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from zlib import crc32
+
+from kvstore.background import Tasks
+from kvstore.client.cache import BlockCache, Pin, check_pin
+from kvstore.connectors.common import Abandoned, Branch, LazyStore, Recent, Sessions
+from kvstore.connectors.vllm.adapters import Check
+from kvstore.connectors.vllm.blocks import Kind, Named, Runs
+from kvstore.connectors.vllm.lookups import Lookup
+from kvstore.connectors.vllm.metrics import EngineCount, EngineCounts
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.hints import DEFAULT, PRIORITY_DEFAULT, Hints
+from kvstore.wire.limits import BLOCKS_MAX
+
+log = logging.getLogger(__name__)
+
+NAME = "kvstore"
+"""The entry of ``kv_transfer_params``, and the ``action_type`` of a hint."""
+KNOWN = frozenset({"priority", "ttl", "preset", "session", "supersede", "pin", "pin_ttl", "unpin"})
+URGENCY_MAX = 25
+"""The most that vLLM's own priority raises or lowers ours."""
+SESSION_CHARS_MAX = 256
+PIN_NAME = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+PIN_TTL_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """The words of one request."""
+
+    hints: Hints = DEFAULT
+    session: str = ""
+    """Its session; empty if it has none."""
+    supersede: bool | None = None
+    """True: its session has left all its other branches. False: they stay, and this one too."""
+    pin: str = ""
+    """The name under which its prompt is pinned; empty: it is not."""
+    pin_ttl_s: float = PIN_TTL_S
+    unpin: str = ""
+    """The name whose pins end with this request; empty: none."""
+
+
+NOTHING = Said()
+
+
+def said_of(request: Any) -> Said:
+    """Returns the words of a request; what it does not say, or says in a way that makes no sense, is left out."""
+    session = getattr(request, "session_id", None)
+    session = session if isinstance(session, str) and len(session) <= SESSION_CHARS_MAX else ""
+    said, own = _said(request), Hints(_priority_of(request))
+    if said is None:
+        return Said(own, session)
+    try:
+        if not isinstance(said, Mapping) or not KNOWN.issuperset(said):
+            raise InvalidRequest(f"{said!r:.200}: expected some of {', '.join(sorted(KNOWN))}")
+        priority = said.get("priority")
+        if priority is None and said.get("preset") is None:
+            priority = own.priority
+        return Said(
+            Hints.of(priority, said.get("ttl"), said.get("preset")),
+            _checked_session(said.get("session", session)),
+            _checked_supersede(said.get("supersede")),
+            _checked_name("pin", said),
+            _checked_pin_ttl(said.get("pin_ttl", PIN_TTL_S)),
+            _checked_name("unpin", said),
+        )
+    except InvalidRequest as error:
+        log.warning("kvstore: the hints of request %s are ignored: %s", request.request_id, error)
+        return Said(own, session)
+
+
+def _priority_of(request: Any) -> int:
+    """Returns our priority for vLLM's own, whose default is 0; a lower one is more urgent."""
+    urgency = getattr(request, "priority", 0)
+    if not isinstance(urgency, int):
+        return PRIORITY_DEFAULT
+    return PRIORITY_DEFAULT - max(-URGENCY_MAX, min(URGENCY_MAX, urgency))
+
+
+def _checked_session(session: Any) -> str:
+    if not isinstance(session, str) or len(session) > SESSION_CHARS_MAX:
+        raise InvalidRequest(f"session={session!r:.300}: expected text of at most {SESSION_CHARS_MAX} characters")
+    return session
+
+
+def _checked_supersede(supersede: Any) -> bool | None:
+    if supersede is not None and not isinstance(supersede, bool):
+        raise InvalidRequest(f"supersede={supersede!r:.100}: expected true or false")
+    return supersede
+
+
+def _checked_name(word: str, said: Mapping[str, Any]) -> str:
+    name = said.get(word)
+    if name is not None and not (isinstance(name, str) and PIN_NAME.fullmatch(name)):
+        raise InvalidRequest(f"{word}={name!r:.100}: expected 1 to 64 letters, digits and . _ : -")
+    return name or ""
+
+
+def _checked_pin_ttl(ttl: Any) -> float:
+    if isinstance(ttl, bool):
+        raise InvalidRequest(f"pin_ttl={ttl!r}: expected seconds")
+    check_pin(ttl, "")
+    return float(ttl)
+
+
+def _said(request: Any) -> Any:
+    params = getattr(request, "kv_transfer_params", None)
+    if isinstance(params, Mapping) and NAME in params:
+        return params[NAME]
+    actions = getattr(getattr(request, "kv_hints", None), "actions", ())
+    return next((each.payload for each in actions if each.action_type == NAME), None)
+
+
+# One unfinished request of the engine, as the scheduler's half knows it.
+
+
+STALE_S = 5.0
+"""A result that the request has not used by then is looked up again."""
+
+
+@dataclass(slots=True)
+class Tracked:
+    """Its state from its arrival to its end."""
+
+    request: Any
+    said: Said = NOTHING
+    lookup: Lookup | None = None
+    answered_s: float | None = None
+    """Time of the look-up's answer."""
+    asked_tokens: int = 0
+    """Tokens in the engine's own cache at the last look-up."""
+    stored_tokens: int = 0
+    """Leading tokens that are stored already, or ordered to be."""
+    renewed_s: float = 0.0
+    """Time of the last look-up of its blocks from the first on."""
+    adapter: Check | None = None
+    arrived_s: float = 0.0
+    parting: int = 0
+    """Tokens that the prompt shares with a stored one, if a hit could not have all: others may share them too."""
+    is_parting: bool = False
+    """True until the blocks before ``parting`` that the engine has itself were ordered to be stored."""
+    loading: bytes = b""
+    """The first key of those that it loads now, for others to wait for; empty if it loads nothing."""
+    loading_until_s: float = 0.0
+
+    def is_stale(self, now_s: float) -> bool:
+        """True if the answer is too old. A look-up without an answer has its own deadline."""
+        return self.answered_s is not None and now_s > self.answered_s + STALE_S
+
+    def abandon(self) -> None:
+        """Drops the look-up, and spares the threads the rest of it."""
+        if self.lookup is not None:
+            self.lookup.abandoned = True
+        self.lookup = self.answered_s = None
+
+
+# Branches that sessions have abandoned: told to the store on a thread of its own, so that the scheduler never waits.
+#
+# A hint alone: what fails here, or comes while too many wait, leaves a branch to age as any other KV.
+
+
+BRANCHES_WAITING_MAX = 256
+SETTLE_S = 10.0
+"""A request's last blocks come into the store up to this long after its end. Who used a branch later still uses it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """The blocks of a request by name. What vLLM hashed alike has other names under another ending."""
+
+    named: Named
+
+    def __len__(self) -> int:
+        return len(self.named.hashes)
+
+    def __getitem__(self, at: int, /) -> tuple[bytes, bytes]:
+        return self.named.hashes[at], self.named.ending
+
+
+class Branches:
+    """Superseding for one engine. Called by the scheduler's thread alone."""
+
+    def __init__(self, store: LazyStore, runs: Runs, counts: EngineCounts) -> None:
+        self._store = store
+        self._runs = runs
+        self._counts = counts
+        self._sessions = Sessions()
+        self._thread = Tasks("kvstore-vllm-branches", 1, BRANCHES_WAITING_MAX)
+
+    def ended(self, tracked: Tracked, named: Named, running: Iterable[Named]) -> None:
+        """Notes the end of a request, while ``running`` go on."""
+        if not tracked.said.session:
+            return
+        prompt = tracked.request.num_prompt_tokens // self._runs.hash_tokens
+        branch = Branch(_Chain(Named(tuple(named.hashes), named.ending)), prompt, time.monotonic())
+        found = self._sessions.ended(tracked.said.session, branch, tracked.said.supersede, map(_Chain, running))
+        for each in found:
+            self._thread.submit(partial(self._supersede, each))
+
+    def close(self) -> None:
+        """Drops what waits."""
+        self._thread.close(0.0)
+
+    def _supersede(self, branch: Abandoned) -> None:
+        caches = self._store.caches()
+        if caches is None:
+            return
+        assert isinstance(branch.names, _Chain)
+        named, first = branch.names.named, branch.first * self._runs.hash_tokens
+        unused_s = max(0.0, time.monotonic() - branch.used_s - SETTLE_S)
+        try:
+            for number, cluster in enumerate(self._runs.clusters):
+                whole = -(-first // cluster.block_tokens) * cluster.block_tokens
+                keys = self._runs.keys(named, number, whole, self._runs.known_tokens(named))
+                for stop in range(len(keys), 0, -BLOCKS_MAX):
+                    for cache in caches:
+                        cache.supersede(keys[max(0, stop - BLOCKS_MAX) : stop], unused=unused_s)
+                self._counts.add(EngineCount.SUPERSEDED_BLOCKS, len(keys))
+        except KVStoreError as error:
+            log.info("kvstore: an abandoned branch stays as it is: %s", error)
+
+
+# Prompts that requests pin by name: pinned on threads of their own, once their blocks are in the store.
+#
+# A request never fails or waits for it. What cannot be pinned is left to the collector, with a warning.
+
+
+PIN_THREADS = 2
+PINS_WAITING_MAX = 128
+"""Words about pins that wait for one thread."""
+NAMES_MAX = 1_024
+"""Names whose pins this engine can end. Pins of names beyond that end by themselves, or by ``kvstore unpin``."""
+LOOK_S = 0.1
+"""Interval between two looks for blocks that are still on their way to the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """A request's order to pin the blocks of its prompt."""
+
+    name: str
+    ttl_s: float
+    named: Named
+    prompt_tokens: int
+    until_s: float
+    """When to pin what is there, even if some is missing."""
+
+
+class Pinning:
+    """The pins of one engine. ``ended`` is called by the scheduler's thread alone."""
+
+    def __init__(self, store: LazyStore, runs: Runs, wait_s: float) -> None:
+        """``wait_s``: how long after a request's end its blocks may come into the store."""
+        self._store = store
+        self._runs = runs
+        self._wait_s = wait_s
+        self._closing = threading.Event()
+        self._lock = threading.Lock()  # guards the pins
+        self._pins: Recent[str, list[Pin]] = Recent(NAMES_MAX)
+        # One thread for all that is said of a name, in order: an unpin must not overtake a pin that waits for blocks.
+        self._threads = [Tasks("kvstore-vllm-pins", 1, PINS_WAITING_MAX) for _ in range(PIN_THREADS)]
+
+    def ended(self, tracked: Tracked, named: Named) -> None:
+        """Does at the end of a request what it says about pins."""
+        said = tracked.said
+        if said.unpin:
+            self._submit(said.unpin, partial(self._unpin, said.unpin))
+        if said.pin:
+            chain = Named(tuple(named.hashes), named.ending)
+            until_s = time.monotonic() + self._wait_s
+            wish = _Wish(said.pin, said.pin_ttl_s, chain, tracked.request.num_prompt_tokens, until_s)
+            self._submit(said.pin, partial(self._pin, wish))
+
+    def close(self) -> None:
+        """Ends the threads. What is pinned stays so until its time is over."""
+        self._closing.set()
+        for thread in self._threads:
+            thread.close(0.0)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until all that was said is done; False if that takes longer."""
+        ends_s = time.monotonic() + timeout_s
+        return all(thread.drain(max(0.0, ends_s - time.monotonic())) for thread in self._threads)
+
+    def _submit(self, name: str, task: partial[None]) -> None:
+        if not self._threads[crc32(name.encode()) % PIN_THREADS].submit(task):
+            log.warning("kvstore: too many pins wait: what a request says of %r is left out", name)
+
+    def _pin(self, wish: _Wish) -> None:
+        caches = self._store.caches()
+        if caches is None:
+            log.warning("kvstore: %r is not pinned: the store does not answer", wish.name)
+            return
+        pins: list[Pin] = []
+        try:
+            for number, cluster in enumerate(self._runs.clusters):
+                keys = self._runs.keys(wish.named, number, 0, wish.prompt_tokens)
+                for cache in caches if keys else ():
+                    if cluster.kind is Kind.FULL:
+                        self._await_stored(cache, keys, wish.until_s)
+                    pins.append(cache.pin(keys, ttl=wish.ttl_s, owner=wish.name))
+        except KVStoreError as error:
+            log.warning("kvstore: %r is not pinned in full: %s", wish.name, error)
+        self._keep(wish.name, [each for each in pins if each.id])
+
+    def _await_stored(self, cache: BlockCache, keys: list[bytes], until_s: float) -> None:
+        while cache.match(keys) < len(keys) and time.monotonic() < until_s:
+            if self._closing.wait(LOOK_S):
+                return
+
+    def _keep(self, name: str, pins: list[Pin]) -> None:
+        """Remembers the pins of a name in place of those before, which end: the new ones hold already."""
+        if not pins:
+            return
+        with self._lock:
+            before = self._pins.pop(name, [])
+            self._pins[name] = pins
+        _release(name, before)
+
+    def _unpin(self, name: str) -> None:
+        with self._lock:
+            pins = self._pins.pop(name, [])
+        _release(name, pins)
+
+
+def _release(name: str, pins: list[Pin]) -> None:
+    for pin in pins:
+        try:
+            pin.release()
+        except KVStoreError as error:
+            log.warning("kvstore: a pin of %r ends by itself only, unless `kvstore unpin %s`: %s", name, pin.id, error)
