@@ -42,12 +42,7 @@ class Callers:
     requests_max: int | None = option(
         "--requests", type=click.IntRange(min=1), metavar="N", help="Only the first N requests."
     )
-    processes: int = option(
-        "--processes", type=int, default=1, show_default=True, metavar="N", help="Engines: processes at once."
-    )
-    threads: int = option(
-        "--threads", type=int, default=1, show_default=True, metavar="N", help="Callers at once in each."
-    )
+    threads: int = option("--threads", type=int, default=1, show_default=True, metavar="N", help="Concurrent callers.")
     namespace: str | None = option(
         "--namespace", metavar="NAME", help="The namespace to use; a fresh one if not given."
     )
@@ -73,13 +68,13 @@ def replay(trace: str, access: Access, callers: Callers, as_json: bool) -> None:
     Examples:
       kvstore replay conversation_trace.jsonl
       kvstore replay conversation_trace.jsonl --connect 10.0.0.7:7070,10.0.0.8:7070 --requests 1000
-      kvstore replay conversation_trace.jsonl --root /mnt/kv --etcd 10.0.0.5:2379 --processes 4 --json
+      kvstore replay conversation_trace.jsonl --root /mnt/kv --etcd 10.0.0.5:2379 --threads 4 --json
     """
     from kvstore.replay import Plan, load_trace, replay_layout
     from kvstore.replay import replay as run
 
     name = callers.namespace or f"replay-{os.urandom(4).hex()}"
-    plan = Plan(name, callers.bytes_per_token, callers.processes, callers.threads)
+    plan = Plan(name, callers.bytes_per_token, callers.threads)
     requests = load_trace(trace, callers.requests_max)
     with exits_on_sigterm(), ExitStack() as undo:
         if not access.is_given:
@@ -118,7 +113,7 @@ def _print_table(report: Report) -> None:
         ("GiB got", f"{tally.bytes_got / GIB:.3f}"),
         ("MiB/s put", f"{report.put_mib_per_s:,.0f}"),
         ("MiB/s get", f"{report.get_mib_per_s:,.0f}"),
-        ("callers", f"{report.lanes}"),
+        ("callers", f"{report.threads}"),
         ("time", f"{report.seconds:.1f} s"),
         ("wrong bytes", f"{tally.wrong_bytes:,}"),
     ]
