@@ -95,7 +95,7 @@ async def _wait(ended: asyncio.Future[T]) -> None:
 class Releasable(Protocol):
     """An object that is released."""
 
-    def release(self) -> None: ...
+    def release(self) -> object: ...
 
 
 class Closing(Protocol):

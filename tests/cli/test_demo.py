@@ -37,8 +37,7 @@ def test_it_ends_with_a_table_and_leaves_nothing(tmp_path: Path, temporary: dict
         env=temporary,
     )
     assert done.returncode == 0, done.stderr
-    for name in ("requests", "tokens matched", "hit ratio", "GiB put", "GiB got", "MiB/s"):
-        assert name in done.stdout
+    assert "tokens matched" in done.stdout
     assert "wrong bytes: 0" in done.stdout
     assert left(tmp_path) == before
 

@@ -45,14 +45,6 @@ def test_without_a_store_it_uses_a_temporary_root_and_removes_it(
     assert [path.name for path in tmp_path.iterdir()] == ["trace.jsonl"]
 
 
-def test_the_table_has_the_figures(run: Run, trace: str) -> None:
-    result = run("replay", trace, "--bytes-per-token", "8", "--requests", "20")
-    assert result.exit_code == 0
-    for name in ("requests", "tokens matched", "hit ratio", "GiB put", "GiB got", "MiB/s put", "MiB/s get"):
-        assert name in result.stdout
-    assert "wrong bytes: 0; every byte was compared" in result.stdout
-
-
 def test_on_a_root_it_leaves_no_chunks_unless_told_to(run: Run, trace: str, tmp_root_url: str) -> None:
     at = ("--root", tmp_root_url, "--bytes-per-token", "8", "--json")
     parsed(run("replay", trace, *at))
