@@ -106,16 +106,15 @@ def dashboard(
 
 
 def _open(reach: Reach, page: PageAccess, listen: str) -> tuple[Board, Serving]:
-    from kvstore.dashboard.server import OpenDoor, TokenDoor
     from kvstore.dashboard.views import Documents, open_board
     from kvstore.security.tls import ServerTls
 
     try:
-        from kvstore.dashboard.server import Serving, application
+        from kvstore.dashboard.server import Door, Serving, application
     except ModuleNotFoundError as missing:
         raise InvalidRequest(f"the dashboard needs {missing.name}: pip install 'kvstore-llm[server]'") from missing
 
-    door = OpenDoor(is_loopback(listen)) if page.access_file is None else TokenDoor.of_file(page.access_file)
+    door = Door(page.access_file, is_local=is_loopback(listen))
     board = open_board(reach)
     tls = ServerTls(page.cert_file, page.key_file) if page.cert_file and page.key_file else None
     return board, Serving(application(Documents(board), door), *split(listen), tls)

@@ -178,20 +178,13 @@ class Names:
         "--tenant", multiple=True, metavar="NAME", help="Tell of this tenant; may be repeated. By default of all."
     )
     medium: str = option("--medium", default="STORAGE", show_default=True, help="The medium that events name.")
-    hashes: str = option(
-        "--hashes",
-        type=click.Choice(["int", "bytes"]),
-        default="int",
-        show_default=True,
-        help="Name blocks by the low 64 bits of their hash, or by all of it.",
-    )
 
     def told(self) -> Told:
         """Returns the names."""
         from kvstore.events.publisher import Told
 
         tenants = frozenset(self.tenants) if self.tenants else None
-        return Told(self.pod, frozenset(self.namespaces), tenants, self.medium, self.hashes == "bytes")
+        return Told(self.pod, frozenset(self.namespaces), tenants, self.medium)
 
 
 @click.command(cls=Command, short_help="Tell routers what the root holds, and what it no longer holds.")

@@ -94,15 +94,6 @@ def test_the_differences_add_up_to_what_match_would_find(seed: int) -> None:
         assert set(chunks_of(inventory, inventory.snapshot())) == heard
 
 
-def test_a_chunk_whose_identity_is_unknown_is_not_told() -> None:
-    inventory = Inventory(2)
-    arrive(inventory, [(0, 0)])
-    assert not len(inventory.settle().stored)
-    assert len(inventory.unknown()) == 1
-    learn(inventory, [(0, 0)])
-    assert len(inventory.settle().stored) == 1
-
-
 def test_a_listing_of_a_part_takes_nothing_from_the_other_parts() -> None:
     inventory = Inventory(2)
     chunks = [(chain, 0) for chain in range(200)]

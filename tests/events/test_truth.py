@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from kvstore.address import Address, Chain
-from kvstore.census.selection import ClearOrder
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.events.index import Folders
@@ -37,17 +36,6 @@ def condemn(made: Cluster, victims: list[Address]) -> list[str]:
         meta.put(key, Condemned.of_victims(SweepId(bytes(16)), bytes(16), of_shard).to_bytes())
         put_keys.append(key)
     return put_keys
-
-
-def test_what_is_put_is_told(clustered: Cluster) -> None:
-    node, following = clustered.node(), Following(clustered)
-    following.catch_up()
-    assert not following.heard
-    chains = [prompt(seed, 5) for seed in range(4)]
-    for chain in chains:
-        put(node, chain)
-    following.catch_up()
-    assert following.heard == following.on_root() == addresses(*(chain.addresses for chain in chains))
 
 
 def test_a_removal_is_told_before_the_file_goes(clustered: Cluster) -> None:
@@ -293,20 +281,3 @@ def test_listings_take_their_share_of_the_time_and_no_more() -> None:
                 folders.listed(due, 8 + step, now_s, now_s + 0.01)
                 now_s, spent_s = now_s + 0.01, spent_s + 0.01
     assert 0.23 < spent_s / now_s < 0.27
-
-
-def test_what_a_clear_spares_is_told_again_where_it_deleted_nothing(tmp_root: Path) -> None:
-    with cluster(PosixRoot(str(tmp_root)), shard_bits=8) as made:
-        node, following = made.node(), Following(made)
-        chain = prompt(1, 4)
-        put(node, chain)
-        Store(LocalPort(node)).namespace(SPACE.name, TINY).pin(chain.tokens, ttl=3600)
-        following.catch_up()
-        order = ClearOrder(frozenset({SPACE.id}), None, 0.0, 0.0, 0.0, 0.0).to_json()
-        key = Keys(made.identity.root).barrier(bytes(16))
-        MemoryMeta(made.store).put(key, order)
-        following.catch_up()
-        assert not following.heard
-        MemoryMeta(made.store).delete(key)
-        following.catch_up()
-        assert following.heard == following.on_root() == addresses(chain.addresses)
