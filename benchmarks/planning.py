@@ -26,10 +26,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.packing import pack
 from benchmarks.plots import svg
 from benchmarks.result import Plot, Table, markdown
 from kvstore.errors import InvalidRequest
-from kvstore.planning import Plan, Prompts, Storage, make_plan, pack
+from kvstore.planning import Plan, Prompts, Storage, make_plan
 from kvstore.replay.trace import BLOCK_TOKENS, load_trace
 
 Ids = npt.NDArray[np.uint32]

@@ -7,7 +7,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.planning import Plan, Prompts, Step, make_plan, pack
+from benchmarks.packing import Step, pack
+from kvstore.planning import Plan, Prompts, make_plan
 
 PROMPTS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=20), max_size=12)
 
