@@ -50,7 +50,7 @@ class ClientAccess:
         "--tls-ca", metavar="FILE", envvar="KVSTORE_TLS_CA", help="Authority that signed workers' certificates."
     )
     cert_file: str | None = option(
-        "--tls-cert", metavar="FILE", envvar="KVSTORE_TLS_CERT", help="PEM file of our certificate for workers."
+        "--tls-cert", metavar="FILE", envvar="KVSTORE_TLS_CERT", help="PEM file of our certificate."
     )
     key_file: str | None = option("--tls-key", metavar="FILE", envvar="KVSTORE_TLS_KEY", help="PEM file of its key.")
     server_name: str | None = option(
@@ -60,7 +60,7 @@ class ClientAccess:
         help="Name in workers' certificates, if it is not their address.",
     )
     token_file: str | None = option(
-        "--token-file", metavar="FILE", envvar="KVSTORE_TOKEN_FILE", help="File with our token for workers."
+        "--token-file", metavar="FILE", envvar="KVSTORE_TOKEN_FILE", help="File with our token for calls to workers."
     )
 
     def tls(self) -> ClientTls | None:
@@ -74,10 +74,8 @@ class ClientAccess:
 class ServerAccess:
     """The security of a worker: TLS, access and audit. Holds names of files, not their content."""
 
-    cert_file: str | None = option(
-        "--tls-cert", metavar="FILE", envvar="KVSTORE_TLS_CERT", help="PEM file of this worker's certificate."
-    )
-    key_file: str | None = option("--tls-key", metavar="FILE", envvar="KVSTORE_TLS_KEY", help="PEM file of its key.")
+    client: ClientAccess = group(ClientAccess, ClientAccess())
+    """Its own certificate and token, for its clients and for other workers."""
     client_ca_file: str | None = option(
         "--tls-client-ca", metavar="FILE", help="Authority of clients' certificates; all clients then need one."
     )
@@ -112,15 +110,15 @@ class ServerAccess:
 
     def check(self, addresses: Iterable[str]) -> None:
         """Raises InvalidRequest where an address that others reach would be served without TLS (rule X1)."""
-        if (self.cert_file is None) != (self.key_file is None):
+        if (self.client.cert_file is None) != (self.client.key_file is None):
             raise InvalidRequest("--tls-cert and --tls-key go together: give both, or neither")
-        if self.client_ca_file is not None and self.cert_file is None:
+        if self.client_ca_file is not None and self.client.cert_file is None:
             raise InvalidRequest("--tls-client-ca asks clients for certificates, which takes TLS: give --tls-cert too")
-        if self.token_file is not None and self.cert_file is None:
+        if self.client.token_file is not None and self.client.cert_file is None:
             raise InvalidRequest(
                 "--token-file would go to other workers in the clear: give --tls-cert and --tls-key too"
             )
-        if self.cert_file is not None:
+        if self.client.cert_file is not None:
             return
         for address in addresses:
             if is_loopback(address):
@@ -142,8 +140,8 @@ class ServerAccess:
     def open(self, listen: str) -> ServerSecurity:
         """Reads the files, opens the audit log of a worker at ``listen``. Close ``audit``. Raises InvalidRequest."""
         tls = None
-        if self.cert_file is not None and self.key_file is not None:
-            tls = server_certificate(ServerTls(self.cert_file, self.key_file, self.client_ca_file))
+        if self.client.cert_file is not None and self.client.key_file is not None:
+            tls = server_certificate(ServerTls(self.client.cert_file, self.client.key_file, self.client_ca_file))
             assert tls.version
         authenticator = None
         if self.access_file is not None:
@@ -169,21 +167,19 @@ class ServerAccess:
             ) from cause
 
     def as_client(self) -> ClientAccess:
-        """The access of this worker to others: its own certificate, and the token that it was given."""
-        if self.cert_file is None:
-            return ClientAccess(server_name=self.server_name, token_file=self.token_file)
-        # Where one authority signs workers and clients, it need be named only once.
-        ca_file = self.ca_file or self.client_ca_file
-        return ClientAccess(ca_file, self.cert_file, self.key_file, self.server_name, self.token_file)
+        """The access of this worker to others. One authority that signs workers and clients is named only once."""
+        if self.client.cert_file is None:
+            return replace(self.client, ca_file=None, key_file=None)
+        return replace(self.client, ca_file=self.client.ca_file or self.client_ca_file)
 
     def credentials(self) -> Credentials:
         """Returns the credentials for calls to other workers.
 
-        Raises InvalidRequest if the files cannot be used: at the first call nobody could be told.
+        Raises InvalidRequest if the files cannot be used: errors must surface before the first call.
         """
         from kvstore.client.credentials import PLAIN, Credentials
 
-        if self.cert_file is None:
+        if self.client.cert_file is None:
             return PLAIN
         client = self.as_client()
         made = Credentials(client.tls(), client.token_file)

@@ -40,7 +40,7 @@ class Scaled(click.ParamType):  # type: ignore[type-arg]  # generic only in the 
         self.name = name
         self._units = units
         self._example = example
-        self._least = least
+        self.least = least
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, (int, float)):
@@ -50,8 +50,8 @@ class Scaled(click.ParamType):  # type: ignore[type-arg]  # generic only in the 
         if found is None or unit is None:
             self.fail(f"{value!r} is not a {self.name}: write {self._example}", param, ctx)
         scaled = float(found[1]) * unit
-        if scaled < self._least:
-            self.fail(f"{value!r} is under {size(self._least)}: give a unit, such as {self._example}", param, ctx)
+        if scaled < self.least:
+            self.fail(f"{value!r} is under {size(self.least)}: give a unit, such as {self._example}", param, ctx)
         return scaled if isinstance(unit, float) else int(scaled)
 
 
