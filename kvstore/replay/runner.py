@@ -232,12 +232,19 @@ class Tally:
 class Lane:
     """Works through requests one after the other. For one thread."""
 
-    def __init__(self, cache: ReplayCache, content: Content, expected: Mapping[int, int] | None) -> None:
+    def __init__(
+        self,
+        cache: ReplayCache,
+        content: Content,
+        expected: Mapping[int, int] | None,
+        pause_s: float = OVERLOADED_PAUSE_S,
+    ) -> None:
         """``expected`` are the hits of each request in blocks; None if other callers make them undefined."""
         self.tally = Tally()
         self._cache = cache
         self._content = content
         self._expected = expected
+        self._pause_s = pause_s
         self._got = Scratch(content)
         self._put = Scratch(content)
 
@@ -330,7 +337,7 @@ class Lane:
             if result.reason != Overloaded.reason:
                 return result
             self.tally.overloaded += 1
-            time.sleep(OVERLOADED_PAUSE_S)
+            time.sleep(self._pause_s)
         return call()
 
 

@@ -21,7 +21,6 @@ from kvstore.format.header import decode_any
 from tests.cli.conftest import parsed
 from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S
-from tests.kit.workers import serving
 
 Run = Callable[..., Result]
 
@@ -108,13 +107,6 @@ def test_what_cannot_be_done_is_one_line_and_exit_code_2(
     assert result.stdout == ""
     assert len(result.stderr.strip().splitlines()) == 1
     assert result.stderr.startswith(f"kvstore {arguments[0]}: ") and said in result.stderr
-
-
-def test_a_clear_of_nothing_at_a_worker_says_so_first(run: Run) -> None:
-    with serving() as served:
-        result = run("clear", "--written-by", "label=x", "--yes", "--connect", served.address)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "kvstore clear: nothing matches: nothing was written by 'label=x'" in result.stderr
 
 
 def test_a_bug_of_ours_is_not_a_failed_check(run: Run, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,6 +210,13 @@ def test_ls_says_that_chunks_are_of_a_namespace_without_a_record(run: Run, root:
     assert re.fullmatch(r"[1-9]\d* chunks are of namespaces that no record describes: .*fsck.*", result.stderr.strip())
 
 
+@for_each("arguments", [("ls", "--root"), ("stats", "--root"), ("fsck",), ("check-root",)])
+def test_a_mistyped_root_is_an_error_and_no_new_folder(run: Run, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    result = run(*arguments, str(tmp_path / "typo"))
+    assert result.exit_code == 2 and "does not exist: is the path right" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_fsck_tells_housekeeping_from_damage_by_its_exit_code(run: Run, root: str) -> None:
     staged = Path(root) / "staging" / ("dd" * 16) / "1.part"
     staged.parent.mkdir(parents=True)
@@ -233,10 +232,3 @@ def test_fsck_tells_housekeeping_from_damage_by_its_exit_code(run: Run, root: st
     assert text.exit_code == 0 and "housekeeping (not damage):\norphan_staging" in text.stdout
     assert run("fsck", root, "--repair").exit_code == 0
     assert not staged.exists()
-
-
-@for_each("arguments", [("ls", "--root"), ("stats", "--root"), ("fsck",), ("check-root",)])
-def test_a_mistyped_root_is_an_error_and_no_new_folder(run: Run, tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    result = run(*arguments, str(tmp_path / "typo"))
-    assert result.exit_code == 2 and "does not exist: is the path right" in result.stderr
-    assert list(tmp_path.iterdir()) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -50,19 +49,6 @@ def test_what_runs_beside_the_workers_ends_after_them(tmp_path: Path) -> None:
         served._others.append(_Other(programs[1]))
         served.stop()
     assert order.read_text().split("\n") == ["worker 0", "gc", ""]
-
-
-def test_a_program_that_was_stopped_hears_that_it_is_to_end(tmp_path: Path) -> None:
-    order = tmp_path / "order"
-    program = told("gc", order)
-    assert program.pid is not None
-    os.kill(program.pid, signal.SIGSTOP)
-    program.ask_to_stop()
-    try:
-        assert program.wait_ended(PATIENCE_S)
-    finally:
-        program.kill()
-    assert program.exit_code == 0 and order.read_text() == "gc\n"
 
 
 @pytest.mark.parametrize("credit_bytes", [None, 0])

@@ -48,16 +48,6 @@ def test_the_report_has_the_figures(run: Run, batch: Path) -> None:
     assert "tokens to compute" in shown.stdout and "0.4898" in shown.stdout
 
 
-def test_the_batch_is_written_in_order_unless_it_is_a_dry_run(run: Run, batch: Path, tmp_path: Path) -> None:
-    output = tmp_path / "ordered.jsonl"
-    arguments = ("plan", str(batch), "--memory-tokens", "100", "--output", str(output))
-    assert run(*arguments, "--dry-run").exit_code == 0
-    assert not output.exists()
-    assert run(*arguments).exit_code == 0
-    assert ids(output) == ["a", "c", "b", "d"]
-    assert sorted(output.read_text().splitlines()) == sorted(batch.read_text().splitlines())
-
-
 def test_what_the_store_holds_is_free(run: Run, batch: Path, tmp_path: Path) -> None:
     root = str(tmp_path / "root")
     tokens = np.arange(2 * SIZE)
@@ -110,3 +100,13 @@ def test_places_that_cannot_be_written_are_one_line(
 ) -> None:
     result = run("plan", str(batch), "--memory-tokens", "100", *arguments)
     assert result.exit_code == 2 and said in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_the_batch_is_written_in_order_unless_it_is_a_dry_run(run: Run, batch: Path, tmp_path: Path) -> None:
+    output = tmp_path / "ordered.jsonl"
+    arguments = ("plan", str(batch), "--memory-tokens", "100", "--output", str(output))
+    assert run(*arguments, "--dry-run").exit_code == 0
+    assert not output.exists()
+    assert run(*arguments).exit_code == 0
+    assert ids(output) == ["a", "c", "b", "d"]
+    assert sorted(output.read_text().splitlines()) == sorted(batch.read_text().splitlines())

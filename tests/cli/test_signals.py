@@ -82,15 +82,6 @@ with signals.Stopper(at_once=lambda: print("at once", flush=True)) as stopper:
     assert (ended.returncode, ended.stdout) == (143, "at once\n"), ended.stderr
 
 
-def test_a_server_that_was_asked_by_its_own_is_not_ended_at_once_by_the_first_signal() -> None:
-    at_once: list[str] = []
-    with Stopper(at_once=lambda: at_once.append("ended")) as stopper:
-        stopper.ask()
-        assert stopper.wait(0.0)
-        interrupt()
-        assert stopper.asked and not at_once
-
-
 def test_a_signal_that_another_thread_is_given_wakes_the_server() -> None:
     """After SIGCONT, for one: the handler runs in the main thread, which would otherwise sleep on."""
     script = """

@@ -22,7 +22,6 @@ import kvstore
 from kvstore.meta.embedded_etcd import packaged_etcd
 from tests.cli.conftest import KVSTORE, PATIENCE_S, SOURCE, Running, descendants, eventually, gone, parsed, serving
 from tests.kit.cases import for_each
-from tests.kit.etcd import running_etcd
 
 pytestmark = pytest.mark.slow
 
@@ -64,15 +63,6 @@ def test_it_serves_ends_on_sigterm_and_leaves_only_the_root(tmp_root: Path) -> N
         assert store.namespace("model", LAYOUT).match(tokens) == 8
 
 
-def test_etcd_keeps_its_files_in_the_state_folder_of_the_root(tmp_root: Path) -> None:
-    for name in ("one", "two", "one"):
-        root = str(tmp_root / name)
-        with serving(tmp_root, "up", "--root", root, "--listen", "127.0.0.1:0") as running:
-            with kvstore.connect(etcd=running.etcd) as store:
-                store.namespace("model", LAYOUT)
-    assert len(list((tmp_root / "state" / "kvstore").iterdir())) == 2
-
-
 @pytest.mark.parametrize("kept", [False, True], ids=["no folder", "an empty folder"])
 def test_up_after_its_root_was_deleted_starts_anew(tmp_root: Path, kept: bool) -> None:
     root = tmp_root / "root"
@@ -89,23 +79,6 @@ def test_up_after_its_root_was_deleted_starts_anew(tmp_root: Path, kept: bool) -
     shutil.move(tmp_root / "before", root)
     with serving(tmp_root, *at) as running, kvstore.connect(running.grpc) as store:
         assert store.namespace("model", LAYOUT).match(range(9)) == 0
-
-
-def test_up_names_the_command_for_an_etcd_that_is_not_its_own(tmp_root: Path) -> None:
-    root = tmp_root / "root"
-    with running_etcd(tmp_root / "etcd") as etcd:
-        at = ("up", "--root", str(root), "--listen", "127.0.0.1:0", "--etcd", etcd.endpoints)
-        with serving(tmp_root, *at):
-            pass
-        shutil.rmtree(root)
-        refused = ended(*at)
-        (line,) = [line for line in refused.stderr.splitlines() if "expected root" in line]
-        command = line.partition("replaced on purpose, run: ")[2].split()
-        assert refused.returncode == 2 and command[:2] == ["etcdctl", f"--endpoints={etcd.endpoints}"], line
-        etcdctl = Path(packaged_etcd() or "").with_name("etcdctl")
-        subprocess.run([etcdctl, *command[1:]], env={"ETCDCTL_API": "3"}, check=True, timeout=PATIENCE_S)
-        with serving(tmp_root, *at):
-            pass
 
 
 def test_up_with_an_etcd_that_can_lose_writes_warns(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +14,6 @@ from kvstore.cli.app import app
 from kvstore_gc.cli import command as collector
 from tests.cli.conftest import parsed
 from tests.kit.cases import for_each
-from tests.kit.patience import PATIENCE_S
 from tests.kit.workers import serving
 
 Run = Callable[..., Result]
@@ -70,17 +66,6 @@ def test_etcd_of_the_environment(run: Run, root: str, monkeypatch: pytest.Monkey
     assert names(run("ls", "--root", root, "--etcd", "", "--json")) == ["first"]
 
 
-@for_each("command", ["health", "drain"])
-def test_a_command_for_workers_uses_etcd_beside_a_root(
-    run: Run, root: str, command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVSTORE_ROOT", root)
-    monkeypatch.setenv("KVSTORE_ETCD", UNREACHED)
-    for options in ((), ("--root", root, "--etcd", UNREACHED)):
-        result = run(command, *options)
-        assert result.exit_code == 2 and f"etcd at {UNREACHED} did not answer" in result.stderr, result.output
-
-
 @for_each(
     "arguments, said",
     [
@@ -109,19 +94,6 @@ def test_so_does_the_collector(arguments: tuple[str, ...], said: str) -> None:
     assert result.exit_code == 2 and said in result.stderr and len(result.stderr.splitlines()) == 1
 
 
-def test_the_collector_reads_the_environment_too(tmp_root: Path) -> None:
-    # A program of its own: it sets up the log and the priority of its process.
-    ended = subprocess.run(
-        [sys.executable, "-m", "kvstore_gc", "--once"],
-        env={**os.environ, "KVSTORE_ROOT": str(tmp_root / "missing"), "KVSTORE_ETCD": UNREACHED},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert ended.returncode == 2 and "missing does not exist" in ended.stderr
-
-
 def test_the_command_says_its_version(run: Run) -> None:
     assert run("-v").output == run("--version").output == f"kvstore, version {kvstore.__version__}\n"
 
@@ -132,14 +104,3 @@ def test_the_shell_completes_commands(shell: str) -> None:
     assert "_KVSTORE_COMPLETE" in script and "kvstore" in script
     asked = {"_KVSTORE_COMPLETE": "bash_complete", "COMP_WORDS": "kvstore look", "COMP_CWORD": "1"}
     assert CliRunner().invoke(app, env=asked, prog_name="kvstore").stdout == "plain,lookup\n"
-
-
-@for_each(
-    "words, place",
-    [("up --root /mn", "dir"), ("up --keys /et", "file"), ("up --etcd-folder /va", "dir"), ("fsck /mn", "dir")],
-)
-def test_the_shell_completes_names_of_files_and_folders(words: str, place: str) -> None:
-    asked = {"_KVSTORE_COMPLETE": "bash_complete", "COMP_WORDS": f"kvstore {words}"}
-    asked["COMP_CWORD"] = str(len(words.split()))
-    said = CliRunner().invoke(app, env=asked, prog_name="kvstore").stdout
-    assert said == f"{place},{words.split()[-1]}\n"

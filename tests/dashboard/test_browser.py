@@ -144,58 +144,6 @@ def test_tabs_filter_help_and_theme_work_from_the_keyboard(live: Live) -> None:
     page.keys("t")
 
 
-def test_the_focus_and_what_is_open_stay_while_the_page_goes_on(live: Live) -> None:
-    live.show("workers", LIGHT)
-    page = live.page
-    page.run("const one = document.querySelector('details'); one.open = true; one.querySelector('summary').focus()")
-    asked = "return performance.getEntriesByType('resource').filter((one) => one.name.includes('/api/workers')).length"
-    before = page.run(asked)
-    page.until(lambda: page.run(asked) >= before + 3, "it asked again and again")
-    assert page.run("return document.querySelector('details').open")
-    assert page.run("return document.activeElement.tagName") == "SUMMARY"
-
-
-def test_prefixes_can_be_opened_zoomed_into_and_left(live: Live) -> None:
-    live.show("prefixes", LIGHT)
-    page = live.page
-    rows = "return document.querySelectorAll('.tree tbody tr').length"
-    before = page.run(rows)
-    page.run("document.querySelector('.tree .toggle[aria-expanded=false]').focus()")
-    page.keys(ENTER)
-    page.until(lambda: page.run(rows) > before, "what continues it is shown")
-    page.run("document.querySelector('.tree tr[aria-level=\"2\"] .link').click()")
-    page.until_says("all prefixes ›")
-    page.run("document.querySelector('.crumbs button').click()")
-    page.until(lambda: "all prefixes ›" not in page.text, "the way back")
-    page.run(
-        "const one = document.getElementById('namespace-select'); one.value = one.options[1].value; "
-        "one.dispatchEvent(new Event('change', { bubbles: true }))"
-    )
-    page.until(
-        lambda: (
-            page.run(
-                "return new Set([...document.querySelectorAll('.tree tbody td:nth-child(2)')]"
-                ".map((one) => one.innerText)).size"
-            )
-            == 1
-        ),
-        "one namespace alone",
-    )
-
-
-def test_an_etcd_that_stands_still_is_said_and_the_page_goes_on(live: Live) -> None:
-    live.show("overview", LIGHT)
-    (etcd,) = [pid for pid, command in descendants(live.up.child.pid).items() if "etcdbin/etcd" in command]
-    with frozen(etcd):
-        live.page.until_says("without etcd", "Needs attention", "problem")
-        assert "Hit ratio" in live.page.text
-        live.page.keys("5")
-        # A worker whose lease has run out says so, and serves.
-        live.page.until(lambda: any(said in live.page.text for said in ("serves", "no session")), "the workers' state")
-    live.page.keys("1")
-    live.page.until(lambda: "without etcd" not in live.page.text, "it is well again")
-
-
 def test_a_worker_that_stands_still_is_said(live: Live) -> None:
     live.show("overview", PHONE)
     live.page.until_says("2 of 2")
