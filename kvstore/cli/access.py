@@ -79,18 +79,6 @@ class ServerAccess:
     client_ca_file: str | None = option(
         "--tls-client-ca", metavar="FILE", help="Authority of clients' certificates; all clients then need one."
     )
-    ca_file: str | None = option(
-        "--tls-ca", metavar="FILE", envvar="KVSTORE_TLS_CA", help="Authority of other workers' certificates."
-    )
-    server_name: str | None = option(
-        "--tls-server-name",
-        metavar="NAME",
-        envvar="KVSTORE_TLS_SERVER_NAME",
-        help="Name in other workers' certificates, if it is not their address.",
-    )
-    token_file: str | None = option(
-        "--token-file", metavar="FILE", envvar="KVSTORE_TOKEN_FILE", help="Token for calls to other workers."
-    )
     access_file: str | None = option(
         "--access", metavar="FILE", help="JSON file that says who may do what (kvstore/security/SECURITY.md)."
     )
