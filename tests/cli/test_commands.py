@@ -151,19 +151,6 @@ def test_ls_counts_what_each_namespace_has(run: Run, root: str) -> None:
     assert "model" in table and "2x2x4x1x8 float16" in table and "alice" in table
 
 
-def test_match_takes_tokens_from_an_argument_a_file_or_standard_input(run: Run, root: str, tmp_path: Path) -> None:
-    expected = {"namespace": "model", "tokens": 10, "tokens_matched": 8}
-    text = ",".join(map(str, TOKENS))
-    file = tmp_path / "tokens.json"
-    file.write_text(json.dumps(TOKENS))
-    at = ("--root", root, "--json")
-    assert parsed(run("match", "model", text, *at)) == expected
-    assert parsed(run("match", "model", "--tokens-file", str(file), *at)) == expected
-    assert parsed(run("match", "model", "--tokens-file", "-", *at, stdin=text.replace(",", "\n"))) == expected
-    assert run("match", "model", text, "--root", root).stdout == "8 of 10 tokens\n"
-    assert run("match", "model", "99,98", "--root", root).stdout == "0 of 2 tokens\n"
-
-
 def test_clear_deletes_one_namespace(run: Run, root: str) -> None:
     with kvstore.open(root) as store:
         store.namespace("other", LAYOUT).put(TOKENS, np.ones(LAYOUT.shape(10), np.float16))

@@ -113,7 +113,3 @@ def test_root_options_come_from_a_file(tmp_path: Path) -> None:
         RootOptions(str(file)).read()
     with pytest.raises(InvalidRequest, match="cannot read"):
         RootOptions(str(tmp_path / "missing")).read()
-
-
-def test_workers_are_split_at_commas() -> None:
-    assert given("--connect", "a:1, b:2").connect == ("a:1", "b:2")

@@ -82,18 +82,6 @@ def test_a_block_that_comes_again_is_told_as_its_new_file_says(clustered: Cluste
     assert publishing.index.blocks == told([blocks])
 
 
-def test_an_adapter_and_extra_keys_are_told_and_divide_events(clustered: Cluster, clock: Ticking) -> None:
-    node, publishing = clustered.node(), Publishing(clustered, clock)
-    adapted, plain = prompt_of(1, 3, "sql"), prompt_of(1, 3)
-    put_blocks(node, adapted)
-    put_blocks(node, plain)
-    publishing.catch_up()
-    assert publishing.index.blocks == told([adapted, plain])
-    by_name = {event["lora_name"]: event for event in events_of(publishing, "BlockStored")}
-    assert by_name["sql"]["extra_keys"] == [["sql"]] * 3
-    assert by_name[None]["extra_keys"] is None
-
-
 WRONG = {
     "no descent": None,
     "other tokens in number": {"tokens": [1]},
@@ -137,18 +125,6 @@ def test_a_key_that_does_not_give_the_name_of_its_file_is_not_told(clustered: Cl
     assert clustered.root.publish(staged, clustered.name(other.addresses[0]), durable=False)
     publishing.catch_up()
     assert publishing.index.blocks == told([prompt_of(3, 1)])
-
-
-def test_a_block_with_another_adapter_than_its_parent_begins_an_event(clustered: Cluster, clock: Ticking) -> None:
-    node, publishing = clustered.node(), Publishing(clustered, clock)
-    blocks = prompt_of(1, 3).saying(2, extra=b'{"lora_name": "sql"}')
-    put_blocks(node, blocks)
-    publishing.catch_up()
-    found = events_of(publishing, "BlockStored")
-    assert [(each["lora_name"], each["block_hashes"]) for each in found] == [
-        (None, blocks.hashes[:2]),
-        ("sql", blocks.hashes[2:]),
-    ]
 
 
 def test_claims_of_circles_and_of_other_depths_are_not_told(clustered: Cluster, clock: Ticking) -> None:

@@ -137,19 +137,6 @@ def test_a_speaker_that_was_stopped_past_its_lease_says_nothing_more(clustered: 
     assert len(publishing.sent) == count and not publishing.speaker.speaks
 
 
-def test_a_speaker_that_is_elected_again_tells_everything_again(clustered: Cluster, clock: Ticking) -> None:
-    node, publishing = clustered.node(), Publishing(clustered, clock)
-    _stored(node, prompt(1, 4))
-    publishing.catch_up()
-    publishing.fence.close()
-    _stored(node, prompt(2, 4))
-    publishing.speaker.step()
-    clock.passed_s += 1.0
-    publishing.catch_up()
-    assert publishing.index.cleared == 2
-    assert publishing.index.blocks == expected(prompt(1, 4), prompt(2, 4))
-
-
 def test_silence_is_broken_by_empty_batches(clustered: Cluster, clock: Ticking) -> None:
     node, publishing = clustered.node(), Publishing(clustered, clock)
     _stored(node, prompt(1, 4))

@@ -20,7 +20,7 @@ from kvstore import Layout
 from kvstore.address import block_address
 from kvstore.client import Cache, Store
 from kvstore.client.local import LocalPort
-from kvstore.errors import HoldBroken, InvalidRequest, Unavailable
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format import places
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.segments import Bounds, Match, Measured, Rope, Rule, Segments, Verdict, gate, rotate
@@ -186,16 +186,6 @@ def test_s5_layouts_whose_keys_cannot_be_rotated_are_refused(local: Store) -> No
         cache_of(local).segments(Rope(10_000.0, 16))
 
 
-def test_s13_segments_are_no_hits(store: Store) -> None:
-    segments = segments_of(store)
-    segments.put(DOCUMENTS[0], kv_of(DOCUMENTS[0]))
-    matches = segments.find(DOCUMENTS[0], [0])
-    with segments.hold(matches) as held:
-        held.read_into(np.empty(LAYOUT.shape(24), np.float32), verdict_for(segments))
-    stats = store.stats()
-    assert (stats["tokens_asked"], stats["tokens_matched"]) == (0, 0)
-
-
 # Damage
 
 
@@ -216,15 +206,6 @@ def test_s12_a_damaged_chunk_ends_its_range_and_no_other(root: FaultyRoot, local
         kv = kv_of(document)[:, :, : len(match)]
         assert out[:, 1, match.start : match.end].tobytes() == kv[:, 1].tobytes()
         assert out[:, 0, match.start : match.end].tobytes() == rotate(ROPE, kv[:, 0], match.start).tobytes()
-
-
-def test_s12_nothing_is_read_under_a_hold_that_was_lost(store: Store) -> None:
-    segments, document = segments_of(store), DOCUMENTS[0]
-    segments.put(document, kv_of(document))
-    with segments.hold(segments.find(document, [0])) as held:
-        held._holds[0].release()
-        with pytest.raises(HoldBroken, match="match again"):
-            held.read_into(np.empty(LAYOUT.shape(24), np.float32), verdict_for(segments))
 
 
 def test_s12_a_read_that_fails_returns_once_no_other_writes(local: Store, monkeypatch: pytest.MonkeyPatch) -> None:
