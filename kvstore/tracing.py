@@ -1,7 +1,7 @@
 """Requests followed from client to file: the id of a call, and OpenTelemetry spans where they are enabled.
 
 At the bottom, because every layer has something to say about the call it works for. Off it costs one comparison, and
-nothing of OpenTelemetry is imported; what exports spans, and where to, is the application's (kvstore/cli/tracing.py).
+nothing of OpenTelemetry is imported; what exports spans, and where to, is the application's (kvstore/cli/worker.py).
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from kvstore.cli.options import (
     LOG_FORMAT,
     SIZE,
     Room,
-    check_free,
     flag,
     group,
     option,
@@ -187,7 +186,6 @@ def command(cluster: ClusterAccess, limits: Limits, rounds: Rounds) -> None:
       kvstore-gc --root /mnt/kv --etcd 10.0.0.5:2379 --once --json
     """
     rounds.check()
-    check_free("--metrics", [rounds.metrics])
     explain = [_address(text) for text in rounds.addresses]
     config = limits.config()
     rounds.configure()

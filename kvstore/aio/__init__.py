@@ -9,12 +9,22 @@
 Calls run on a few threads of the store (``threads``). A call that is cancelled ends first: see ``Threads.run``.
 """
 
-from kvstore.aio.cache import BlockCache, BlockHold, Cache, Hold, Pin
-from kvstore.aio.control import Control
-from kvstore.aio.operation import Operation
-from kvstore.aio.plans import Plan, Run
-from kvstore.aio.segments import Held, Segments
-from kvstore.aio.store import Store, connect, open
+from kvstore.aio.store import (
+    BlockCache,
+    BlockHold,
+    Cache,
+    Control,
+    Held,
+    Hold,
+    Operation,
+    Pin,
+    Plan,
+    Run,
+    Segments,
+    Store,
+    connect,
+    open,
+)
 
 __all__ = [
     "BlockCache",

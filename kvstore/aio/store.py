@@ -1,42 +1,364 @@
-"""``open`` and ``connect`` for asyncio, and the store that they give."""
+"""``open`` and ``connect`` for asyncio, and the classes of ``kvstore`` with each call awaited."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import Callable, Coroutine
-from typing import Any, Concatenate, ParamSpec
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import ParamSpec, overload
 
-from kvstore import client
-from kvstore.aio.cache import Cache
-from kvstore.aio.control import Control
-from kvstore.aio.operation import Operation, begins
-from kvstore.aio.threads import Threads
-from kvstore.aio.twins import Opening, Twin, awaited
-from kvstore.client import store
+from kvstore import client, planning
+from kvstore.aio.threads import STEP_S, Lease, Opening, Threads, Twin, awaited, wrapped
+from kvstore.buffers import KvArray
+from kvstore.checks import checked_timeout
+from kvstore.client import cache, control, operation, store
 from kvstore.client.cache import caller, opened_at
+from kvstore.operations import OperationState, OperationStatus
+from kvstore.planning import Group
+from kvstore.planning import run as runs
+from kvstore.planning.run import Sharing
+from kvstore.segments import CHUNK_TOKENS, Match, Rope, segments
+from kvstore.tokens import Tokens
 
 P = ParamSpec("P")
 
 
-def _caches(
-    method: Callable[Concatenate[store.Store, P], client.Cache],
-) -> Callable[Concatenate[Store, P], Coroutine[Any, Any, Cache]]:
-    @functools.wraps(method)
-    async def call(self: Store, /, *args: P.args, **kwargs: P.kwargs) -> Cache:
-        cache = await self._threads.run(functools.partial(method, self._twin, *args, **kwargs))
-        return Cache(cache, self._threads)
+class Operation(Twin[operation.Operation]):
+    """As ``kvstore.Operation``, but its attributes are those of the last ``wait``: ``await wait(0)`` asks again."""
 
-    return call
+    @property
+    def last(self) -> OperationStatus:
+        """All that is known of it, as last seen."""
+        return self._twin.last
+
+    @property
+    def id(self) -> str:
+        """The id for ``kvstore ops cancel``."""
+        return self.last.id
+
+    @property
+    def state(self) -> OperationState:
+        """The state as last seen."""
+        return self.last.state
+
+    @property
+    def done(self) -> int:
+        """Tokens prefetched, or shards visited, as last seen."""
+        return self.last.done
+
+    @property
+    def total(self) -> int:
+        """Tokens stored, or shards of the root; 0 while unknown."""
+        return self.last.total
+
+    @property
+    def message(self) -> str:
+        """The reason why it failed, was cancelled, or did not do all; else empty."""
+        return self.last.message
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """The results so far by name, as last seen."""
+        return self.last.counts
+
+    async def wait(self, timeout: float | None = None) -> bool:  # noqa: ASYNC109 - as the synchronous one
+        """As the synchronous one. A task that is cancelled stops waiting soon, and the operation continues."""
+        seconds = checked_timeout(timeout)
+        ends_s = float("inf") if seconds is None else time.monotonic() + seconds
+        while True:
+            left_s = max(0.0, ends_s - time.monotonic())
+            if await self._threads.run(partial(self._twin.wait, min(left_s, STEP_S))):
+                return True
+            if time.monotonic() >= ends_s:
+                return False
+
+    cancel = awaited(operation.Operation.cancel)
+
+
+class Taken(Twin[runs.Taken]):
+    """As ``kvstore.planning.Taken``."""
+
+    @property
+    def group(self) -> Group:
+        """The group."""
+        return self._twin.group
+
+    done = awaited(runs.Taken.done)
+    give_back = awaited(runs.Taken.give_back)
+
+    async def __aenter__(self) -> Taken:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        await (self.done() if kind is None else self.give_back())
+
+
+class Run(Twin[runs.Run]):
+    """As ``kvstore.Run``; its consumers are tasks. A group is given back if its task ends."""
+
+    @property
+    def is_over(self) -> bool:
+        """True once every group is done or has failed, or the run was closed."""
+        return self._twin.is_over
+
+    @property
+    def failed(self) -> list[Group]:
+        """Groups that were given back too often; their members may have run in part."""
+        return self._twin.failed
+
+    async def take(self) -> Taken | None:
+        """Takes the next group, for this task; None once all groups are done. Use it with ``async with``."""
+        task = asyncio.current_task()
+        assert task is not None, "a coroutine runs in a task"
+        while not self._twin.is_over:
+            # In steps: a thread of the store waits for each.
+            taking = partial(self._twin.try_take, runs.LOOK_S, lambda: not task.done())
+            taken = await self._threads.run(taking, _given_back)
+            if taken is not None:
+                return Taken(taken, self._threads)
+        return None
+
+    async def __aiter__(self) -> AsyncIterator[Group]:
+        """Yields groups. The one before is done when the next is asked for."""
+        while (taken := await self.take()) is not None:
+            async with taken:
+                yield taken.group
+
+    def share(self) -> Sharing:
+        """As the synchronous one, with ``with``: it waits for nothing, but at its end for up to some seconds."""
+        return self._twin.share()
+
+    close = awaited(runs.Run.close)
+
+    async def __aenter__(self) -> Run:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+def _given_back(taken: runs.Taken | None) -> None:
+    """Undoes a take whose task was cancelled."""
+    if taken is not None:
+        taken.give_back()
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Plan(planning.Plan):
+    """As ``kvstore.Plan``."""
+
+    threads: Threads = field(compare=False)
+    """The store's threads."""
+
+    @classmethod
+    def of(cls, plan: planning.Plan, threads: Threads) -> Plan:
+        """The twin of a plan."""
+        return cls(**{each.name: getattr(plan, each.name) for each in fields(planning.Plan)}, threads=threads)
+
+    def run(self, *, ahead: int = 2, attempts: int = 3) -> Run:  # type: ignore[override]  # the same, awaited
+        """As the synchronous one: ``async with plan.run() as run: async for group in run: ...``."""
+        return Run(runs.Run(self, ahead, attempts), self.threads)
+
+
+class Held(Lease[segments.Held]):
+    """As ``kvstore.Held``. Use it by one task."""
+
+    @property
+    def matches(self) -> list[Match]:
+        """The ranges that are held."""
+        return self._twin.matches
+
+    read_into = awaited(segments.Held.read_into)
+
+
+class Segments(Twin[segments.Segments]):
+    """As ``kvstore.Segments``."""
+
+    def __init__(self, twin: segments.Segments, threads: Threads) -> None:
+        super().__init__(twin, threads)
+        self.namespace = twin.namespace
+        self.layout = twin.layout
+        self.rope = twin.rope
+        self.fingerprint = twin.fingerprint
+
+    put = awaited(segments.Segments.put)
+    find = awaited(segments.Segments.find)
+    record = awaited(segments.Segments.record)
+    verdict = awaited(segments.Segments.verdict)
+
+    def missing(
+        self, tokens: Tokens, matches: Sequence[Match], starts: Sequence[int] | None = None, after: int = 0
+    ) -> list[range]:
+        """As the synchronous one; it asks nobody."""
+        return self._twin.missing(tokens, matches, starts, after)
+
+    def find_held(
+        self, tokens: Tokens, starts: Sequence[int] | None = None, after: int = 0, ttl: float | None = None
+    ) -> Opening[Held]:
+        """Finds and protects segments; await it, or use it with ``async with``."""
+        return self._lease(Held, partial(self._twin.find_held, tokens, starts, after, ttl))
+
+    def hold(self, matches: Sequence[Match], ttl: float | None = None) -> Opening[Held]:
+        """Protects found segments; await it, or use it with ``async with``."""
+        return self._lease(Held, partial(self._twin.hold, matches, ttl))
+
+
+class Pin(Lease[cache.Pin]):
+    """As ``kvstore.client.Pin``."""
+
+    @property
+    def id(self) -> str:
+        """The id that ``kvstore unpin`` takes; empty if nothing was pinned."""
+        return self._twin.id
+
+    @property
+    def tokens(self) -> int:
+        """Leading tokens that are pinned."""
+        return self._twin.tokens
+
+
+class BlockHold(Lease[cache.BlockHold]):
+    """As ``kvstore.client.cache.BlockHold``."""
+
+    @property
+    def present(self) -> list[bool]:
+        """For each key that was held, True if its block is there."""
+        return self._twin.present
+
+    get = awaited(cache.BlockHold.get)
+
+
+class BlockCache(Twin[cache.BlockCache]):
+    """As ``kvstore.client.cache.BlockCache``."""
+
+    put = awaited(cache.BlockCache.put)
+    put_new = awaited(cache.BlockCache.put_new)
+    match = awaited(cache.BlockCache.match)
+    present = awaited(cache.BlockCache.present)
+    get = awaited(cache.BlockCache.get)
+    supersede = awaited(cache.BlockCache.supersede)
+
+    async def plan(
+        self,
+        prompts: Iterable[Sequence[bytes]],
+        *,
+        memory_tokens: int,
+        decode_tokens: int | Sequence[int | None] | None = None,
+    ) -> Plan:
+        """As the synchronous one; a run of the plan hands its groups to tasks."""
+        making = partial(self._twin.plan, prompts, memory_tokens=memory_tokens, decode_tokens=decode_tokens)
+        return Plan.of(await self._threads.run(making), self._threads)
+
+    def hold(self, keys: Sequence[bytes], ttl: float | None = None) -> Opening[BlockHold]:
+        """As that of the synchronous one; await it, or use it with ``async with``."""
+        return self._lease(BlockHold, partial(self._twin.hold, keys, ttl))
+
+    def pin(self, keys: Sequence[bytes], ttl: float = 3600.0, owner: str = "") -> Opening[Pin]:
+        """As that of the synchronous one; await it, or use it with ``async with``."""
+        return self._lease(Pin, partial(self._twin.pin, keys, ttl, owner))
+
+
+class Hold(Lease[cache.Hold]):
+    """As ``kvstore.client.Hold``. Use it by one task."""
+
+    @property
+    def tokens(self) -> int:
+        """Leading tokens that are held."""
+        return self._twin.tokens
+
+    read_into = awaited(cache.Hold.read_into)
+    view = awaited(cache.Hold.view)
+
+    async def layers(self, out: Sequence[KvArray] | None = None) -> AsyncIterator[tuple[int, KvArray, KvArray]]:
+        """Yields ``(layer, k, v)`` as the synchronous one does, the next ones being read meanwhile."""
+        layers = self._twin.layers(out)
+        try:
+            while (layer := await self._threads.run(lambda: next(layers, None))) is not None:
+                yield layer
+        finally:
+            if isinstance(layers, Generator):
+                await self._threads.run(layers.close)
+
+
+class Cache(Twin[cache.Cache]):
+    """As ``kvstore.client.Cache``. Made by ``Store.namespace``."""
+
+    def __init__(self, twin: cache.Cache, threads: Threads) -> None:
+        super().__init__(twin, threads)
+        self.namespace = twin.namespace
+        self.layout = twin.layout
+        self.blocks = BlockCache(twin.blocks, threads)
+
+    put = awaited(cache.Cache.put)
+    match = awaited(cache.Cache.match)
+    match_each = awaited(cache.Cache.match_each)
+    refcount = awaited(cache.Cache.refcount)
+    prefetch = wrapped(Operation, cache.Cache.prefetch)
+    evict_first = awaited(cache.Cache.evict_first)
+    supersede = awaited(cache.Cache.supersede)
+    clear = awaited(cache.Cache.clear)
+
+    @overload
+    async def get(self, tokens: Tokens) -> tuple[int, KvArray]: ...
+
+    @overload
+    async def get(self, tokens: Tokens, out: KvArray) -> int: ...
+
+    async def get(self, tokens: Tokens, out: KvArray | None = None) -> tuple[int, KvArray] | int:
+        """Reads the longest stored prefix, every byte verified, as the synchronous one does.
+
+        ``out`` is not touched after this has ended, also if it is cancelled.
+        """
+        if out is None:
+            return await self._threads.run(lambda: self._twin.get(tokens))
+        return await self._threads.run(lambda: self._twin.get(tokens, out))
+
+    async def plan(
+        self, prompts: Iterable[Tokens], *, memory_tokens: int, decode_tokens: int | Sequence[int | None] | None = None
+    ) -> Plan:
+        """As the synchronous one; a run of the plan hands its groups to tasks."""
+        making = partial(self._twin.plan, prompts, memory_tokens=memory_tokens, decode_tokens=decode_tokens)
+        return Plan.of(await self._threads.run(making), self._threads)
+
+    async def segments(self, rope: Rope, *, chunk_tokens: int = CHUNK_TOKENS) -> Segments:
+        """As the synchronous one."""
+        making = partial(self._twin.segments, rope, chunk_tokens=chunk_tokens)
+        return Segments(await self._threads.run(making), self._threads)
+
+    def hold(self, tokens: Tokens, ttl: float | None = None, *, counts: bool = True) -> Opening[Hold]:
+        """Holds the longest stored prefix; await it, or use it with ``async with``."""
+        return self._lease(Hold, partial(self._twin.hold, tokens, ttl, counts=counts))
+
+    def pin(self, tokens: Tokens, ttl: float = 3600.0, owner: str = "") -> Opening[Pin]:
+        """Pins the longest stored prefix; await it, or use it with ``async with``."""
+        return self._lease(Pin, partial(self._twin.pin, tokens, ttl, owner))
+
+
+class Control(Twin[control.Control]):
+    """As ``kvstore.client.control.Control``. Made by ``Store.control``."""
+
+    def workers(self) -> list[str]:
+        """The addresses of all workers."""
+        return self._twin.workers()
+
+    lookup = awaited(control.Control.lookup)
+    drain = awaited(control.Control.drain)
+    limits = awaited(control.Control.limits)
+    set_limits = awaited(control.Control.set_limits)
+    health = awaited(control.Control.health)
 
 
 class Store(Twin[store.Store]):
     """As ``kvstore.Store``. Close it, or use it with ``async with``."""
 
-    namespace = _caches(store.Store.namespace)
+    namespace = wrapped(Cache, store.Store.namespace)
     namespaces = awaited(store.Store.namespaces)
     pins = awaited(store.Store.pins)
     unpin = awaited(store.Store.unpin)
-    clear = begins(store.Store.clear)
+    clear = wrapped(Operation, store.Store.clear)
 
     async def operations(self) -> list[Operation]:
         """As the synchronous one."""

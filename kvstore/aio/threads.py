@@ -1,18 +1,24 @@
 """Calls of an event loop, on a few threads that wait for memory, disks and workers in its place.
 
-The work itself is done in C and in the kernel, without the GIL.
+The work itself is done in C and in the kernel, without the GIL. ``Twin`` is the base of all classes for asyncio.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
+P = ParamSpec("P")
+S = TypeVar("S")
+R = TypeVar("R")
 T = TypeVar("T")
+W = TypeVar("W")
 
 THREADS = 16
 """Calls of one store at once; the next ones wait for a thread."""
@@ -81,3 +87,122 @@ async def _wait(ended: asyncio.Future[T]) -> None:
             continue  # again: the call has not ended for that
     if not ended.cancelled():
         ended.exception()  # nobody waits for it: asyncio would print that it was never retrieved
+
+
+# Classes for asyncio: each has a synchronous twin, whose methods it runs on the store's threads.
+
+
+class Releasable(Protocol):
+    """An object that is released."""
+
+    def release(self) -> object: ...
+
+
+class Closing(Protocol):
+    """An object that ``async with`` can close."""
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+C = TypeVar("C", bound=Closing)
+L = TypeVar("L", bound=Releasable)
+
+
+class Twin(Generic[T]):
+    """An object for asyncio, and its synchronous twin."""
+
+    def __init__(self, twin: T, threads: Threads) -> None:
+        self._twin = twin
+        self._threads = threads
+
+    def __repr__(self) -> str:
+        return f"<asyncio {self._twin!r}>"
+
+    def _lease(self, kind: Callable[[L, Threads], C], taking: Callable[[], L]) -> Opening[C]:
+        """Wraps what ``taking`` returns; it is released if the task is cancelled meanwhile."""
+
+        async def taken() -> C:
+            return kind(await self._threads.run(taking, lambda made: made.release()), self._threads)
+
+        return Opening(taken())
+
+
+class Lease(Twin[L]):
+    """An object to release. Cancelling the task does not prevent that."""
+
+    async def release(self) -> None:
+        """Ends it. Idempotent."""
+        await self._threads.finish(self._twin.release)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.release()
+
+
+def awaited(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[Twin[S], P], Coroutine[Any, Any, R]]:
+    """Returns a method of the twin for asyncio. Arguments, result and errors stay."""
+
+    @functools.wraps(method)
+    async def call(self: Twin[S], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return await self._threads.run(partial(method, self._twin, *args, **kwargs))
+
+    return call
+
+
+def wrapped(
+    kind: Callable[[R, Threads], W], method: Callable[Concatenate[S, P], R]
+) -> Callable[Concatenate[Twin[S], P], Coroutine[Any, Any, W]]:
+    """Returns a method of the twin for asyncio, its result as the class ``kind``."""
+
+    @functools.wraps(method)
+    async def call(self: Twin[S], /, *args: P.args, **kwargs: P.kwargs) -> W:
+        return kind(await self._threads.run(partial(method, self._twin, *args, **kwargs)), self._threads)
+
+    return call
+
+
+class Opening(Coroutine[Any, Any, C], Generic[C]):
+    """An object that is being made: await it, make it a task, or enter it with ``async with``, which closes it."""
+
+    def __init__(self, making: Coroutine[Any, Any, C]) -> None:
+        self._making = making
+        self._made: C | None = None
+
+    def __repr__(self) -> str:
+        return "<asyncio object that is not open yet: await it, or enter it with 'async with'>"
+
+    def __await__(self) -> Generator[Any, None, C]:
+        return self._making.__await__()
+
+    def send(self, value: Any) -> Any:
+        """Goes on with the making, as a task does."""
+        return self._making.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        """Cancels the making, as a task does."""
+        return self._making.throw(*error)
+
+    def close(self) -> None:
+        """Gives up the making."""
+        self._making.close()
+
+    if not TYPE_CHECKING:  # where a checker knows the type, it says so itself
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("cr_") or name in ("__name__", "__qualname__"):
+                return getattr(self._making, name)  # for the texts and the stack of a task
+            raise AttributeError(f"{name}: this is not open yet: await it, or enter it with 'async with'")
+
+    async def __aenter__(self) -> C:
+        self._made = await self._making
+        return self._made
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._made is not None:
+            await self._made.__aexit__(kind, error, trace)

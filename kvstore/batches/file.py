@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 from array import array
 from codecs import BOM_UTF8
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -31,42 +30,25 @@ from kvstore.tokens import TOKENS_MAX, TokenArray, token_array
 # The file that a reordered batch is written to.
 
 
-NEW_MODE = 0o666
-
-
 def replace_file(output: Path, pieces: Iterable[bytes], source: Path) -> None:
-    """Writes ``pieces``, made from the file ``source``. A file is replaced once all is written, and keeps its mode.
+    """Writes ``pieces``, made from the file ``source``. A file is replaced once all is written.
 
     A symlink stays one: its target is written. Raises InvalidRequest if ``output`` is ``source``, or neither a regular
     file nor absent; and OSError.
     """
-    mode = _mode_of(output, source)
     target = Path(os.path.realpath(output))
+    if target.exists() and not target.is_file():
+        raise InvalidRequest(f"the output {str(output)!r} is not a regular file: give a file")
+    if target.exists() and target.samefile(source):
+        raise InvalidRequest(f"the output {str(output)!r} is the batch itself: give another file")
     staged = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with open(staged, "xb", opener=lambda path, flags: os.open(path, flags, mode or NEW_MODE)) as file:
-            if mode is not None:
-                os.fchmod(file.fileno(), mode)  # opening takes away what the umask says
+        with open(staged, "xb") as file:
             file.writelines(pieces)
         staged.replace(target)
     finally:
         with suppress(OSError):  # it is the output now, or its folder is gone
             staged.unlink()
-
-
-def _mode_of(output: Path, source: Path) -> int | None:
-    """The mode of the file that is replaced; None if there is none."""
-    try:
-        found = output.stat()
-    except FileNotFoundError:
-        return None
-    if stat.S_ISDIR(found.st_mode):
-        raise InvalidRequest(f"the output {str(output)!r} is a folder: give a file")
-    if not stat.S_ISREG(found.st_mode):
-        raise InvalidRequest(f"the output {str(output)!r} is a device or a pipe: give a file, and read it afterwards")
-    if output.samefile(source):
-        raise InvalidRequest(f"the output {str(output)!r} is the batch itself: give another file")
-    return stat.S_IMODE(found.st_mode)
 
 
 # Tokenizers of the transformers package, which is imported only where a batch has text.
@@ -277,15 +259,12 @@ class Batch:
     """CRC-32 of each of these lines without its end."""
     records: list[Any] = field(default_factory=list)
     """The requests of a JSON array."""
-    version: tuple[int, int] = (0, 0)
-    """Size and mtime of the file before it was read."""
 
     def write(self, order: Iterable[int], output: Path) -> None:
         """Writes the requests in ``order``, as ``replace_file`` does.
 
         Raises InvalidRequest if ``output`` is the batch itself or cannot be written, or if the batch has changed.
         """
-        self._check_version()
         try:
             replace_file(output, self._ordered(order), self.path)
         except OSError as cause:
@@ -293,7 +272,6 @@ class Batch:
 
     def requests(self, order: Iterable[int]) -> Iterator[Any]:
         """Yields the requests in ``order`` as JSON. Raises InvalidRequest if the batch has changed."""
-        self._check_version()
         if self.records:
             yield from (self.records[index] for index in order)
             return
@@ -302,24 +280,18 @@ class Batch:
 
     def _lines(self, order: Iterable[int]) -> Iterator[bytes]:
         """Yields the lines of requests in ``order``, without their ends."""
-        with open(self.path, "rb") as file:
+        changed = InvalidRequest(f"the batch {str(self.path)!r} changed after it was read: plan it again")
+        try:
+            file = open(self.path, "rb")  # noqa: SIM115 - closed below
+        except OSError as cause:
+            raise changed from cause
+        with file:
             for index in order:
                 file.seek(self.starts[index])
                 line = file.readline(LINE_BYTES_MAX + 1).rstrip(b"\r\n")
                 if crc32(line) != self.checksums[index]:
-                    raise self._changed()
+                    raise changed
                 yield line
-
-    def _check_version(self) -> None:
-        try:
-            version = _version(self.path)
-        except OSError as cause:
-            raise self._changed() from cause
-        if self.version != version:
-            raise self._changed()
-
-    def _changed(self) -> InvalidRequest:
-        return InvalidRequest(f"the batch {str(self.path)!r} changed after it was read: plan it again")
 
     def _ordered(self, order: Iterable[int]) -> Iterator[bytes]:
         if self.records:
@@ -372,17 +344,15 @@ class _Reading:
 
     def batch(self, block_tokens: int) -> Batch:
         """Reads the file."""
-        version, requests = _version(self._path), self._requests()
-        if not self._path.is_file() and not self._path.is_dir():
+        requests = self._requests()
+        if self._path.exists() and not self._path.is_file() and not self._path.is_dir():
             raise InvalidRequest("not a regular file, and a batch is read twice: write it to a file first")
         first = next(requests, None)
         if first is None or self._form is None:
             self.where = ""
             raise InvalidRequest("it holds no requests")
         prompts = self._prompts(first, requests, block_tokens)
-        return Batch(
-            self._path, self._form, prompts, self._decode, self._starts, self._checksums, self._records, version
-        )
+        return Batch(self._path, self._form, prompts, self._decode, self._starts, self._checksums, self._records)
 
     def _prompts(self, first: Asked, rest: Iterator[Asked], block_tokens: int) -> Prompts:
         if first.tokens is None:
@@ -443,11 +413,6 @@ class _Reading:
         for number, record in enumerate(self._records, 1):
             self.where = f"request {number}"
             yield record
-
-
-def _version(path: Path) -> tuple[int, int]:
-    stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns
 
 
 def _parsed(text: bytes) -> Any:

@@ -8,7 +8,6 @@ import os
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -31,10 +30,6 @@ RETRY_AFTER_S_MAX = 60.0
 """Limit on the pause that a server asks for (Retry-After)."""
 CONNECT_S_MAX = 5.0
 ANSWER_BYTES_MAX = 64 << 20
-
-
-class Unreached(Unavailable):
-    """This request got no answer, however often it was asked. Another one may: go on with the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,33 +78,26 @@ class Server:
     def post(self, path: str, body: bytes) -> Answer:
         """Posts a request, several times if the server refuses it; returns the last answer.
 
-        Raises Unreached if no connection, or no whole answer, came of it; Unavailable if the server was silent for the
-        whole time limit, which is not asked again, or if this was closed; InvalidRequest if it lets nobody in by this
-        key, or is elsewhere.
+        Raises Unavailable if no whole answer came of it, InvalidRequest if the server refuses the key or redirects.
         """
-        error: Exception | None = None
-        answer: Answer | None = None
+        failure: Exception = ConnectionError("closed")
         pause_s = 0.0
         for attempt in range(TRIES_MAX):
             if self._closed.wait(pause_s):
                 break
             pause_s = PAUSE_S * 2**attempt
             try:
-                answer, error = self._once(path, body), None
+                answer = self._once(path, body)
             except TimeoutError:
-                error = TimeoutError(f"no whole answer within {self._timeout_s:g} s: allow more by --timeout")
+                failure = TimeoutError(f"no whole answer within {self._timeout_s:g} s: allow more by --timeout")
                 break  # another try may wait as long
-            except (OSError, http.client.HTTPException) as failed:
-                error = failed
+            except (OSError, http.client.HTTPException) as error:
+                failure = error
                 continue
-            if not answer.is_refused:
+            if not answer.is_refused or attempt == TRIES_MAX - 1:
                 return answer
             pause_s = max(pause_s, answer.retry_after_s)
-        if answer is not None and error is None:
-            return answer
-        kind = Unavailable if self._closed.is_set() or isinstance(error, TimeoutError) else Unreached
-        why = f"{type(error).__name__}: {error}" if error is not None else "closed"
-        raise kind(f"the server {self.url} does not answer ({why})") from error
+        raise Unavailable(f"the server {self.url} does not answer ({type(failure).__name__}: {failure})") from failure
 
     def close(self) -> None:
         """Cuts all connections, so that requests in progress end soon. Idempotent."""
@@ -157,14 +145,14 @@ class Server:
     def _checked(self, response: http.client.HTTPResponse, body: bytes) -> Answer:
         """Returns an answer that may be a result. Raises InvalidRequest, HTTPException."""
         if response.status in (401, 403, 407):
-            raise InvalidRequest(f"the server {self.url} lets nobody in by this key (status {response.status})")
+            raise InvalidRequest(f"the server {self.url} rejected the API key (status {response.status})")
         if 300 <= response.status < 400:
             raise InvalidRequest(
-                f"the server {self.url} is elsewhere (status {response.status}): give the URL that it names, "
+                f"the server {self.url} redirects (status {response.status}): give the URL that it names, "
                 f"{response.headers.get('Location')!r}"
             )
         if response.status < 300 and not _is_object(body):
-            raise http.client.HTTPException(f"what came is no JSON object: {body[:80]!r}")
+            raise http.client.HTTPException(f"the answer is no JSON object: {body[:80]!r}")
         return Answer(response.status, body, _retry_after_s(response))
 
 
@@ -187,12 +175,8 @@ def _is_object(body: bytes) -> bool:
 # at the end, which the next one cuts off. Nothing else is ever cut off.
 
 
-GROWTH_MAX = 6
-"""Bytes of a line for one byte of an answer at most: a byte that is no text becomes an escape, ``\\ufffd``."""
-FRAME_BYTES_MAX = 16 << 10
-"""Bytes of a line beside its answer at most. A custom_id has 1024 characters, and 12 bytes for each at most."""
-LINE_BYTES_MAX = GROWTH_MAX * ANSWER_BYTES_MAX + FRAME_BYTES_MAX
-"""The line of any answer that ``Server`` returns fits."""
+LINE_BYTES_MAX = 6 * ANSWER_BYTES_MAX + (16 << 10)
+"""The line of any answer fits: a byte that is no text becomes an escape of six, and a custom_id has 1024 characters."""
 _BEGINNING = b'{"id": "result-'
 _LINE_DEPTH = 2
 """Levels of a line above its answer."""
@@ -303,35 +287,19 @@ def _is_refusal(response: Any) -> bool:
     return isinstance(status, int) and status >= 400
 
 
-# Why requests of a batch have no answer: the first few of each kind are told at once, and all are counted.
+# A whole batch. Why requests have no answer is shown for the first few.
 
 
-TOLD_MAX = 3
-"""Requests of one kind that are told."""
+SHOWN_MAX = 10
+"""Requests without an answer that are shown."""
 MESSAGE_CHARS_MAX = 200
 NAME_CHARS_MAX = 80
+FAILURES_MAX = 5
+"""Requests in a row that get no answer: the server is gone, and the run ends."""
 
-Tell = Callable[[str], None]
+Progress = Callable[[int], None]
+Show = Callable[[str], None]
 """Shows one line to the user. The server's text is in it, which may have any character."""
-
-
-class Reasons:
-    """Counts requests without an answer by kind, such as ``status 400``."""
-
-    def __init__(self, tell: Tell) -> None:
-        self._tell = tell
-        self._counts: Counter[str] = Counter()
-
-    def add(self, custom_id: str, kind: str, message: str) -> None:
-        """Counts a request. ``message`` is the server's, or that of an error."""
-        self._counts[kind] += 1
-        if self._counts[kind] <= TOLD_MAX:
-            self._tell(f"request {_cut(custom_id, NAME_CHARS_MAX)!r}: {kind}{message and ': '}{message}")
-
-    def tell_counts(self) -> None:
-        """Tells how many requests each kind has."""
-        for kind, count in sorted(self._counts.items()):
-            self._tell(f"{count:,} request{'s' * (count > 1)} in all: {kind}")
 
 
 def message_of(body: bytes) -> str:
@@ -340,11 +308,11 @@ def message_of(body: bytes) -> str:
     OpenAI has it in ``error.message``, vLLM in ``message``, FastAPI in ``detail``.
     """
     try:
-        said = parse_json(body)
+        found = parse_json(body)
         for name in ("error", "message", "detail"):
-            if isinstance(said, dict) and name in said:
-                said = said[name]
-        text = said if isinstance(said, str) else json.dumps(said)
+            if isinstance(found, dict) and name in found:
+                found = found[name]
+        text = found if isinstance(found, str) else json.dumps(found)
     except ValueError:
         text = body[: 4 * MESSAGE_CHARS_MAX].decode(errors="replace")
     return _cut(" ".join(text.split()), MESSAGE_CHARS_MAX)
@@ -352,11 +320,6 @@ def message_of(body: bytes) -> str:
 
 def _cut(text: str, chars_max: int) -> str:
     return text if len(text) <= chars_max else f"{text[:chars_max]}..."
-
-
-Progress = Callable[[int], None]
-UNREACHED_MAX = 5
-"""Different requests in a row that get no answer: the server is gone, and the run ends."""
 
 
 @dataclass(slots=True)
@@ -385,15 +348,14 @@ def send(
     results: Results,
     concurrency: int,
     progress: Progress,
-    tell: Tell = lambda _: None,
+    show: Show = lambda _: None,
 ) -> Sent:
-    """Sends the requests that have no result yet. ``tell`` is called with why some of them have no answer.
+    """Sends the requests that have no result yet. ``show`` is called with why some of them have no answer.
 
     A request that was in progress when a program was killed has no result, and is sent again. Raises InvalidRequest as
-    ``Server.post`` does, and Unavailable if the server is silent, or several requests in a row were not answered.
+    ``Server.post`` does, and Unavailable if no request, or none of several in a row, was answered.
     """
-    reasons = Reasons(tell)
-    sending = _Sending(results, progress, reasons)
+    sending = _Sending(results, progress, show)
     sent, flying = sending.sent, sending.flying
     threads = ThreadPoolExecutor(concurrency, thread_name_prefix="kvstore-batch")
     try:
@@ -408,62 +370,59 @@ def send(
                 sending.land()
         while flying:
             sending.land()
-        sending.end()
     finally:
         if flying:
-            server.close()  # an error, or Ctrl-C: nobody waits for the rest
+            server.close()  # an error, or Ctrl-C: the rest is not waited for
         threads.shutdown(cancel_futures=True)
         for each in [each for each in flying if not each.cancelled() and each.exception() is None]:
             sending.write(flying.pop(each), each.result())
-        reasons.tell_counts()
+    if sending.failure is not None and not sending.is_answered:
+        raise sending.failure
     return sent
 
 
 @dataclass(slots=True)
 class _Sending:
-    """The requests that are on their way, and what came of the others."""
+    """The requests that are on their way, and the outcome of the others."""
 
     results: Results
     progress: Progress
-    reasons: Reasons
+    show: Show
     sent: Sent = field(default_factory=Sent)
     flying: dict[Future[Answer], str] = field(default_factory=dict)
-    unreached: list[tuple[str, Unreached]] = field(default_factory=list)
-    """Requests without an answer since the last answer: of the server, or of these requests?"""
+    failure: Unavailable | None = None
+    """The last failure."""
+    failures: int = 0
+    """Requests without an answer since the last answer."""
     is_answered: bool = False
     """True once an answer came."""
+    shown: int = 0
 
     def land(self) -> None:
         """Waits for an answer, and writes all that are there. Raises if the others need not be waited for."""
         done = wait(self.flying, return_when=FIRST_COMPLETED).done
-        error: BaseException | None = None
-        for each in sorted(done, key=lambda each: each.exception() is None):  # answers last: then the server is there
+        for each in sorted(done, key=lambda each: each.exception() is not None):  # answers first: they are results
             custom_id = self.flying.pop(each)
             failed = each.exception()
             if failed is None:
                 self.write(custom_id, each.result())
-                self.progress(1)
-            elif isinstance(failed, Unreached):
-                self.unreached.append((custom_id, failed))
+            elif isinstance(failed, Unavailable):
+                self._fail(custom_id, failed)
             else:
-                error = error or failed
-        if error is not None:
-            raise error
-        if len(self.unreached) >= UNREACHED_MAX:
-            raise self.unreached[-1][1]
+                raise failed
+            self.progress(1)
 
     def write(self, custom_id: str, answer: Answer) -> None:
         """Writes an answer, and counts it."""
-        self.is_answered = True
-        self._give_up()
+        self.is_answered, self.failures = True, 0
         if not answer.is_result:
             self.sent.failed += 1
-            self._explain(custom_id, answer)
+            self._explain(custom_id, f"status {answer.status}: {message_of(answer.body)}")
             return
         body = self.results.add(custom_id, answer)
         if answer.status >= 400:
             self.sent.refused += 1
-            self._explain(custom_id, answer)
+            self._explain(custom_id, f"status {answer.status}: {message_of(answer.body)}")
             return
         self.sent.answered += 1
         usage = body.get("usage")
@@ -472,22 +431,19 @@ class _Sending:
             self.sent.prompt_tokens += _whole(usage.get("prompt_tokens"))
             self.sent.cached_tokens += _whole(details.get("cached_tokens")) if isinstance(details, dict) else 0
 
-    def end(self) -> None:
-        """Counts the last requests that got no answer. Raises Unreached if no request got one."""
-        if self.unreached and not self.is_answered:
-            raise self.unreached[-1][1]
-        self._give_up()
+    def _fail(self, custom_id: str, failure: Unavailable) -> None:
+        self.sent.failed += 1
+        self.failure = failure
+        self.failures += 1
+        if self.failures >= FAILURES_MAX:
+            raise failure
+        if self.is_answered:
+            self._explain(custom_id, f"no answer: {failure}")
 
-    def _give_up(self) -> None:
-        """Counts requests that got no answer while others get one."""
-        for custom_id, failed in self.unreached:
-            self.sent.failed += 1
-            self.reasons.add(custom_id, "no answer", str(failed))
-            self.progress(1)
-        self.unreached.clear()
-
-    def _explain(self, custom_id: str, answer: Answer) -> None:
-        self.reasons.add(custom_id, f"status {answer.status}", message_of(answer.body))
+    def _explain(self, custom_id: str, why: str) -> None:
+        self.shown += 1
+        if self.shown <= SHOWN_MAX:
+            self.show(f"request {_cut(custom_id, NAME_CHARS_MAX)!r}: {why}")
 
 
 def _whole(value: object) -> int:

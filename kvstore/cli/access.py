@@ -1,8 +1,10 @@
-"""Options that say how a command reaches a store: by its root, through workers, or through those that etcd lists."""
+"""Options that say how a command reaches a store, and how both ends of its connections are secured."""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,16 +12,23 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from kvstore.cli.options import argument, group, option, takes
-from kvstore.cli.security_options import ClientAccess
+from kvstore.cli.options import argument, flag, group, option, takes
 from kvstore.errors import InvalidRequest
+from kvstore.security.audit import AuditLog
+from kvstore.security.authentication import Account, Authenticator, account_secret
+from kvstore.security.guard import ServerSecurity
+from kvstore.security.tls import ClientTls, ServerTls, is_loopback, server_certificate
 from kvstore.text import parse_json, why
 
 if TYPE_CHECKING:
+    from kvstore.client.credentials import Credentials
     from kvstore.client.store import Store
     from kvstore.meta.etcd import EtcdMeta, EtcdTls, EtcdUser
 
+log = logging.getLogger(__name__)
+
 SECRET_BYTES_MAX = 1 << 20
+PRIVATE_UMASK = 0o077
 
 
 class Workers(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest click
@@ -31,6 +40,145 @@ class Workers(click.ParamType):  # type: ignore[type-arg]  # generic only in the
         if isinstance(value, tuple):
             return value
         return tuple(part.strip() for part in str(value).split(",") if part.strip())
+
+
+@dataclass(frozen=True, slots=True)
+class ClientAccess:
+    """A client's proof of identity, and its trust in workers. Holds names of files only. Can be pickled."""
+
+    ca_file: str | None = option(
+        "--tls-ca", metavar="FILE", envvar="KVSTORE_TLS_CA", help="Authority that signed workers' certificates."
+    )
+    cert_file: str | None = option(
+        "--tls-cert", metavar="FILE", envvar="KVSTORE_TLS_CERT", help="PEM file of our certificate."
+    )
+    key_file: str | None = option("--tls-key", metavar="FILE", envvar="KVSTORE_TLS_KEY", help="PEM file of its key.")
+    server_name: str | None = option(
+        "--tls-server-name",
+        metavar="NAME",
+        envvar="KVSTORE_TLS_SERVER_NAME",
+        help="Name in workers' certificates, if it is not their address.",
+    )
+    token_file: str | None = option(
+        "--token-file", metavar="FILE", envvar="KVSTORE_TOKEN_FILE", help="File with our token for calls to workers."
+    )
+
+    def tls(self) -> ClientTls | None:
+        """The TLS files, if any."""
+        if not (self.ca_file or self.cert_file or self.key_file or self.server_name):
+            return None
+        return ClientTls(self.ca_file, self.cert_file, self.key_file, self.server_name)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAccess:
+    """The security of a worker: TLS, access and audit. Holds names of files, not their content."""
+
+    client: ClientAccess = group(ClientAccess, ClientAccess())
+    """Its own certificate and token, for its clients and for other workers."""
+    client_ca_file: str | None = option(
+        "--tls-client-ca", metavar="FILE", help="Authority of clients' certificates; all clients then need one."
+    )
+    access_file: str | None = option(
+        "--access", metavar="FILE", help="JSON file that says who may do what (kvstore/security/SECURITY.md)."
+    )
+    audit_file: str | None = option(
+        "--audit-log", metavar="FILE", help="Where administrative calls and denials are logged, as JSON lines."
+    )
+    insecure: bool = flag("--insecure", help="Listen on a network without TLS: anybody who reaches it may do anything.")
+    any_account: bool = flag(
+        "--any-account",
+        help="On loopback, serve every account of this host; by default only the one that the worker runs as.",
+    )
+    private: bool | None = option(
+        "--private/--no-private",
+        default=None,
+        help="Only this user may read new files on root and disk; by default with --access or --keys.",
+    )
+
+    def check(self, addresses: Iterable[str]) -> None:
+        """Raises InvalidRequest where an address that others reach would be served without TLS (rule X1)."""
+        if (self.client.cert_file is None) != (self.client.key_file is None):
+            raise InvalidRequest("--tls-cert and --tls-key go together: give both, or neither")
+        if self.client_ca_file is not None and self.client.cert_file is None:
+            raise InvalidRequest("--tls-client-ca asks clients for certificates, which takes TLS: give --tls-cert too")
+        if self.client.token_file is not None and self.client.cert_file is None:
+            raise InvalidRequest(
+                "--token-file would go to other workers in the clear: give --tls-cert and --tls-key too"
+            )
+        if self.client.cert_file is not None:
+            return
+        for address in addresses:
+            if is_loopback(address):
+                continue
+            if self.insecure:
+                log.warning("%s is served without TLS: anybody who reaches it can read and write", address)
+            else:
+                raise InvalidRequest(
+                    f"{address} can be reached by others, and nothing is encrypted: give --tls-cert and "
+                    "--tls-key (and --access, which says who may do what), or --insecure if the network "
+                    "itself is trusted"
+                )
+
+    def make_private(self, *, keeps_keys: bool) -> None:
+        """Makes new files of this process and its children readable by this user alone, if that is wanted."""
+        if self.private if self.private is not None else bool(self.access_file or keeps_keys):
+            os.umask(PRIVATE_UMASK)
+
+    def open(self, listen: str) -> ServerSecurity:
+        """Reads the files, opens the audit log of a worker at ``listen``. Close ``audit``. Raises InvalidRequest."""
+        tls = None
+        if self.client.cert_file is not None and self.client.key_file is not None:
+            tls = server_certificate(ServerTls(self.client.cert_file, self.client.key_file, self.client_ca_file))
+            assert tls.version
+        authenticator = None
+        if self.access_file is not None:
+            authenticator = Authenticator(self.access_file)
+            authenticator.load()
+        audit = AuditLog(self.audit_file)
+        audit.open()
+        account = None
+        if self.client_ca_file is None and authenticator is None and is_loopback(listen):
+            account = self._account()
+        return ServerSecurity(tls, self.client_ca_file is not None, authenticator, audit, account)
+
+    def _account(self) -> Account | None:
+        if self.any_account:
+            log.warning("worker.any_account every account of this host can read and write through this worker")
+            return None
+        try:
+            return Account(account_secret())
+        except InvalidRequest as cause:
+            raise InvalidRequest(
+                f"{cause}: the worker cannot tell its account's clients from others; give --any-account to serve every "
+                "account of this host"
+            ) from cause
+
+    def as_client(self) -> ClientAccess:
+        """The access of this worker to others. One authority that signs workers and clients is named only once."""
+        if self.client.cert_file is None:
+            return replace(self.client, ca_file=None, key_file=None)
+        return replace(self.client, ca_file=self.client.ca_file or self.client_ca_file)
+
+    def credentials(self) -> Credentials:
+        """Returns the credentials for calls to other workers.
+
+        Raises InvalidRequest if the files cannot be used: errors must surface before the first call.
+        """
+        from kvstore.client.credentials import PLAIN, Credentials
+
+        if self.client.cert_file is None:
+            return PLAIN
+        client = self.as_client()
+        made = Credentials(client.tls(), client.token_file)
+        assert made.version
+        return made
+
+    def of_worker(self, number: int) -> ServerAccess:
+        """Returns the security of one of several workers on a host: each writes a separate audit log."""
+        if number == 0 or self.audit_file is None:
+            return self
+        return replace(self, audit_file=f"{self.audit_file}-{number}")
 
 
 @dataclass(frozen=True, slots=True)

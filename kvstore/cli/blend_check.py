@@ -12,7 +12,7 @@ import click
 from kvstore.cli.access import Access, access_options
 from kvstore.cli.app import Command, check_failed
 from kvstore.cli.options import flag, json_option, option, takes
-from kvstore.cli.output import print_json, print_pairs, print_table, progress_bar
+from kvstore.cli.output import print_json, print_rows, print_values, progress_bar
 from kvstore.errors import InvalidRequest
 from kvstore.segments import Bounds, Verdict
 
@@ -168,36 +168,14 @@ def _row_of(verdict: Verdict) -> dict[str, Any]:
 
 
 def _print(choice: Choice) -> None:
-    whole = [each for each in choice.tried if each.measured.prompts == choice.searched]
-    print_table(
-        ("rule", "check layers", "ratios", "work", "agreement", "KL", "answers lost"),
-        [(*_named(each), *_figures(each)) for each in whole],
-        f"Tried on all {choice.searched} prompts to choose by ({len(choice.tried) - len(whole)} others failed before)",
-    )
-    print_table(
-        ("layer", "recomputed", "K error loaded", "K error blended", "V error loaded", "V error blended"),
-        [
-            (layer, f"{each.share:.0%}", *(f"{each.relative(name):.4f}" for name in ("k loaded", "k", "v loaded", "v")))
-            for layer, each in enumerate(choice.layers)
-        ],
-        "\nErrors of reused rows beside full prefill, relative",
-    )
-    rule, layers, ratios = _named(choice.verdict)
-    work, agreement, kl, lost = _figures(choice.verdict)
-    print()
-    print_pairs(
-        [
-            ("verdict", _said(choice)),
-            ("rule" if choice.is_chosen else "nearest: rule", f"{rule}, checked at {layers}, ratios {ratios}"),
-            ("work", work),
-            ("agreement", agreement),
-            ("KL", kl),
-            ("answers lost", lost),
-        ]
-    )
+    values = _values(choice)
+    columns = ("rule", "check_layers", "ratios", "work", "agreement", "kl", "answers_lost", "prompts")
+    print_rows("tried", values["tried"], columns, as_json=False)
+    print_rows("layers", values["layers"], tuple(values["layers"][0]) if values["layers"] else (), as_json=False)
+    print_values({"verdict": _outcome(choice), **values["verdict"]}, as_json=False)
 
 
-def _said(choice: Choice) -> str:
+def _outcome(choice: Choice) -> str:
     if choice.verdict.holds:
         return f"holds on {choice.held_out} prompts that had no part in the choice"
     if choice.is_chosen:
@@ -206,13 +184,3 @@ def _said(choice: Choice) -> str:
             "or give more prompts"
         )
     return f"nothing holds half of the bounds on {choice.searched} prompts to choose by: compute documents in full"
-
-
-def _named(verdict: Verdict) -> tuple[str, str, str]:
-    ratios = ">".join(f"{100 * each:g}" for each in verdict.ratios)
-    return verdict.rule.value, ",".join(map(str, verdict.check_layers)), f"{ratios}%"
-
-
-def _figures(verdict: Verdict) -> tuple[str, str, str, str]:
-    found = verdict.measured
-    return f"{found.work:.2f}", f"{found.agreement:.1%}", f"{found.kl:.4f}", f"{found.answers_lost:.1%}"

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from kvstore.children import gc_command
-from kvstore.cli.access import Access, ClusterAccess, is_typed
+from kvstore.cli.access import Access, ClientAccess, ClusterAccess, EtcdAccess
 from kvstore.cli.app import Command
-from kvstore.cli.options import HOST_PORT, Logging, Room, arguments, check_free, flag, option, split, takes
+from kvstore.cli.options import HOST_PORT, Logging, Room, arguments, flag, option, split, takes
 from kvstore.cli.selectors import local_path, open_existing
 from kvstore.cli.signals import Stopper
-from kvstore.errors import InvalidRequest, PermissionDenied, Unavailable
+from kvstore.errors import InvalidRequest
 from kvstore.security.tls import is_loopback
 
 if TYPE_CHECKING:
     from kvstore.dashboard.server import Serving
     from kvstore.dashboard.views import Board, Reach
-
-ETCD_S = 2.0
-"""How long to wait for etcd before saying that it does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +48,9 @@ class PageAccess:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class BoardAccess(Access):
-    """The way to a root and its etcd, which names the workers."""
-
-    @classmethod
-    def of_options(cls, root: str | None, connect: tuple[str, ...], **given: Any) -> BoardAccess:
-        """The root counts although the environment names workers too, which elsewhere win over it."""
-        if connect and not is_typed("access_connect"):
-            click.echo("kvstore dashboard: KVSTORE_CONNECT is not used here: etcd names the workers", err=True)
-            connect = ()
-        return cls(root, connect=connect, **given)
-
-
 @click.command(cls=Command, short_help="A web page about a cluster.")
-@takes("access", BoardAccess)
+@takes("cluster", ClusterAccess)
+@takes("client", ClientAccess)
 @click.option(
     "--listen",
     type=HOST_PORT,
@@ -78,7 +63,13 @@ class BoardAccess(Access):
 @click.option("--policy", metavar="FILE", help="The collector's policy file, to show what it would delete next.")
 @takes("logging", Logging)
 def dashboard(
-    access: BoardAccess, listen: str, page: PageAccess, room: Room, policy: str | None, logging: Logging
+    cluster: ClusterAccess,
+    client: ClientAccess,
+    listen: str,
+    page: PageAccess,
+    room: Room,
+    policy: str | None,
+    logging: Logging,
 ) -> None:
     """Serve a read-only web page about the cluster of --root and --etcd.
 
@@ -98,67 +89,46 @@ def dashboard(
       kvstore dashboard --root /mnt/kv --etcd 10.0.0.5:2379 --listen 0.0.0.0:8443 --access /etc/kvstore/access.json \\
           --https-cert /etc/kvstore/page.crt --https-key /etc/kvstore/page.key
     """
-    if access.root is None or access.etcd is None:
-        raise InvalidRequest(
-            "the dashboard looks at a cluster: give --root URL and --etcd ENDPOINTS, or set KVSTORE_ROOT "
-            "and KVSTORE_ETCD"
-        )
+    if cluster.etcd is None:
+        raise InvalidRequest("the dashboard is about a cluster: give --etcd ENDPOINTS, or set KVSTORE_ETCD")
     page.check(listen)
-    check_free("--listen", [listen])
     logging.configure()
-    cluster = ClusterAccess(access.root, access.root_options, access.etcd)
     collector = gc_command(*arguments(cluster), *arguments(room), *(("--policy", policy) if policy else ()))
     with ExitStack() as undo:
         stopper = undo.enter_context(Stopper())
-        board, serving = _open(_reach(cluster, access, collector), page, listen)
+        board, serving = _open(_reach(cluster, cluster.etcd, client, collector), page, listen)
         undo.callback(board.close)
         undo.callback(serving.close)
         url = serving.start()
         board.start()
-        _warn_of_etcd(cluster, board.root_url)
         print(f"ready dashboard={url}", flush=True)
         stopper.wait()
 
 
-def _warn_of_etcd(cluster: ClusterAccess, root_url: str) -> None:
-    """Says if etcd does not answer. It is no reason to end: the page is for clusters that are in trouble."""
-    from kvstore.meta.cluster import bound_root
-
-    assert cluster.etcd is not None
-    try:
-        with closing(cluster.etcd.open()) as meta:
-            bound_root(meta, root_url, ETCD_S)
-    except (Unavailable, PermissionDenied) as error:
-        click.echo(f"kvstore dashboard: {error}; the page is served, and goes on asking etcd", err=True)
-
-
 def _open(reach: Reach, page: PageAccess, listen: str) -> tuple[Board, Serving]:
-    from kvstore.dashboard.server import OpenDoor, TokenDoor
     from kvstore.dashboard.views import Documents, open_board
     from kvstore.security.tls import ServerTls
 
     try:
-        from kvstore.dashboard.server import Serving, application
+        from kvstore.dashboard.server import Door, Serving, application
     except ModuleNotFoundError as missing:
         raise InvalidRequest(f"the dashboard needs {missing.name}: pip install 'kvstore-llm[server]'") from missing
 
-    door = OpenDoor(is_loopback(listen)) if page.access_file is None else TokenDoor.of_file(page.access_file)
+    door = Door(page.access_file, is_local=is_loopback(listen))
     board = open_board(reach)
     tls = ServerTls(page.cert_file, page.key_file) if page.cert_file and page.key_file else None
     return board, Serving(application(Documents(board), door), *split(listen), tls)
 
 
-def _reach(cluster: ClusterAccess, access: Access, collector: list[str] | None) -> Reach:
+def _reach(cluster: ClusterAccess, etcd: EtcdAccess, client: ClientAccess, collector: list[str] | None) -> Reach:
     """The board's way to the cluster: as the options say, each source when it is needed."""
     from kvstore.dashboard.views import Reach
 
-    assert cluster.etcd is not None
     path = local_path(cluster.root)
-    through_workers = replace(access, root=None)
     return Reach(
         root_url=cluster.root if path is None else f"file://{path}",
         open_root=partial(open_existing, cluster.root, cluster.root_options.read()),
-        open_meta=cluster.etcd.open,
-        connect=lambda root_id: replace(through_workers, root_id=root_id).open(),
+        open_meta=etcd.open,
+        connect=lambda root_id: Access(root_id=root_id, etcd=etcd, client=client).open(),
         collector=collector,
     )

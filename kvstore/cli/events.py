@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 import click
 
-from kvstore.cli.access import ClusterAccess
+from kvstore.cli.access import ClusterAccess, ServerAccess
 from kvstore.cli.app import Command
-from kvstore.cli.options import HOST_PORT, Logging, check_ports, flag, option, split, takes
+from kvstore.cli.options import HOST_PORT, Logging, flag, option, split, takes
 from kvstore.cli.selectors import local_path, open_existing
 from kvstore.cli.signals import Stopper
 from kvstore.errors import InvalidRequest
@@ -29,6 +28,8 @@ HERE = "tcp://127.0.0.1:"
 TCP = re.compile(r"tcp://(?:\*|\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):([0-9]{1,5})")
 ELSE = re.compile(r"(?:ipc|inproc)://\S+")
 PORT_MAX = 65_535
+ANYWHERE = "tcp://*:0"
+ANY_PORT = "127.0.0.1:0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +65,8 @@ class Endpoints:
     )
     insecure: bool = flag("--insecure", help="Serve other hosts without CURVE, and questions without TLS.")
 
-    def at(self, prefix: str = "--") -> At:
-        """Returns the addresses; options of the command begin with ``prefix``.
-
-        Raises InvalidRequest if others could read prompts from them.
-        """
+    def at(self) -> At:
+        """Returns the addresses. Raises InvalidRequest if other hosts could read prompts from them."""
         try:
             from kvstore.events.publisher import At
             from kvstore.events.stream import Curve
@@ -77,33 +75,22 @@ class Endpoints:
         from kvstore.security.authentication import Authenticator
 
         if (self.certificate is None) != (self.clients is None):
-            raise InvalidRequest(
-                f"{prefix}curve-certificate and {prefix}curve-clients go together: give both, or neither"
-            )
+            raise InvalidRequest("the CURVE certificate and the folder of clients go together: give both, or neither")
         curve = Curve(self.certificate, self.clients) if self.certificate and self.clients else None
         if not (is_loopback(self.query) or self.insecure):
             raise InvalidRequest(
-                f"others can reach {prefix}query {self.query}, and it is plain HTTP: keep it on this host behind a "
+                f"other hosts can reach queries at {self.query}, which are plain HTTP: keep them on this host behind a "
                 "proxy with TLS, or give --insecure if the network itself is trusted"
             )
         authenticator = None
         if self.access_file is not None:
             authenticator = Authenticator(self.access_file)
             authenticator.load()
-        publish = self._bound(self.publish, curve, prefix)
-        replay = None if self.replay is None else self._bound(self.replay, curve, prefix)
+        publish = self._bound(self.publish, curve)
+        replay = None if self.replay is None else self._bound(self.replay, curve)
         return At(publish, replay, split(self.query), curve, authenticator)
 
-    def listening(self, publish: str = "--publish", prefix: str = "--") -> list[tuple[str, str | None]]:
-        """Returns each option with the address it listens on, if any; ``publish`` is the option for the first one."""
-        at = self.at(prefix)
-        return [
-            (publish, _port_of(at.publish)),
-            (f"{prefix}replay", None if at.replay is None else _port_of(at.replay)),
-            (f"{prefix}query", self.query),
-        ]
-
-    def _bound(self, endpoint: str, curve: Curve | None, prefix: str) -> str:
+    def _bound(self, endpoint: str, curve: Curve | None) -> str:
         """The endpoint to bind: without CURVE, ``*`` stands for this host alone, because events carry prompts.
 
         Raises InvalidRequest for what is no endpoint, which ZeroMQ might read as another one.
@@ -119,20 +106,59 @@ class Endpoints:
             return HERE + endpoint.removeprefix(EVERYWHERE)
         if not is_loopback(endpoint.removeprefix("tcp://")):
             raise InvalidRequest(
-                f"others can reach {endpoint}, and events carry prompts: give {prefix}curve-certificate and "
-                f"{prefix}curve-clients, or --insecure if the network itself is trusted"
+                f"other hosts can reach {endpoint}, and events carry prompts: give a CURVE certificate and the folder "
+                "of clients, or --insecure if the network itself is trusted"
             )
         return endpoint
 
 
-def _port_of(endpoint: str) -> str | None:
-    """The address and port of an endpoint; None without one, or where ZeroMQ alone knows which: an interface's name."""
-    place = endpoint.removeprefix("tcp://").replace("*:", "0.0.0.0:").replace("localhost:", "127.0.0.1:")
-    host, _, port = place.rpartition(":")
-    with suppress(ValueError):
-        ip_address(host.strip("[]"))
-        return place if place != endpoint and port.isdecimal() else None
-    return None
+@dataclass(frozen=True, slots=True)
+class Publishing:
+    """Where the publisher listens."""
+
+    publish: str | None = option(
+        "--events",
+        metavar="ENDPOINT",
+        help="Where subscribers of KV events connect, such as tcp://*:5557; by default there are no events.",
+    )
+    replay: str = option(
+        "--events-replay",
+        metavar="ENDPOINT",
+        default=ANYWHERE,
+        show_default=True,
+        help="Where they ask for what they missed.",
+    )
+    query: str = option(
+        "--events-query",
+        type=HOST_PORT,
+        default=ANY_PORT,
+        show_default=True,
+        help="Where the publisher answers POST /query.",
+    )
+    certificate: str | None = option(
+        "--events-curve-certificate", metavar="FILE", help="Our certificate for CURVE, with its secret key."
+    )
+    clients: str | None = option(
+        "--events-curve-clients", metavar="FOLDER", help="Folder with the public keys of those who may subscribe."
+    )
+
+    def endpoints(self, secured: ServerAccess) -> Endpoints | None:
+        """Returns the options of ``kvstore events``; None if there is to be none. Raises InvalidRequest."""
+        if self.publish is None:
+            if self.certificate or self.clients or self.replay != ANYWHERE or self.query != ANY_PORT:
+                raise InvalidRequest("--events-... are for a publisher of KV events: give --events ENDPOINT too")
+            return None
+        found = Endpoints(
+            self.publish,
+            self.replay,
+            self.query,
+            self.certificate,
+            self.clients,
+            secured.access_file,
+            secured.insecure,
+        )
+        found.at()
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,20 +178,13 @@ class Names:
         "--tenant", multiple=True, metavar="NAME", help="Tell of this tenant; may be repeated. By default of all."
     )
     medium: str = option("--medium", default="STORAGE", show_default=True, help="The medium that events name.")
-    hashes: str = option(
-        "--hashes",
-        type=click.Choice(["int", "bytes"]),
-        default="int",
-        show_default=True,
-        help="Name blocks by the low 64 bits of their hash, or by all of it.",
-    )
 
     def told(self) -> Told:
         """Returns the names."""
         from kvstore.events.publisher import Told
 
         tenants = frozenset(self.tenants) if self.tenants else None
-        return Told(self.pod, frozenset(self.namespaces), tenants, self.medium, self.hashes == "bytes")
+        return Told(self.pod, frozenset(self.namespaces), tenants, self.medium)
 
 
 @click.command(cls=Command, short_help="Tell routers what the root holds, and what it no longer holds.")
@@ -195,7 +214,6 @@ def events(cluster: ClusterAccess, endpoints: Endpoints, names: Names, spool: st
     at = endpoints.at()
     from kvstore.events.publisher import open_publisher
 
-    check_ports(endpoints.listening())
     with ExitStack() as undo:
         stopper = undo.enter_context(Stopper())
         root = open_existing(cluster.root, cluster.root_options.read())

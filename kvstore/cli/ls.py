@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -12,17 +11,20 @@ import click
 from kvstore.cli.access import Access, access_options
 from kvstore.cli.app import Command
 from kvstore.cli.options import json_option
-from kvstore.cli.output import moment, print_json, print_table, progress_bar, progress_to
+from kvstore.cli.output import print_rows, progress_bar, progress_to
 from kvstore.cli.selectors import check_pins_known, identified, usage_by_namespace
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.namespace import NamespaceId
-from kvstore.text import size
 
 if TYPE_CHECKING:
     from kvstore.census.walk import Share
 
 TIMEOUT_S = 10.0
 WRITER_FIELDS = ("session", "node", "host", "pid", "version", "label", "identity")
+COLUMNS = (
+    *("session", "label", "version", "host", "pid", "first_written_s", "last_written_s", "chunks", "bytes"),
+    "namespaces",
+)
 
 
 @click.command(cls=Command, short_help="List namespaces, pins, workers or writers.")
@@ -76,21 +78,12 @@ def _namespaces(access: Access, as_json: bool) -> None:
             f"{unnamed} chunks are of namespaces that no record describes: kvstore fsck ROOT names them",
             file=sys.stderr,
         )
-    if as_json:
-        print_json({"namespaces": rows})
-        return
-    shares = () if usage is None else ("chunks", "stored")
-    print_table(
-        ("name", "tenant", "fingerprint", "layout", *shares),
-        [
-            (
-                *(row["name"], row["tenant"] or "-", row["fingerprint"][:16] or "-", each.layout.short),
-                *(() if usage is None else (row["chunks"], size(row["bytes"]))),
-            )
-            for row, each in zip(rows, found, strict=True)
-        ],
-    )
-    if usage is None and sys.stdout.isatty():
+    if not as_json:
+        short = {each.digest.hex(): each.layout.short for each in found}
+        rows = [{**row, "fingerprint": row["fingerprint"][:16], "layout": short[row["digest"]]} for row in rows]
+    shares = () if usage is None else ("chunks", "bytes")
+    print_rows("namespaces", rows, ("name", "tenant", "fingerprint", "layout", *shares), as_json)
+    if usage is None and not as_json and sys.stdout.isatty():
         print("how much each has stored is on the root: kvstore ls --root URL", file=sys.stderr)
 
 
@@ -98,18 +91,8 @@ def _pins(access: Access, as_json: bool) -> None:
     with access.open() as store:
         check_pins_known(store)
         found = store.pins()
-    if as_json:
-        fields = ("id", "owner", "namespace", "tokens", "expires_s")
-        print_json({"pins": [{name: getattr(each, name) for name in fields} for each in found]})
-        return
-    now_s = time.time()
-    print_table(
-        ("id", "owner", "namespace", "tokens", "expires", "left"),
-        [
-            (each.id, each.owner, each.namespace, each.tokens, moment(each.expires_s), _left(each.expires_s - now_s))
-            for each in found
-        ],
-    )
+    fields = ("id", "owner", "namespace", "tokens", "expires_s")
+    print_rows("pins", [{name: getattr(each, name) for name in fields} for each in found], fields, as_json)
 
 
 def _workers(access: Access, as_json: bool) -> None:
@@ -131,11 +114,7 @@ def _workers(access: Access, as_json: bool) -> None:
                 }
                 for session, record in sorted(found.items(), key=lambda pair: pair[1].address)
             )
-    if as_json:
-        print_json({"workers": rows})
-        return
-    columns = ("address", "host", "pid", "version", "root")
-    print_table(columns, [tuple(str(row[name]) for name in columns) for row in rows])
+    print_rows("workers", rows, ("address", "host", "pid", "version", "root"), as_json)
 
 
 def _writers(access: Access, as_json: bool) -> None:
@@ -154,13 +133,8 @@ def _writers(access: Access, as_json: bool) -> None:
         with progress_to("reading headers, shards") as show:
             found = walk(root, identity.shard_bits, headers=True, trouble=troubles.append, shard_done=show)
             shares = by_writer(found, read_writers(root))
-    if as_json:
-        print_json({"writers": [_share(each, names) for each in shares], "unreadable": len(troubles)})
-    else:
-        print_table(
-            ("session", "label", "version", "host", "pid", "first written", "last written", "chunks", "stored", "of"),
-            [_share_cells(each, names) for each in shares],
-        )
+    rows = [_share(each, names) for each in shares]
+    print_rows("writers", rows, COLUMNS, as_json, unreadable=len(troubles))
     if troubles:
         print(f"{len(troubles)} files or folders could not be read; the first: {troubles[0]}", file=sys.stderr)
 
@@ -174,24 +148,3 @@ def _share(share: Share, names: dict[NamespaceId, str]) -> dict[str, Any]:
         "bytes": share.size_bytes,
         "namespaces": sorted({names.get(id, id.hex()) for id in share.namespaces}),
     }
-
-
-def _share_cells(share: Share, names: dict[NamespaceId, str]) -> tuple[object, ...]:
-    said = _share(share, names)
-    return (
-        said["session"] or "(no record)",
-        *(said[name] or "-" for name in ("label", "version", "host", "pid")),
-        moment(share.first_s),
-        moment(share.last_s),
-        share.chunks_count,
-        size(share.size_bytes),
-        ", ".join(said["namespaces"]),
-    )
-
-
-def _left(seconds: float) -> str:
-    """The time that is left, in the two largest units, such as ``1d 3h``; by this host's clock."""
-    left = max(0, round(seconds))
-    parts = [(left // 86_400, "d"), (left // 3600 % 24, "h"), (left // 60 % 60, "m"), (left % 60, "s")]
-    first = next((at for at, (count, _) in enumerate(parts) if count), len(parts) - 1)
-    return " ".join(f"{count}{unit}" for count, unit in parts[first : first + 2])

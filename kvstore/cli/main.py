@@ -1,7 +1,4 @@
-"""Entry point of ``kvstore``, and of any program like it.
-
-Separate from the commands so that a missing package is a sentence and no traceback.
-"""
+"""Entry point of ``kvstore``, and of any program like it: a missing package is a sentence and no traceback."""
 
 from __future__ import annotations
 

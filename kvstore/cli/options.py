@@ -6,21 +6,17 @@ import functools
 import json
 import logging
 import re
-import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
-from errno import EADDRINUSE, EADDRNOTAVAIL
 from typing import Any, TypeVar
 
 import click
-from click.shell_completion import CompletionItem
 
 from kvstore import tracing
-from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.text import size, why
+from kvstore.text import size
 from kvstore.writes import BOUND_BYTES_MIN, Durability
 
 # Durations, sizes and addresses as people type them.
@@ -28,7 +24,7 @@ from kvstore.writes import BOUND_BYTES_MIN, Durability
 # The name of a kind, in capitals, stands for its value in ``--help``.
 
 
-_DURATION_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+_DURATION_S = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _SIZE_BYTES = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
     _SIZE_BYTES[f"{_letter}ib"] = 1 << (10 * _power)
@@ -37,77 +33,40 @@ _COUNTS = {"": 1, "k": 1000, "m": 1_000_000, "g": 1_000_000_000}
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
 
 
-class Duration(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest click
-    """Seconds from ``30s``, ``5m``, ``1h``, ``2d``, ``500ms``, or a bare number of seconds."""
+class Scaled(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest click
+    """A number with a unit, such as ``30s`` or ``8GiB``; without one, in the unit ``""``."""
 
-    name = "time"
+    def __init__(self, name: str, units: Mapping[str, float], example: str, least: int = 0) -> None:
+        self.name = name
+        self._units = units
+        self._example = example
+        self.least = least
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, (int, float)):
-            return float(value)
+            return value
         found = _NUMBER.fullmatch(str(value).strip())
-        scale = _DURATION_S.get(found[2].lower() or "s") if found else None
-        if found is None or scale is None:
-            self.fail(f"{value!r} is not a duration: write 30s, 5m, 1h or 2d", param, ctx)
-        return float(found[1]) * scale
+        unit = self._units.get(found[2].lower()) if found else None
+        if found is None or unit is None:
+            self.fail(f"{value!r} is not a {self.name}: write {self._example}", param, ctx)
+        scaled = float(found[1]) * unit
+        if scaled < self.least:
+            self.fail(f"{value!r} is under {size(self.least)}: give a unit, such as {self._example}", param, ctx)
+        return scaled if isinstance(unit, float) else int(scaled)
 
 
-class Moment(Duration):
+class Moment(Scaled):
     """Seconds since the epoch from ``2026-11-21T10:00`` (of this host's time zone, unless it says one), or a duration
     such as ``2h`` or ``2h ago``: so long before now."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        text = str(value).strip()
         if isinstance(value, (int, float)):
             return float(value)
-        text = str(value).strip()
         try:
             return datetime.fromisoformat(text).timestamp()
         except (ValueError, OverflowError, OSError):
-            pass
-        ago = text.removesuffix("ago").strip()
-        if not _NUMBER.fullmatch(ago):
-            self.fail(f"{value!r} is not a time: write 2026-11-21T10:00, or 2h for two hours ago", param, ctx)
-        return time.time() - super().convert(ago, param, ctx)
-
-
-class Count(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest click
-    """A number of tokens from ``400k``, ``1.6M``, or a bare number."""
-
-    name = "count"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        found = _NUMBER.fullmatch(str(value).strip().replace(",", "").replace("_", ""))
-        scale = _COUNTS.get(found[2].lower()) if found else None
-        if found is None or scale is None:
-            self.fail(f"{value!r} is not a number: write 400000, 400k or 1.6M", param, ctx)
-        return int(float(found[1]) * scale)
-
-
-class Size(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest click
-    """Bytes from ``8GiB``, ``512MiB``, ``2GB``, or a bare number of bytes."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        found = _NUMBER.fullmatch(str(value).strip())
-        scale = _SIZE_BYTES.get(found[2].lower()) if found else None
-        if found is None or scale is None:
-            self.fail(f"{value!r} is not a size: write 512MiB, 8GiB or a number of bytes", param, ctx)
-        return int(float(found[1]) * scale)
-
-
-class Bound(Size):
-    """A size of 1 MiB or more: less is one whose unit was forgotten."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        size_bytes = super().convert(value, param, ctx)
-        if size_bytes < BOUND_BYTES_MIN:
-            self.fail(f"{value!r} is {size(size_bytes)}, under 1MiB: give a unit, such as 200GiB", param, ctx)
-        return size_bytes
+            return time.time() - float(super().convert(text.removesuffix("ago").strip(), param, ctx))
 
 
 class HostPort(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest click
@@ -153,8 +112,13 @@ def split(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-DURATION, MOMENT, COUNT, SIZE, HOST_PORT, LISTEN = Duration(), Moment(), Count(), Size(), HostPort(), Listen()
-BOUND, BULK_PORT = Bound(), BulkPort()
+DURATION = Scaled("time", _DURATION_S, "30s, 5m, 1h or 2d")
+MOMENT = Moment("time", _DURATION_S, "2026-11-21T10:00, or 2h for two hours ago")
+COUNT = Scaled("count", _COUNTS, "400000, 400k or 1.6M")
+SIZE = Scaled("size", _SIZE_BYTES, "512MiB, 8GiB or a number of bytes")
+BOUND = Scaled("size", _SIZE_BYTES, "200GiB", least=BOUND_BYTES_MIN)
+"""A size of 1 MiB or more: less is one whose unit was forgotten."""
+HOST_PORT, LISTEN, BULK_PORT = HostPort(), Listen(), BulkPort()
 
 
 # Options declared once: a dataclass whose fields are options of a command.
@@ -165,8 +129,9 @@ BOUND, BULK_PORT = Bound(), BulkPort()
 
 F = TypeVar("F", bound=Callable[..., Any])
 Declare = Callable[[Any], Any]
-PLACES = {"FILE": "file", "FOLDER": "dir", "ROOT": "dir", "URL": "dir"}
-"""The kind of names that the shell completes, by the metavar of an option or argument."""
+FILE, FOLDER = click.Path(readable=False), click.Path(file_okay=False, readable=False)
+PATHS = {"FILE": FILE, "FOLDER": FOLDER, "ROOT": FOLDER, "URL": FOLDER}
+"""The type of an option or argument by its metavar, so that the shell completes names."""
 
 
 def option(name: str, **attributes: Any) -> Any:
@@ -182,11 +147,6 @@ def flag(name: str, **attributes: Any) -> Any:
 def argument(**attributes: Any) -> Any:
     """A field that is an argument, named after the field; ``attributes`` are those of ``click.argument``."""
     return _field("", click.argument, attributes)
-
-
-def completes(place: str) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
-    """Has the shell complete an option or argument with names of files ("file") or folders ("dir")."""
-    return lambda context, parameter, begun: [CompletionItem(begun, type=place)]
 
 
 def group(kind: type, default: Any = None) -> Any:
@@ -231,9 +191,9 @@ def arguments(value: Any) -> list[str]:
 
 
 def _field(name: str, kind: Callable[..., Declare], attributes: dict[str, Any]) -> Any:
-    place = PLACES.get(str(attributes.get("metavar")).strip("[]"))
-    if place is not None:
-        attributes["shell_complete"] = completes(place)
+    path = PATHS.get(str(attributes.get("metavar")).strip("[]"))
+    if path is not None:
+        attributes.setdefault("type", path)
     return field(
         default=attributes.get("default"), metadata={"name": name, "declare": functools.partial(kind, **attributes)}
     )
@@ -378,67 +338,3 @@ class Room:
     ttl_s: float | None = option(
         "--ttl", type=DURATION, help="Delete chunks unused for this long; 0s: all that nobody holds or pins."
     )
-
-
-# Ports to listen on, looked at before anything is started: one that is in use ends a command with one line.
-
-
-EVERY_ADDRESS = ("0.0.0.0", "::")
-ADVICE = {
-    EADDRINUSE: ": stop the program that does, or choose another port of this host; 0 is any free one",
-    EADDRNOTAVAIL: ": this host has no such address; give one that it has, or 0.0.0.0 for all of them",
-}
-
-
-def check_ports(listening: Iterable[tuple[str, str | None]]) -> None:
-    """Checks the options of one command, each with its address. Port 0, a unix socket and None can always be had.
-
-    Raises InvalidRequest where two of them are one port, which only the program that starts last would find, and
-    Unavailable where one is in use.
-    """
-    wanted = [(option, each) for option, each in listening if each is not None and _has_port(each)]
-    for at, (option, address) in enumerate(wanted):
-        for other, another in wanted[:at]:
-            if _is_one_port(address, another):
-                raise InvalidRequest(
-                    f"{other} {another} and {option} {address} are one port: choose another one for one of them; "
-                    "0 is any free one"
-                )
-    for option, address in wanted:
-        check_free(option, [address])
-
-
-def check_free(option: str, addresses: Iterable[str | None]) -> None:
-    """Raises Unavailable for an address that cannot be listened on now. Port 0, a unix socket and None always can."""
-    for address in addresses:
-        if address is None or not _has_port(address):
-            continue
-        host, port = split(address)
-        try:
-            family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            with socket.socket(family, kind) as tried:
-                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do, for a port just left
-                tried.bind(place)
-        except OSError as cause:
-            advice = ADVICE.get(cause.errno or 0, "")
-            raise Unavailable(f"cannot listen on {option} {address} ({why(cause)}){advice}") from cause
-
-
-def _has_port(address: str) -> bool:
-    return not address.startswith("unix:") and split(address)[1] != 0
-
-
-def _is_one_port(one: str, other: str) -> bool:
-    (one_host, one_port), (other_host, other_port) = split(one), split(other)
-    if one_port != other_port:
-        return False
-    one_at, other_at = _number(one_host), _number(other_host)
-    return one_at == other_at or one_at in EVERY_ADDRESS or other_at in EVERY_ADDRESS
-
-
-def _number(host: str) -> str:
-    """The numeric address of a host; the host itself where it has none, which ``check_free`` reports."""
-    try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError:
-        return host

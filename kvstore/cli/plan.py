@@ -13,7 +13,7 @@ import click
 from kvstore.cli.access import Access, access_options
 from kvstore.cli.app import Command, check_failed
 from kvstore.cli.options import COUNT, DURATION, flag, json_option, option, takes
-from kvstore.cli.output import print_json, print_pairs, progress_bar, progress_to
+from kvstore.cli.output import print_values, progress_bar, progress_to
 from kvstore.cli.selectors import open_cache
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.text import shown
@@ -116,14 +116,13 @@ def plan(batch: str, planned: Planned, access: Access, as_json: bool) -> None:
     with progress_to("reading, bytes") as moved:
         found = read_batch(batch, tokenizer, planned.block_tokens or BLOCK_TOKENS, moved)
     with progress_bar("planning", None):
-        made = _made(found, planned, access)
+        made = _plan(found, planned, access)
     if planned.output is not None and not planned.dry_run:
         found.write(made.order, Path(planned.output))
     sent = _sent(found, made, planned) if planned.server is not None and not planned.dry_run else None
-    if as_json:
-        print_json({**_values(batch, made), "sent": sent and asdict(sent)})
-    else:
-        print_pairs([*_rows(made), *(_rows_sent(sent) if sent is not None else [])])
+    print_values({**_values(batch, made), "sent": sent and asdict(sent)}, as_json)
+    if sent is not None and not as_json:
+        print_values(asdict(sent), as_json)
     if planned.output is None and planned.server is None and not planned.dry_run:
         print("kvstore plan: nothing is written or sent without --output FILE or --server URL", file=sys.stderr)
     if sent is not None and sent.failed + sent.refused + sent.refused_before:
@@ -143,24 +142,24 @@ def _sent(batch: Batch, plan: Plan, planned: Planned) -> Sent:
     order = plan.order
     with Results(path) as results, progress_bar("requests", len(order)) as moved:
         try:
-            sent = send(batch, order, server, results, planned.concurrency, moved, _tell)
+            sent = send(batch, order, server, results, planned.concurrency, moved, _note)
         except Unavailable as error:
             raise Unavailable(
                 f"{error}; {len(results.known)} results are in {str(path)!r}, run again to go on"
             ) from error
     if wrong := sent.refused + sent.refused_before:
-        _tell(
-            f"{wrong:,} called wrong by the server, and not sent again: to do so, remove their lines from "
+        _note(
+            f"the server refused {wrong:,} requests, which are not sent again: to do so, remove their lines from "
             f"{str(path)!r} (status_code 400 and more)"
         )
     return sent
 
 
-def _tell(line: str) -> None:
+def _note(line: str) -> None:
     print(f"kvstore plan: {shown(line)}", file=sys.stderr)
 
 
-def _made(batch: Batch, planned: Planned, access: Access) -> Plan:
+def _plan(batch: Batch, planned: Planned, access: Access) -> Plan:
     """The plan, with what a store holds if a namespace is named."""
     if planned.namespace is None:
         from kvstore.planning import make_plan
@@ -191,48 +190,6 @@ def _values(batch: str, plan: Plan) -> dict[str, Any]:
         "memory_tokens": plan.memory_tokens,
         "block_tokens": plan.block_tokens,
     }
-
-
-def _rows(plan: Plan) -> list[tuple[str, str]]:
-    rest = plan.rest
-    computed = [
-        ("tokens to compute, as planned", plan.tokens_to_compute),
-        ("without a limit on memory", plan.tokens_optimum),
-        ("groups of one level alone", plan.tokens_one_level),
-        ("in order of arrival, LRU", plan.tokens_arrival),
-    ]
-    reasons = [
-        ("of those planned: in one prompt alone", rest.own),
-        ("shared, computed once", rest.shared_once),
-        ("shared, not in a full block", rest.part_blocks),
-        ("again, memory being too small", rest.memory),
-    ]
-    return [
-        ("prompts", f"{len(plan.order):,}"),
-        ("groups of several prompts", f"{_shared(plan):,}"),
-        ("tokens", f"{plan.tokens_total:,}"),
-        ("tokens that the store holds", f"{plan.tokens_stored:,}"),
-        *((name, _saved(plan, tokens)) for name, tokens in computed),
-        *((name, f"{tokens:,}") for name, tokens in reasons),
-        ("memory, tokens", f"{plan.memory_tokens:,}"),
-    ]
-
-
-def _rows_sent(sent: Sent) -> list[tuple[str, str]]:
-    counts = [
-        ("requests answered", sent.answered),
-        ("with a result from before", sent.known),
-        ("of them called wrong by the server", sent.refused_before),
-        ("called wrong by the server", sent.refused),
-        ("not done by the server", sent.failed),
-        ("prompt tokens, as the server counts", sent.prompt_tokens),
-        ("of them in the server's prefix cache", sent.cached_tokens),
-    ]
-    return [(name, f"{count:,}") for name, count in counts]
-
-
-def _saved(plan: Plan, tokens: int | None) -> str:
-    return "too deep to simulate" if tokens is None else f"{tokens:,} ({plan.share_saved(tokens):.1%} saved)"
 
 
 def _shared(plan: Plan) -> int:

@@ -123,11 +123,10 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Selected:
     """Chunks: those of a namespace, or those that match all options that were given."""
 
-    given: str | None = argument(metavar="[NAME]", required=False)
-    namespace: str | None = option("--namespace", metavar="NAME", help="The namespace, if not as an argument.")
+    name: str | None = argument(metavar="[NAME]", required=False)
     tenant: str | None = option(
         "--tenant", help="Chunks of this tenant ('' for none); with NAME, the namespace's tenant."
     )
@@ -145,15 +144,6 @@ class Asked:
     since_s: float = option("--since", type=MOMENT, default=0.0, help="Chunks written since: 2026-11-21T10:00, or 2h.")
     until_s: float = option("--until", type=MOMENT, default=0.0, help="Chunks written before this time.")
 
-    def __post_init__(self) -> None:
-        if self.given is not None and self.namespace is not None:
-            raise InvalidRequest("NAME and --namespace are two ways to say which namespace: give one of them")
-
-    @property
-    def name(self) -> str | None:
-        """The namespace; None if its name is not asked for."""
-        return self.given if self.namespace is None else self.namespace
-
     @property
     def is_namespace_alone(self) -> bool:
         """True if a namespace is named, and no other option limits its chunks."""
@@ -169,7 +159,7 @@ class Asked:
 
 
 prompt_options = takes("prompt", Prompt)
-selection_options = takes("asked", Asked)
+selection_options = takes("selected", Selected)
 
 
 def open_cache(store: Store, name: str, tenant: str, fingerprint: str | None) -> Cache:
@@ -185,23 +175,14 @@ def choose_namespace(found: Sequence[Namespace], name: str, tenant: str, fingerp
     named = [each for each in found if each.name == name]
     if not named:
         raise InvalidRequest(f"there is no namespace {name!r}; there are: {_listed(each.name for each in found)}")
-    owned = [each for each in named if each.tenant == tenant]
-    if not owned:
-        if not tenant:
-            owners = _listed(repr(each.tenant) for each in named)
-            raise InvalidRequest(f"namespace {name!r} is of tenant {owners}: give --tenant")
-        owners = _listed(f"tenant {each.tenant!r}" if each.tenant else "no tenant" for each in named)
-        raise InvalidRequest(f"namespace {name!r} is not of tenant {tenant!r} but of {owners}: correct --tenant")
-    meant = [each for each in owned if each.fingerprint.startswith(fingerprint or "")]
+    meant = [each for each in named if each.tenant == tenant and each.fingerprint.startswith(fingerprint or "")]
     if len(meant) == 1:
         return meant[0]
-    if not meant:
-        there = _listed(repr(each.fingerprint) for each in owned)
-        raise InvalidRequest(
-            f"namespace {name!r} has no fingerprint that begins with {fingerprint!r}; there are: {there}"
-        )
-    said = ", ".join(repr(each.fingerprint) for each in meant[:8])
-    raise InvalidRequest(f"namespace {name!r} has {len(meant)} variants (fingerprints {said}): give --fingerprint")
+    variants = _listed(f"tenant {each.tenant!r} with fingerprint {each.fingerprint!r}" for each in named)
+    raise InvalidRequest(
+        f"{len(meant) or 'none'} of the namespaces {name!r} has tenant {tenant!r} and fingerprint "
+        f"{fingerprint or ''!r}; there are: {variants}: give --tenant and --fingerprint"
+    )
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -228,11 +209,4 @@ def read_tokens(text: str | None, file: str | None) -> list[int]:
     try:
         return [int(word) for word in words]
     except ValueError as cause:
-        position, odd = next((at, word) for at, word in enumerate(words) if not re.fullmatch(r"[+-]?[0-9]{1,40}", word))
-        if not odd:
-            raise InvalidRequest(
-                f"the token at position {position} is empty: give ids with one comma between, such as 101,2023"
-            ) from cause
-        raise InvalidRequest(
-            f"token {odd[:40]!r} is not a number: give ids with commas between, such as 101,2023"
-        ) from cause
+        raise InvalidRequest(f"not token ids with commas between, such as 101,2023: {cause}") from cause

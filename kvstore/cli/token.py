@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvstore.cli.app import Command, Group
+from kvstore.cli.app import Command
 from kvstore.cli.options import DURATION, json_option
 from kvstore.errors import InvalidRequest
 
@@ -24,7 +24,7 @@ PUBLIC = ".pub"
 TOKEN_ID = "[0-9a-f]{24}"
 
 
-@click.group(cls=Group, no_args_is_help=True, short_help="Make and revoke bearer tokens, which authenticate clients.")
+@click.group(no_args_is_help=True, short_help="Make and revoke bearer tokens, which authenticate clients.")
 def token() -> None:
     """Bearer tokens: a client's identity, signed, for a limited time.
 

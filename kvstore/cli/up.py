@@ -18,23 +18,22 @@ from kvstore.background import within
 from kvstore.children import Program, kill_all
 from kvstore.cli.access import ClusterAccess, EtcdAccess
 from kvstore.cli.app import Command
-from kvstore.cli.options import DURATION, HOST_PORT, Room, check_ports, flag, group, option, takes
-from kvstore.cli.publishing import Publishing
+from kvstore.cli.events import Publishing
+from kvstore.cli.options import DURATION, HOST_PORT, Room, flag, group, option, takes
 from kvstore.cli.selectors import local_path
 from kvstore.cli.signals import Stopper
-from kvstore.cli.supervisor import Host, numbered
+from kvstore.cli.supervisor import Host
 from kvstore.cli.worker import WorkerOptions
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
-from kvstore.host.tables import check_left
 from kvstore.memory.arena import memory_most_bytes
 from kvstore.meta.cluster import bound_root
 from kvstore.meta.keys import root_binding
-from kvstore.root.identity import check_usable, read_identity
+from kvstore.root.identity import read_identity
 from kvstore.root.open import open_root
 from kvstore.text import size
 
 if TYPE_CHECKING:
-    from kvstore.cli.security_options import ServerAccess
+    from kvstore.cli.access import ServerAccess
     from kvstore.meta.embedded_etcd import EmbeddedEtcd
 
 log = logging.getLogger(__name__)
@@ -103,19 +102,6 @@ class UpOptions:
         addresses = [self.listen, self.metrics, self.gc_metrics, self.dashboard]
         serving.secured.check([each for each in addresses if each is not None])
 
-    def check_ports(self, secured: ServerAccess) -> None:
-        """Raises InvalidRequest where two options are one port, Unavailable where a port is in use."""
-        numbers = range(self.workers)
-        listening: list[tuple[str, str | None]] = [
-            *(("--listen", numbered(self.listen, number)) for number in numbers),
-            *(("--metrics", numbered(self.metrics, number)) for number in numbers),
-            ("--gc-metrics", self.gc_metrics),
-            ("--dashboard", self.dashboard),
-        ]
-        if (endpoints := self.publishing.endpoints(secured)) is not None:
-            listening += endpoints.listening("--events", "--events-")
-        check_ports(listening)
-
 
 @click.command(
     cls=Command,
@@ -146,9 +132,6 @@ def up(serving: WorkerOptions, options: UpOptions) -> None:
           --tls-cert node7.crt --tls-key node7.key --tls-client-ca ca.crt --access access.json
     """
     options.check(serving)
-    options.check_ports(serving.secured)
-    _check_etcd(serving.cluster)
-    _check_root(serving.cluster)
     serving.secured.make_private(keeps_keys=serving.keys_file is not None)
     serving.logging.configure()
     programs: list[Program] = []
@@ -184,34 +167,6 @@ def _start_all(host: Host, options: UpOptions, secured: ServerAccess) -> str:
     return served
 
 
-def _check_etcd(cluster: ClusterAccess) -> None:
-    """Raises what a worker would raise where a given etcd does not answer, before the root's folder is made."""
-    if cluster.etcd is not None:
-        with closing(cluster.etcd.open()) as meta:
-            bound_root(meta, cluster.root)
-
-
-def _check_root(cluster: ClusterAccess) -> None:
-    """Raises what a worker would raise for a folder that cannot be a root, before anything is started.
-
-    A mount that does not answer in time is left to the workers, who say so; so is a store that is no folder.
-    """
-    if local_path(cluster.root) is None:
-        return
-    errors = list[KVStoreError]()
-
-    def check() -> None:
-        try:
-            with closing(open_root(cluster.root, cluster.root_options.read())) as root:
-                check_usable(root)
-                check_left(root)
-        except KVStoreError as error:
-            errors.append(error)
-
-    if within(ROOT_S, check) and errors:
-        raise errors[0]
-
-
 @contextmanager
 def _metadata(serving: WorkerOptions, folder: str | None) -> Iterator[tuple[EtcdAccess, EmbeddedEtcd | None]]:
     """The way to etcd, and the embedded etcd if no other is given."""
@@ -230,7 +185,18 @@ def _metadata(serving: WorkerOptions, folder: str | None) -> Iterator[tuple[Etcd
         )
     path = Path(folder) if folder else state_folder(serving.cluster.root)
     log.info("up.starting name=etcd folder=%s", path)
-    with _locked(path), _only_one(serving.cluster.root), EmbeddedEtcd(path, binary=binary) as server:
+    with ExitStack() as undo:
+        try:
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _lock(path, undo)
+        except OSError as cause:
+            raise InvalidRequest(
+                f"cannot use {path} for etcd's files ({cause.strerror}): give --etcd-folder"
+            ) from cause
+        if (root := local_path(serving.cluster.root)) is not None:
+            Path(root).mkdir(parents=True, exist_ok=True)
+            _lock(Path(root), undo)
+        server = undo.enter_context(EmbeddedEtcd(path, binary=binary))
         log.info("up.etcd endpoints=%s folder=%s", server.endpoints, path)
         etcd = EtcdAccess(server.endpoints)
         _accept_root(replace(serving.cluster, etcd=etcd))
@@ -261,26 +227,6 @@ def _accept_root(cluster: ClusterAccess) -> None:
         within(ROOT_S, accept)
 
 
-@contextmanager
-def _only_one(root: str) -> Iterator[None]:
-    """One embedded etcd at a time for a root: a second one, in another folder, would know nothing of the first one."""
-    path = local_path(root)
-    with ExitStack() as undo:
-        if path is not None:
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            undo.callback(os.close, descriptor)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as cause:
-                raise Unavailable(
-                    f"another kvstore up serves {path}, with an etcd of its own: stop it first, or start workers "
-                    "beside it with kvstore worker"
-                ) from cause
-            except OSError as error:  # NFS locks only what is open for writing
-                log.debug("up.not_locked %s %s", path, error)
-        yield
-
-
 def state_folder(root: str) -> Path:
     """The folder for the files of a root's embedded etcd, in ``$XDG_STATE_HOME``, else ``~/.local/state``."""
     base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
@@ -288,21 +234,15 @@ def state_folder(root: str) -> Path:
     return Path(base) / "kvstore" / f"etcd-{blake2b(key.encode(), digest_size=8).hexdigest()}"
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One ``up`` at a time in a folder: a second etcd would wait for the first one's files without saying so."""
+def _lock(folder: Path, undo: ExitStack) -> None:
+    """Lets one ``up`` at a time use a folder: a second etcd for one root would not know what the first one does."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    undo.callback(os.close, descriptor)
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(folder / "up.lock", os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as cause:
-        raise InvalidRequest(f"cannot use {folder} for etcd's files ({cause.strerror}): give --etcd-folder") from cause
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as cause:
-            raise Unavailable(
-                f"another kvstore up uses {folder}: stop it first, or start workers beside it with kvstore worker"
-            ) from cause
-        yield
-    finally:
-        os.close(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as cause:
+        raise Unavailable(
+            f"another kvstore up uses {folder}: stop it first, or start workers beside it with kvstore worker"
+        ) from cause
+    except OSError as error:  # NFS locks only what is open for writing
+        log.debug("up.not_locked %s %s", folder, error)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import os
 import resource
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstore import __version__
-from kvstore.cli.access import ClusterAccess, keys_option
+from kvstore import __version__, tracing
+from kvstore.background import within
+from kvstore.cli.access import ClusterAccess, ServerAccess, keys_option
 from kvstore.cli.app import Command
 from kvstore.cli.options import (
     BULK_PORT,
@@ -20,16 +24,17 @@ from kvstore.cli.options import (
     DURATION,
     HOST_PORT,
     LISTEN,
+    SIZE,
     Logging,
-    check_ports,
     group,
     option,
     takes,
 )
-from kvstore.cli.security_options import ServerAccess, Tiers
 from kvstore.cli.signals import Stopper
 from kvstore.errors import InvalidRequest
-from kvstore.writes import Durability
+from kvstore.node.settings import MEMORY_BYTES_MIN, SYNC_S_MAX, SYNC_S_MIN, TierSettings
+from kvstore.text import size
+from kvstore.writes import WRITE_NAMES, Durability, WriteMode
 
 if TYPE_CHECKING:
     from kvstore.node.member import Member
@@ -37,8 +42,80 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PEERS_CLOSE_S = 2.0
+TRACES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+"""Variables of the OpenTelemetry specification. Each names the address of a collector."""
+TRACES_S = 5.0
+"""Time to export the last spans."""
 ENDING_S = 15.0
 """Time to end, in addition to calls and flushing. Each step has a deadline, and not all steps use all of theirs."""
+
+
+class FolderSize(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest click
+    """``FOLDER:SIZE``, such as ``/nvme/kv:200GiB``."""
+
+    name = "folder:size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:
+        if isinstance(value, tuple):
+            return value
+        folder, colon, size_text = str(value).rpartition(":")
+        if not colon or not folder:
+            self.fail(f"{value!r} is not a local disk: write FOLDER:SIZE, such as /nvme/kv:200GiB", param, ctx)
+        return folder, SIZE.convert(size_text, param, ctx)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """The memory and the local disk of a worker."""
+
+    memory: int = option(
+        "--memory",
+        type=SIZE,
+        default=0,
+        help="Shared memory of each worker for hot chunks, such as 8GiB; engines on this host map it. By default none.",
+    )
+    disk: tuple[str, int] | None = option(
+        "--disk",
+        type=FolderSize(),
+        help="Local disk tier, such as /nvme/kv:200GiB, for chunks that memory evicts after more than one use. "
+        "Workers must not share the folder; kvstore up makes one in it, of that size, for each of its "
+        "workers.",
+    )
+    write: str = option(
+        "--write",
+        type=click.Choice(WRITE_NAMES),
+        default=WriteMode.BEHIND.value,
+        show_default=True,
+        help="With --memory, when a put is acknowledged: behind, once memory has it (a killed worker loses what "
+        "is not on the root yet); through, once the root has it. --durability everysec "
+        "and fsync always wait for the root.",
+    )
+    sync_interval_s: float = option(
+        "--sync-interval",
+        type=DURATION,
+        default="1s",
+        show_default=True,
+        help="Shortest interval at which a worker tells its peers what its memory holds.",
+    )
+
+    def settings(self) -> TierSettings:
+        """The node's settings. Raises InvalidRequest, which names the options."""
+        if 0 < self.memory < MEMORY_BYTES_MIN:
+            raise InvalidRequest(f"--memory {size(self.memory)}: expected 0, or at least {size(MEMORY_BYTES_MIN)}")
+        if self.disk is not None and not self.memory:
+            raise InvalidRequest("--disk without --memory: chunks of a local disk are read through memory; give both")
+        if not SYNC_S_MIN <= self.sync_interval_s <= SYNC_S_MAX:
+            raise InvalidRequest(
+                f"--sync-interval is {self.sync_interval_s:g} s: expected {SYNC_S_MIN:g} s to {SYNC_S_MAX:g} s"
+            )
+        return TierSettings.of(self.memory, self.disk, self.write, self.sync_interval_s)
+
+    def of_worker(self, number: int) -> Tiers:
+        """Returns the tiers of one of several workers on a host, each with its own folder on the local disk."""
+        if self.disk is None:
+            return self
+        folder, size_bytes = self.disk
+        return replace(self, disk=(str(Path(folder, f"worker-{number}")), size_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +205,6 @@ class Addresses:
         help="Port of the same host for bulk connections, to open in firewalls; 0: any free one.",
     )
 
-    def listening(self) -> list[tuple[str, str | None]]:
-        """Returns each option with the address it listens on."""
-        bulk = f"{self.listen.rpartition(':')[0]}:{self.bulk}" if self.bulk and self.listen[:5] != "unix:" else None
-        return [("--listen", self.listen), ("--metrics", self.metrics), ("--bulk", bulk)]
-
 
 @click.command(cls=Command, short_help="Serve a root as one worker of a cluster.")
 @takes("options", WorkerOptions)
@@ -169,18 +241,24 @@ def worker(options: WorkerOptions, at: Addresses, drain_s: float) -> None:
         )
     options.logging.configure()
     options.secured.check([at.listen, at.metrics])
-    check_ports(at.listening())
     with ExitStack() as undo:
         stopper = undo.enter_context(Stopper())
-        _serve(options, at, _Ending(stopper, drain_s), undo)
+        _serve(options, at, stopper, drain_s, undo)
 
 
-def _serve(options: WorkerOptions, at: Addresses, ending: _Ending, undo: ExitStack) -> None:
-    """Serves until ``ending`` is requested; cleanup is left to ``undo``."""
-    from kvstore.cli.tracing import start_tracing
+def _serve(options: WorkerOptions, at: Addresses, stopper: Stopper, drain_s: float, undo: ExitStack) -> None:
+    """Serves until a signal, or a client of the control service, ends it; cleanup is left to ``undo``."""
     from kvstore.peers.tier import join_peers
     from kvstore.worker.metrics_server import start_metrics
     from kvstore.worker.worker import Worker
+
+    def end(within_s: float | None) -> float:
+        """Implements ``kvstore.worker.control.service.Drain``. The first call decides how long calls may take."""
+        nonlocal drain_s
+        if not stopper.asked and within_s is not None:
+            drain_s = within_s
+        stopper.ask()
+        return drain_s
 
     _raise_file_limit()
     options.secured.make_private(keeps_keys=options.keys_file is not None)
@@ -193,7 +271,7 @@ def _serve(options: WorkerOptions, at: Addresses, ending: _Ending, undo: ExitSta
     serving = Worker(
         member,
         at.listen,
-        on_drain=ending.ask,
+        on_drain=end,
         advertise=at.advertise,
         version=__version__,
         bulk_port=at.bulk,
@@ -208,35 +286,47 @@ def _serve(options: WorkerOptions, at: Addresses, ending: _Ending, undo: ExitSta
     undo.callback(measured.close)
     assert options.cluster.etcd is not None
     print(f"ready grpc={bound} etcd={options.cluster.etcd.endpoints} metrics={measured.address}", flush=True)
-    ending.wait()
-    log.info("worker.draining within_s=%g", ending.within_s)
+    stopper.wait()
+    log.info("worker.draining within_s=%g", drain_s)
     # If a step still hangs (a mount, a native library): says where, and ends before somebody kills it.
-    faulthandler.dump_traceback_later(ending.within_s + member.node.limits.flush_s + ENDING_S, exit=True)
+    faulthandler.dump_traceback_later(drain_s + member.node.limits.flush_s + ENDING_S, exit=True)
     if peers is not None:
         peers.close(PEERS_CLOSE_S)  # first: nobody may ask for what this worker is about to lose
-    serving.drain(ending.within_s)
-
-
-class _Ending:
-    """The end of the worker, requested by a signal or by a client of the control service."""
-
-    def __init__(self, stopper: Stopper, within_s: float) -> None:
-        self._stopper = stopper
-        self.within_s = within_s
-
-    def wait(self) -> None:
-        """Returns when the worker is to end."""
-        self._stopper.wait()
-
-    def ask(self, within_s: float | None) -> float:
-        """Implements ``kvstore.worker.control.service.Drain``. The first call decides how long calls may take."""
-        if not self._stopper.asked and within_s is not None:
-            self.within_s = within_s
-        self._stopper.ask()
-        return self.within_s
+    serving.drain(drain_s)
 
 
 def _raise_file_limit() -> None:
     """Raises the limit on open files to the system's maximum: connections and the root need some each."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def start_tracing(wanted: bool | None, service: str, instance: str) -> Callable[[], None]:
+    """Exports spans from now on, if ``wanted`` or, if that is None, if the environment names a collector.
+
+    Returns a function that ends it, and sends what is left for a few seconds. Raises InvalidRequest if tracing is
+    wanted and the ``tracing`` extra is missing.
+    """
+    if not (any(os.environ.get(name) for name in TRACES) if wanted is None else wanted):
+        return lambda: None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ModuleNotFoundError as missing:
+        raise InvalidRequest(
+            f"tracing needs {missing.name}: pip install 'kvstore-llm[tracing]', or give --no-tracing"
+        ) from missing
+    # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win over these, as OTEL_TRACES_SAMPLER decides what is sampled.
+    said = {"service.name": service, "service.version": __version__, "service.instance.id": instance}
+    provider = TracerProvider(resource=Resource(said).merge(OTELResourceDetector().detect()))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    tracing.enable(provider)
+    log.info("tracing.exporting service=%s instance=%s", service, instance)
+
+    def stop() -> None:
+        tracing.disable()
+        within(TRACES_S, provider.shutdown)
+
+    return stop

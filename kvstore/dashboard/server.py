@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import json
 import logging
@@ -11,19 +10,14 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
 from importlib import resources
-from typing import Any, Protocol, cast
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvstore.dashboard.views import Document, Documents
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Unauthenticated, Unavailable
@@ -37,33 +31,26 @@ from kvstore.security.tls import Certificate, ServerTls, server_certificate
 BEARER = "bearer "
 
 
-class OpenDoor:
-    """Access without tokens. ``is_local``: it listens on loopback only, so ``Host`` must name this host."""
+class Door:
+    """Decides who may see the documents: this host, or the holders of a token that may read every tenant."""
 
-    def __init__(self, is_local: bool) -> None:
+    def __init__(self, access_file: str | None, *, is_local: bool) -> None:
+        """Without an access file everybody who reaches the page sees it; if ``is_local``, ``Host`` must name this host.
+
+        The file is reloaded when it changes. Raises InvalidRequest for a bad one.
+        """
         self._is_local = is_local
+        self._authenticator = None
+        if access_file is not None:
+            self._authenticator = Authenticator(access_file)
+            self._authenticator.load()
 
     def admit(self, authorization: str | None, host: str) -> None:
-        """Raises PermissionDenied if ``Host`` is not a name of this host."""
-        if self._is_local and not _is_this_host(host):
-            raise PermissionDenied(f"the dashboard is for this host: ask for it as localhost, not as {host[:100]!r}")
-
-
-class TokenDoor:
-    """Access with a bearer token whose identity may read every tenant; the dashboard shows all of them."""
-
-    def __init__(self, authenticator: Authenticator) -> None:
-        self._authenticator = authenticator
-
-    @classmethod
-    def of_file(cls, path: str) -> TokenDoor:
-        """Makes it from an access file, which is reloaded when it changes. Raises InvalidRequest for a bad one."""
-        authenticator = Authenticator(path)
-        authenticator.load()
-        return cls(authenticator)
-
-    def admit(self, authorization: str | None, host: str) -> None:
-        """Raises Unauthenticated without a good token, PermissionDenied for one that may not see everything."""
+        """Returns for a caller who may see everything. Raises Unauthenticated or PermissionDenied for others."""
+        if self._authenticator is None:
+            if self._is_local and not _is_this_host(host):
+                raise PermissionDenied(f"the dashboard is for this host: open it as localhost, not as {host[:100]!r}")
+            return
         given = authorization or ""
         token = given[len(BEARER) :].strip() if given.lower().startswith(BEARER) else None
         identity = self._authenticator.identify(Presented(token=token))
@@ -84,48 +71,28 @@ def _is_this_host(host: str) -> bool:
         return False
 
 
-# Serves the application: the socket, TLS with renewed certificates, and limits on clients.
-#
-# uvicorn limits the size of headers, but neither the number of connections nor the time that a client takes over its
-# headers: that is done here.
+# Serves the application: the socket, and TLS with renewed certificates.
 
 
 HEADERS_BYTES_MAX = 16 << 10
+CONNECTIONS_MAX = 256
+"""Requests over more connections are refused (status 503)."""
 AT_REST_S = 30
 """An idle connection is closed after this time."""
 START_S = 10.0
 STOP_S = 3.0
 
 
-@dataclass(frozen=True, slots=True)
-class ClientBounds:
-    """Limits on clients and on their time."""
-
-    connections_max: int = 256
-    """One more connection closes the oldest that waits for its client."""
-    first_request_s: float = 10.0
-    """Time from a connection to its first whole request."""
-    connection_s: float = 120.0
-    """A connection of this age ends after its request; the page opens another one."""
-    answer_s: float = 10.0
-    """Time that a client then has to take the answer."""
-
-
-BOUNDS = ClientBounds()
-
-
 class Serving:
     """Serves until closed. ``start`` binds; port 0 is chosen by the system."""
 
-    def __init__(
-        self, app: ASGIApp, host: str, port: int, tls: ServerTls | None = None, bounds: ClientBounds = BOUNDS
-    ) -> None:
+    def __init__(self, app: Starlette, host: str, port: int, tls: ServerTls | None = None) -> None:
         self._host = host
         self._port = port
         self._certificate = server_certificate(tls) if tls else None
         self._config = uvicorn.Config(
             app,
-            http=cast(type[asyncio.Protocol], partial(_Bounded, bounds)),
+            http="h11",
             ws="none",
             lifespan="off",
             loop="asyncio",
@@ -135,6 +102,7 @@ class Serving:
             date_header=False,
             proxy_headers=False,
             h11_max_incomplete_event_size=HEADERS_BYTES_MAX,
+            limit_concurrency=CONNECTIONS_MAX,
             timeout_keep_alive=AT_REST_S,
             timeout_graceful_shutdown=1,
             ssl_certfile=tls.cert_file if tls else None,
@@ -191,47 +159,6 @@ def _renewing(certificate: Certificate) -> Callable[[ssl.SSLObject | ssl.SSLSock
     return choose
 
 
-class _Bounded(H11Protocol):
-    """A connection with limits on its time."""
-
-    def __init__(self, bounds: ClientBounds, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._bounds = bounds
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._began_s = self.loop.time()
-        if len(self.connections) > self._bounds.connections_max:
-            waiting = [each for each in self.connections if isinstance(each, _Bounded) and each._waits_for_client]
-            given_up = min(waiting, key=lambda each: each._began_s)  # the oldest: this one is among them
-            self.connections.discard(given_up)  # at once: the loop tells it later, and the next one must find another
-            given_up.transport.abort()
-        self._timers = [
-            self.loop.call_later(self._bounds.first_request_s, self._check_began),
-            self.loop.call_later(self._bounds.connection_s, self._end),
-            # A polite close waits until all is sent, which a client that takes nothing delays for ever.
-            self.loop.call_later(self._bounds.connection_s + self._bounds.answer_s, transport.abort),
-        ]
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        for timer in self._timers:  # otherwise they would keep this connection alive until they are due
-            timer.cancel()
-        super().connection_lost(exc)
-
-    @property
-    def _waits_for_client(self) -> bool:
-        """True while it waits for its client: for a request, or for the client to take the answer."""
-        return self.cycle is None or self.cycle.response_complete or self.flow.write_paused
-
-    def _check_began(self) -> None:
-        if self.cycle is None:
-            self.transport.abort()
-
-    def _end(self) -> None:
-        if not self.transport.is_closing():
-            self.shutdown()
-
-
 # The pages and documents over HTTP, as an application: who may see them, and the safety headers for browsers.
 #
 # Read-only by construction: there is only GET. With an access file, all documents need a bearer token in a header;
@@ -258,14 +185,6 @@ TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css", ".js": "text/j
 QUERY_CHARACTERS_MAX = 1_000
 
 
-class Door(Protocol):
-    """Decides who may see the documents."""
-
-    def admit(self, authorization: str | None, host: str) -> None:
-        """Returns for a caller who may see everything. Raises Unauthenticated or PermissionDenied for others."""
-        ...
-
-
 def application(documents: Documents, door: Door) -> Starlette:
     """Returns everything as an ASGI application."""
     views: dict[str, Callable[[Mapping[str, str]], Document]] = {
@@ -287,7 +206,7 @@ def application(documents: Documents, door: Door) -> Starlette:
             door.admit(request.headers.get("authorization"), request.headers.get("host", ""))
         except KVStoreError as refused:
             log.info("dashboard.refused client=%s why=%s", request.client and request.client.host, refused)
-            return _json({"error": str(refused)}, _status_of(refused))
+            return _json({"error": str(refused)}, 401 if isinstance(refused, Unauthenticated) else 403)
         view = views.get(request.path_params["view"])
         if view is None:
             return _json({"error": "there is no such view"}, 404)
@@ -303,37 +222,18 @@ def application(documents: Documents, door: Door) -> Starlette:
 
     def file(request: Request) -> Response:
         kind, content = files[request.url.path]
-        return Response(content, media_type=kind)
+        return Response(content, media_type=kind, headers=SAFETY)
 
     def health(request: Request) -> Response:
-        return Response("ok\n", media_type="text/plain")
+        return Response("ok\n", media_type="text/plain", headers=SAFETY)
 
     return Starlette(
         routes=[
             Route("/health", health),
             Route("/api/{view}", document),
             *(Route(path, file) for path in files),
-        ],
-        middleware=[Middleware(_Safety)],
+        ]
     )
-
-
-class _Safety:
-    """Adds the safety headers to every answer, errors included."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def safely(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [
-                    *message["headers"],
-                    *((name.encode(), value.encode()) for name, value in SAFETY.items()),
-                ]
-            await send(message)
-
-        await self._app(scope, receive, safely)
 
 
 def _files() -> dict[str, tuple[str, bytes]]:
@@ -349,11 +249,7 @@ def _files() -> dict[str, tuple[str, bytes]]:
 def _json(document: Document, status: int = 200) -> Response:
     """Encodes in ASCII: names may hold invalid text, such as half a surrogate pair."""
     content = json.dumps(document, separators=(",", ":"), allow_nan=False).encode("ascii")
-    return Response(content, status, media_type="application/json")
-
-
-def _status_of(refused: KVStoreError) -> int:
-    return 401 if isinstance(refused, Unauthenticated) else 403
+    return Response(content, status, media_type="application/json", headers=SAFETY)
 
 
 def _number(query: Mapping[str, Any], name: str) -> float:

@@ -1,6 +1,6 @@
 """Rows of chunks in columns: address, parent, depth, states, and tables to find rows by address and by hash.
 
-Separate from the inventory, which decides what is told; here is only how rows are kept.
+The inventory decides which of them are published.
 """
 
 from __future__ import annotations
@@ -344,12 +344,6 @@ class Names:
         low = np.take_along_axis(np.ascontiguousarray(lines).view(np.uint8), places, 1)
         return np.ascontiguousarray(low).view(">u8").reshape(-1).astype(np.uint64)
 
-    def whole_hashes(self, rows: Rows) -> list[bytes]:
-        """Returns each engine's hash."""
-        lines = np.ascontiguousarray(self._lines.read(rows))
-        ends = (_KEY_AT + lines[:, 2]).tolist()
-        return [line[_KEY_AT:end].tobytes() for line, end in zip(lines.view(np.uint8), ends, strict=True)]
-
     def keys(self, rows: Rows, whole: bytes) -> list[bytes]:
         """Returns the keys of those that are parts of a whole."""
         lines = np.ascontiguousarray(self._lines.read(rows))
@@ -514,15 +508,6 @@ class Columns:
             blocks = self.has(rows, BLOCK)
             numbers[blocks] = self.names.hashes(rows[blocks])
         found: list[int] = numbers.tolist()
-        return found
-
-    def whole_hashes(self, rows: Rows) -> list[bytes]:
-        """Returns all bytes of the same."""
-        found = [line.tobytes() for line in self.addresses(rows)]
-        if self.names is not None:
-            blocks = np.flatnonzero(self.has(rows, BLOCK))
-            for at, whole in zip(blocks.tolist(), self.names.whole_hashes(rows[blocks]), strict=True):
-                found[at] = whole
         return found
 
     def origins(self, rows: Rows) -> npt.NDArray[np.int64]:

@@ -32,11 +32,13 @@ Answer = Callable[[Question], dict[str, Any]]
 def application(answer: Answer, authenticator: Authenticator | None) -> WSGIApplication:
     """Returns the application; without an authenticator it answers everybody who reaches it."""
 
-    def identify(caller: Caller) -> None:
-        _identity(caller, authenticator)
+    def identify(caller: Caller) -> Identity | None:
+        return None if authenticator is None else authenticator.identify(Presented(token=caller.token))
 
     def admitted(question: Question, caller: Caller) -> dict[str, Any]:
-        _admit(caller, question.tenant, authenticator)
+        identity = identify(caller)
+        if identity is not None and not identity.may(Role.READ, question.tenant):
+            raise PermissionDenied(f"{identity.name} may not read tenant {question.tenant!r}")
         return answer(question)
 
     def serve(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
@@ -80,16 +82,6 @@ def decode(body: bytes) -> Any:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as cause:
         raise ValueError(str(cause)) from cause
-
-
-def _admit(caller: Caller, tenant: str, authenticator: Authenticator | None) -> None:
-    identity = _identity(caller, authenticator)
-    if identity is not None and not identity.may(Role.READ, tenant):
-        raise PermissionDenied(f"{identity.name} may not read tenant {tenant!r}")
-
-
-def _identity(caller: Caller, authenticator: Authenticator | None) -> Identity | None:
-    return None if authenticator is None else authenticator.identify(Presented(token=caller.token))
 
 
 # Answers for routers that ask: how long a prefix of a prompt is stored. Looks at inventories alone, so it is fast.

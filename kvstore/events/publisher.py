@@ -2,31 +2,120 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Protocol
 from urllib.parse import quote
 
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, Unavailable
 from kvstore.events import stream as messages
 from kvstore.events.columns import Rows
-from kvstore.events.http import Answers, Serving, application, serve
+from kvstore.events.http import Answers, application, serve
 from kvstore.events.index import Doomed, Model, Truth
 from kvstore.events.inventory import Difference
-from kvstore.events.leader import Fence
 from kvstore.events.limits import EventLimits
-from kvstore.events.stream import MEDIUM, Batch, Curve, Gone, Naming, Request, Sockets, Stream, ended
+from kvstore.events.stream import MEDIUM, Batch, Curve, Gone, Request, Sockets, Stream, ended
 from kvstore.meta.cluster import check_bound
 from kvstore.meta.keys import Keys
-from kvstore.meta.store import Meta
+from kvstore.meta.store import Absent, LeaseGone, LeaseId, Meta, Put
 from kvstore.namespace import Namespace
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.security.authentication import Authenticator
-from kvstore.sources import Clock, RandomIds, SystemClock
+from kvstore.sources import Clock, Ids, RandomIds, SystemClock
+
+# The fence: of several publishers of one name one speaks, by a leased key in etcd.
+#
+# A speaker that hears nothing from etcd for its lease falls silent by its own clock before the key can go. Its numbers
+# begin at the revision of its key, so a subscriber tells what an earlier speaker said from what a later one says.
+
+
+log = logging.getLogger(__name__)
+
+AGAIN_S = 0.5
+NEVER_S = float("-inf")
+
+
+class Fence:
+    """One publisher's part in the election. Used by one thread; ``step`` often."""
+
+    def __init__(self, meta: Meta, key: str, limits: EventLimits, clock: Clock, ids: Ids) -> None:
+        self._meta = meta
+        self._key = key
+        self._limits = limits
+        self._clock = clock
+        said = {"id": ids.fresh().hex(), "host": socket.gethostname(), "pid": os.getpid()}
+        self._value = json.dumps(said).encode()
+        self._lease: LeaseId | None = None
+        self._heard_s = NEVER_S
+        self._due_s = NEVER_S
+        self._term = 0
+        self._fails = False
+
+    @property
+    def term(self) -> int:
+        """The revision at which this publisher was elected; 0 if it is not the speaker now."""
+        speaks = self._term and self._clock.monotonic_s() < self._heard_s + self._limits.lease_s
+        return self._term if speaks else 0
+
+    def step(self) -> None:
+        """Stands for election, or renews the lease, when it is time to. Raises nothing."""
+        sent_s = self._clock.monotonic_s()
+        if sent_s < self._due_s:
+            return
+        self._due_s = sent_s + (self._limits.lease_s / 5 if self._term else AGAIN_S)
+        try:
+            if self._term:
+                self._renew(sent_s)
+            else:
+                self._stand(sent_s)
+            self._fails = False
+        except KVStoreError as error:
+            log.log(logging.DEBUG if self._fails else logging.INFO, "events.fence %s", error)
+            self._fails = True
+
+    def close(self) -> None:
+        """Has another publisher speak at once. Idempotent."""
+        lease, self._lease, self._term = self._lease, None, 0
+        if lease is not None:
+            try:
+                self._meta.revoke(lease, self._limits.meta_deadline_s)
+            except KVStoreError as error:
+                log.info("events.fence %s", error)  # it goes by itself
+
+    def _renew(self, sent_s: float) -> None:
+        assert self._lease is not None
+        if self._meta.keep_alive(self._lease, self._timeout_s()):
+            if sent_s < self._heard_s + self._limits.lease_s:
+                self._heard_s = sent_s
+                return
+            self.close()  # it was silent for too long: another one may have spoken
+        self._lease, self._term = None, 0
+        log.warning("events.silent the lease is over")
+
+    def _stand(self, sent_s: float) -> None:
+        found = self._meta.get(self._key, self._timeout_s())
+        if found is None:
+            self._lease = self._meta.grant(self._limits.lease_s, self._timeout_s())
+            try:
+                self._meta.txn((Absent(self._key),), (Put(self._key, self._value, self._lease),), self._timeout_s())
+            except (LeaseGone, Unavailable):
+                pass  # it may have landed: only the key tells
+            found = self._meta.get(self._key, self._timeout_s())
+        if found is not None and found.value == self._value and found.lease == self._lease:
+            self._heard_s, self._term = sent_s, found.create_revision
+            log.info("events.speaks term=%d", self._term)
+        elif self._lease is not None:
+            self.close()
+
+    def _timeout_s(self) -> float:
+        return min(self._limits.meta_deadline_s, self._limits.lease_s / 2)
+
 
 # The publisher: brings the truth up to date, and tells the differences while it is the speaker.
 #
@@ -34,18 +123,31 @@ from kvstore.sources import Clock, RandomIds, SystemClock
 # it tells the marker and all that it knows, once, and differences from there on.
 
 
-log = logging.getLogger(__name__)
-
 Send = Callable[[str, Batch], object]
 """Gives a batch of a topic to all subscribers. Never waits: who is too slow misses it, and sees that by its number."""
 
 
-class Topics(Protocol):
-    """Names topics."""
+@dataclass(frozen=True, slots=True)
+class Told:
+    """The names and the selection of what is told."""
 
-    def __call__(self, namespace: Namespace) -> str:
-        """Returns the topic of a namespace."""
-        ...
+    pod: str = "kvstore"
+    """The publisher's name in topics. Publishers of one name elect one that speaks."""
+    namespaces: frozenset[str] = frozenset()
+    """Names of namespaces; all if empty."""
+    tenants: frozenset[str] | None = None
+    """Tenants; all if None. Those without one have the empty name."""
+    medium: str = MEDIUM
+
+    def wants(self, namespace: Namespace) -> bool:
+        """True if a namespace is told of."""
+        is_named = not self.namespaces or namespace.name in self.namespaces
+        return is_named and (self.tenants is None or namespace.tenant in self.tenants)
+
+    def topic(self, namespace: Namespace) -> str:
+        """Returns ``kv@POD@MODEL``; with a tenant, ``kv@POD.TENANT@MODEL``. An ``@`` in a name becomes ``%40``."""
+        pod = self.pod + (f".{namespace.tenant}" if namespace.tenant else "")
+        return f"kv@{_quoted(pod)}@{_quoted(namespace.name)}"
 
 
 class Speaker:
@@ -56,16 +158,14 @@ class Speaker:
         truth: Truth,
         fence: Fence,
         send: Send,
-        topic_of: Topics,
-        naming: Naming,
+        told: Told,
         limits: EventLimits,
         clock: Clock,
     ) -> None:
         self._truth = truth
         self._fence = fence
         self._send = send
-        self._topic_of = topic_of
-        self._naming = naming
+        self._told = told
         self._limits = limits
         self._clock = clock
         self._term = 0
@@ -128,7 +228,7 @@ class Speaker:
         number = last - most
         yield Batch(number, self._encoded([messages.cleared()]))
         for model, rows in parts:
-            for events in messages.stored(model.inventory, rows, self._naming, blocks_max):
+            for events in messages.stored(model.inventory, rows, self._told.medium, blocks_max):
                 number += 1
                 assert number < last
                 yield Batch(number, self._encoded(events))
@@ -144,7 +244,7 @@ class Speaker:
 
     def _stream_of(self, model: Model) -> str:
         """Returns the topic of a namespace; begins it with the marker if it is new."""
-        topic = self._topic_of(model.namespace)
+        topic = self._told.topic(model.namespace)
         if topic not in self._streams:
             self._streams[topic] = Stream(self._term, self._limits)
             self._publish(topic, [messages.cleared()])
@@ -153,12 +253,12 @@ class Speaker:
     def _tell(self, model: Model, difference: Difference) -> None:
         topic = self._stream_of(model)
         blocks_max = self._limits.batch_blocks
-        for events in messages.removed(model.inventory, difference.removed, self._naming, blocks_max):
+        for events in messages.removed(model.inventory, difference.removed, self._told.medium, blocks_max):
             self._publish(topic, events)
         self._publish_stored(topic, model, difference.stored)
 
     def _publish_stored(self, topic: str, model: Model, rows: Rows) -> None:
-        for events in messages.stored(model.inventory, rows, self._naming, self._limits.batch_blocks):
+        for events in messages.stored(model.inventory, rows, self._told.medium, self._limits.batch_blocks):
             self._publish(topic, events)
             self._fence.step()  # a snapshot of millions takes longer than the lease
 
@@ -176,7 +276,7 @@ class Speaker:
         return messages.encoded(events, self._clock.now_s())
 
     def _models(self, topic: str) -> list[Model]:
-        return [model for model in self._truth.models.values() if self._topic_of(model.namespace) == topic]
+        return [model for model in self._truth.models.values() if self._told.topic(model.namespace) == topic]
 
 
 # The loop of a publisher: news of the root, batches, and replays for subscribers, in one thread.
@@ -200,16 +300,25 @@ class _Replay:
     waiting: deque[Batch] = field(default_factory=deque)
 
 
-class Service:
-    """One publisher at work. ``run`` it in one thread."""
+class Publisher:
+    """An open publisher. ``run`` it in one thread, then close it. Made by ``open_publisher``."""
 
-    def __init__(self, truth: Truth, speaker: Speaker, sockets: Sockets, limits: EventLimits, clock: Clock) -> None:
+    def __init__(
+        self, truth: Truth, speaker: Speaker, sockets: Sockets, query: str, limits: EventLimits, clock: Clock
+    ) -> None:
+        self.publish, self.replay, self.query = sockets.publish, sockets.replay, query
+        """Where it listens."""
+        self.speaker = speaker
         self._truth = truth
-        self._speaker = speaker
         self._sockets = sockets
         self._limits = limits
         self._clock = clock
         self._replays: list[_Replay] = []
+        self.undo = ExitStack()
+
+    def close(self) -> None:
+        """Ends everything; another publisher of this name may speak at once. Idempotent."""
+        self.undo.close()
 
     def run(self, ended: Callable[[], bool]) -> None:
         """Works until ``ended``."""
@@ -218,12 +327,12 @@ class Service:
 
     def step(self) -> None:
         """Answers requests, and does one step; pauses before it if there is nothing to do."""
-        is_busy = (self._truth.is_busy and not self._speaker.fails) or bool(self._replays)
+        is_busy = (self._truth.is_busy and not self.speaker.fails) or bool(self._replays)
         for request in self._sockets.requests(0.0 if is_busy else self._limits.step_s):
             self._begin(request)
         self._replays = [replay for replay in self._replays if self._advance(replay)]
-        self._speaker.replaying = len(self._replays)
-        self._speaker.step()
+        self.speaker.replaying = len(self._replays)
+        self.speaker.step()
 
     def _begin(self, request: Request) -> None:
         if len(self._replays) >= REPLAYS_MAX:
@@ -232,9 +341,9 @@ class Service:
 
     def _batches(self, request: Request) -> Iterator[Batch]:
         """Yields what a request asks for. Nothing but the end if another publisher speaks."""
-        for topic in self._speaker.topics() if self._speaker.speaks else ():
+        for topic in self.speaker.topics() if self.speaker.speaks else ():
             if request.topic in (None, topic):
-                yield from self._speaker.replay(topic, request.seq)
+                yield from self.speaker.replay(topic, request.seq)
         yield ended()
 
     def _advance(self, replay: _Replay) -> bool:
@@ -258,30 +367,6 @@ class Service:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """The names and the selection of what is told."""
-
-    pod: str = "kvstore"
-    """The publisher's name in topics. Publishers of one name elect one that speaks."""
-    namespaces: frozenset[str] = frozenset()
-    """Names of namespaces; all if empty."""
-    tenants: frozenset[str] | None = None
-    """Tenants; all if None. Those without one have the empty name."""
-    medium: str = MEDIUM
-    whole_hashes: bool = False
-
-    def wants(self, namespace: Namespace) -> bool:
-        """True if a namespace is told of."""
-        is_named = not self.namespaces or namespace.name in self.namespaces
-        return is_named and (self.tenants is None or namespace.tenant in self.tenants)
-
-    def topic(self, namespace: Namespace) -> str:
-        """Returns ``kv@POD@MODEL``; with a tenant, ``kv@POD.TENANT@MODEL``. An ``@`` in a name becomes ``%40``."""
-        pod = self.pod + (f".{namespace.tenant}" if namespace.tenant else "")
-        return f"kv@{_quoted(pod)}@{_quoted(namespace.name)}"
-
-
-@dataclass(frozen=True, slots=True)
 class At:
     """Where a publisher listens. Endpoints are ZeroMQ's; ``query`` is ``host`` and ``port``."""
 
@@ -290,27 +375,6 @@ class At:
     query: tuple[str, int] = ("127.0.0.1", 0)
     curve: Curve | None = None
     authenticator: Authenticator | None = None
-
-
-@dataclass(slots=True)
-class Publisher:
-    """An open publisher. ``run`` it, then close it."""
-
-    publish: str
-    replay: str
-    query: str
-    truth: Truth
-    speaker: Speaker
-    service: Service
-    undo: ExitStack = field(repr=False)
-
-    def run(self, ended: Callable[[], bool]) -> None:
-        """Works until ``ended``."""
-        self.service.run(ended)
-
-    def close(self) -> None:
-        """Ends everything; another publisher of this name may speak at once. Idempotent."""
-        self.undo.close()
 
 
 def open_publisher(
@@ -338,16 +402,13 @@ def open_publisher(
         undo.callback(sockets.close)
         fence = Fence(meta, keys.speaker(told.pod), limits, clock, ids)
         undo.callback(fence.close)
-        naming = Naming(told.medium, told.whole_hashes)
-        speaker = Speaker(truth, fence, sockets.send, told.topic, naming, limits, clock)
-        service = Service(truth, speaker, sockets, limits, clock)
-        serving = _serving(Answers(truth, told.pod, told.medium), at)
+        speaker = Speaker(truth, fence, sockets.send, told, limits, clock)
+        answers = Answers(truth, told.pod, told.medium)
+        serving = serve(application(answers.answer, at.authenticator), *at.query)
         undo.callback(serving.close)
-        return Publisher(sockets.publish, sockets.replay, serving.address, truth, speaker, service, undo.pop_all())
-
-
-def _serving(answers: Answers, at: At) -> Serving:
-    return serve(application(answers.answer, at.authenticator), *at.query)
+        publisher = Publisher(truth, speaker, sockets, serving.address, limits, clock)
+        publisher.undo = undo.pop_all()
+        return publisher
 
 
 def _quoted(text: str) -> str:

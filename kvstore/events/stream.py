@@ -80,21 +80,6 @@ Event = dict[str, object]
 _encode = msgspec.msgpack.Encoder().encode
 
 
-@dataclass(frozen=True, slots=True)
-class Naming:
-    """How events name what they are about."""
-
-    medium: str = MEDIUM
-    whole_hashes: bool = False
-    """True for the 16 bytes of an address, or an engine's whole hash; False for its low 64 bits as a number."""
-
-    def hashes(self, inventory: Inventory, rows: Rows) -> list[int] | list[bytes]:
-        """Returns the hash of each row."""
-        if self.whole_hashes:
-            return inventory.rows.whole_hashes(rows)
-        return inventory.rows.hashes(rows)
-
-
 def encoded(events: Sequence[Event], now_s: float) -> bytes:
     """Returns one batch; ``now_s`` is its time in seconds since the epoch."""
     return _encode([now_s, events, DATA_PARALLEL_RANK])
@@ -105,14 +90,14 @@ def cleared() -> Event:
     return {"type": "AllBlocksCleared"}
 
 
-def removed(inventory: Inventory, rows: Rows, naming: Naming, blocks_max: int) -> Iterator[list[Event]]:
+def removed(inventory: Inventory, rows: Rows, medium: str, blocks_max: int) -> Iterator[list[Event]]:
     """Yields the events of batches that say that rows are gone."""
     for start in range(0, len(rows), blocks_max):
-        gone = naming.hashes(inventory, rows[start : start + blocks_max])
-        yield [{"type": "BlockRemoved", "block_hashes": gone, "medium": naming.medium}]
+        gone = inventory.rows.hashes(rows[start : start + blocks_max])
+        yield [{"type": "BlockRemoved", "block_hashes": gone, "medium": medium}]
 
 
-def stored(inventory: Inventory, rows: Rows, naming: Naming, blocks_max: int) -> Iterator[list[Event]]:
+def stored(inventory: Inventory, rows: Rows, medium: str, blocks_max: int) -> Iterator[list[Event]]:
     """Yields the events of batches that say that rows are there; ``rows`` has parents before their children."""
     events: list[Event] = []
     count = 0
@@ -122,24 +107,24 @@ def stored(inventory: Inventory, rows: Rows, naming: Naming, blocks_max: int) ->
             if count and count + len(part) > blocks_max:
                 yield events
                 events, count = [], 0
-            events.append(_stored(inventory, part, naming))
+            events.append(_stored(inventory, part, medium))
             count += len(part)
     if events:
         yield events
 
 
-def _stored(inventory: Inventory, chain: Rows, naming: Naming) -> Event:
+def _stored(inventory: Inventory, chain: Rows, medium: str) -> Event:
     above = inventory.rows.parents[chain[:1]]
-    parent = None if above[0] == NO_ROW else naming.hashes(inventory, above)[0]
+    parent = None if above[0] == NO_ROW else inventory.rows.hashes(above)[0]
     tokens = inventory.rows.tokens.read(chain)
     event: Event = {
         "type": "BlockStored",
-        "block_hashes": naming.hashes(inventory, chain),
+        "block_hashes": inventory.rows.hashes(chain),
         "parent_block_hash": parent,
         "token_ids": tokens.ravel().tolist(),
         "block_size": inventory.rows.tokens.width,
         "lora_id": None,
-        "medium": naming.medium,
+        "medium": medium,
         "lora_name": None,
     }
     if inventory.rows.is_block(int(chain[0])):

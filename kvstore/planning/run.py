@@ -4,33 +4,32 @@ Consumers are threads of this process, or other processes of this host: each of 
 a thread here that takes groups for it. A process that ends, in whatever way, closes its connection, and so gives its
 group back (rule H3 of PLANNING.md).
 
-Such a process sends one byte for each group that it wants, which also says that the one before is done. It gets 8
-bytes, the size of what follows, and the group as JSON; size 0 once every group is done or has failed.
+Such a process sends one message for each group that it requests, which also says that the one before is done. It
+receives the group, or None once every group is done or has failed.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
-import struct
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any, BinaryIO
+from multiprocessing.connection import Client, Connection
+from typing import TYPE_CHECKING
 
 from kvstore.checks import is_whole
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.planning.prompts import Group
 from kvstore.planning.storage import Held, Prefetch
-from kvstore.text import brief, parse_json
+from kvstore.text import brief
 
 if TYPE_CHECKING:
     from kvstore.planning.plan import Plan
@@ -151,7 +150,6 @@ LOOK_S = 0.2
 """Interval at which a consumer that waits looks for others that have died, and a thread whether its consumer has."""
 AHEAD_MAX = 32
 NEXT = b"n"
-_SIZE = struct.Struct("!Q")
 CONSUMERS_MAX = 1024
 """More connections are closed at once."""
 CLOSE_S = 2.0
@@ -371,17 +369,25 @@ class SharedRun:
     """The socket. Only the account that shares the run reaches it."""
 
     def __iter__(self) -> Iterator[Group]:
-        with socket.socket(socket.AF_UNIX) as link:
-            try:
-                link.connect(self.path)
-            except OSError as cause:
-                raise Unavailable(
-                    f"nobody shares a run at {self.path} ({cause.strerror or cause}): it ended, or is of another host "
-                    "or account"
-                ) from cause
-            with link.makefile("rb") as answers:
-                while (group := _asked(link, answers)) is not None:
-                    yield group
+        try:
+            link = Client(self.path, "AF_UNIX")
+        except OSError as cause:
+            raise Unavailable(
+                f"nobody shares a run at {self.path} ({cause.strerror or cause}): it ended, or is of another host "
+                "or account"
+            ) from cause
+        with link:
+            while True:
+                try:
+                    link.send_bytes(NEXT)
+                    group = link.recv()
+                except (EOFError, OSError) as cause:
+                    raise Unavailable(
+                        "the run is shared no more: its process ended, or left the context of share()"
+                    ) from cause
+                if group is None:
+                    return
+                yield group
 
 
 class Sharing(AbstractContextManager[SharedRun]):
@@ -424,76 +430,46 @@ class Sharing(AbstractContextManager[SharedRun]):
     def _accept(self) -> None:
         while not self._ended.is_set():
             try:
-                link, _ = self._listener.accept()
+                connected, _ = self._listener.accept()
             except TimeoutError:
                 continue
             except OSError:
                 return  # out of descriptors: those that are connected go on
             self._threads = {each for each in self._threads if each.is_alive()}
             if len(self._threads) > CONSUMERS_MAX:
-                link.close()
+                connected.close()
             else:
-                self._begin(partial(self._serve, link))
+                self._begin(partial(self._serve, Connection(connected.detach())))
 
-    def _serve(self, link: socket.socket) -> None:
+    def _serve(self, link: Connection) -> None:
         """The consumer of this process: takes groups for the one at the other end."""
         with link, suppress(OSError):
-            while self._is_asked(link):
-                taken = self._take(link)
-                if taken is None:
-                    if self._run.is_over:
-                        link.sendall(_SIZE.pack(0))
-                    return
+            is_asked = self._is_asked(link)
+            while is_asked and (taken := self._take(link)) is not None:
                 with taken:
-                    raw = json.dumps(asdict(taken.group)).encode()
-                    link.sendall(_SIZE.pack(len(raw)) + raw)
-                    if not self._is_asked(link, peeks=True):
+                    link.send(taken.group)
+                    is_asked = self._is_asked(link)
+                    if not is_asked:
                         raise ConnectionError  # so the group goes out again
+            if self._run.is_over:
+                link.send(None)
 
-    def _take(self, link: socket.socket) -> Taken | None:
+    def _take(self, link: Connection) -> Taken | None:
         me = threading.current_thread()
-        while not (self._run.is_over or self._ended.is_set() or _is_gone(link)):
+        # A consumer that waits sends nothing, so what there is to read is its end.
+        while not (self._run.is_over or self._ended.is_set() or link.poll()):
             taken = self._run.try_take(LOOK_S, me.is_alive)
             if taken is not None:
                 return taken
         return None
 
-    def _is_asked(self, link: socket.socket, *, peeks: bool = False) -> bool:
+    def _is_asked(self, link: Connection) -> bool:
         """Waits until the consumer asks for the next group; False if it has gone, or the run is shared no more."""
-        link.settimeout(LOOK_S)
-        try:
-            while not self._ended.is_set():
-                with suppress(TimeoutError):
-                    return bool(link.recv(1, socket.MSG_PEEK if peeks else 0))
-            return False
-        finally:
-            link.settimeout(None)
-
-
-def _is_gone(link: socket.socket) -> bool:
-    try:
-        return link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-    except BlockingIOError:
+        while not self._ended.is_set():
+            if link.poll(LOOK_S):
+                try:
+                    link.recv_bytes(len(NEXT))
+                except EOFError:
+                    return False
+                return True
         return False
-
-
-def _asked(link: socket.socket, answers: BinaryIO) -> Group | None:
-    """Asks for the next group; None once there is none."""
-    try:
-        link.sendall(NEXT)
-        head = answers.read(_SIZE.size)
-        size = _SIZE.unpack(head)[0] if len(head) == _SIZE.size else 0
-        raw = answers.read(size)
-    except OSError as cause:
-        raise _ended() from cause
-    if len(head) < _SIZE.size or len(raw) < size:
-        raise _ended()
-    if not size:
-        return None
-    fields: dict[str, Any] = parse_json(raw)
-    found: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-    return Group(**found)
-
-
-def _ended() -> Unavailable:
-    return Unavailable("the run is shared no more: its process ended, or left the context of share()")

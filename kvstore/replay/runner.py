@@ -1,27 +1,20 @@
-"""Replays a trace against a store: contents, lanes, callers, processes, and the report."""
+"""Replays a trace against a store: contents, callers, and the report."""
 
 from __future__ import annotations
 
-import ctypes
-import multiprocessing
-import os
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import blake2b
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.client.store import Store
-from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
+from kvstore.errors import InvalidRequest, Overloaded
 from kvstore.layout import Layout
 from kvstore.replay.trace import BLOCK_TOKENS, Request
 from kvstore.results import PutResult
@@ -239,12 +232,19 @@ class Tally:
 class Lane:
     """Works through requests one after the other. For one thread."""
 
-    def __init__(self, cache: ReplayCache, content: Content, expected: Mapping[int, int] | None) -> None:
+    def __init__(
+        self,
+        cache: ReplayCache,
+        content: Content,
+        expected: Mapping[int, int] | None,
+        pause_s: float = OVERLOADED_PAUSE_S,
+    ) -> None:
         """``expected`` are the hits of each request in blocks; None if other callers make them undefined."""
         self.tally = Tally()
         self._cache = cache
         self._content = content
         self._expected = expected
+        self._pause_s = pause_s
         self._got = Scratch(content)
         self._put = Scratch(content)
 
@@ -337,7 +337,7 @@ class Lane:
             if result.reason != Overloaded.reason:
                 return result
             self.tally.overloaded += 1
-            time.sleep(OVERLOADED_PAUSE_S)
+            time.sleep(self._pause_s)
         return call()
 
 
@@ -347,14 +347,12 @@ def _timed(call: Callable[[], T]) -> tuple[T, float]:
     return result, time.perf_counter() - start_s
 
 
-# The callers of a replay: their number, and the threads of one process.
+# The callers of a replay, as threads.
 
 
-PROCESSES_MAX = 256
 THREADS_MAX = 256
 
 OpenStore = Callable[[], Store]
-"""Opens the store; for several processes it must be picklable, such as a partial of a module's function."""
 Progress = Callable[[int], object]
 """Called with the number of requests served since the last call."""
 
@@ -365,25 +363,18 @@ class Plan:
 
     namespace: str
     bytes_per_token: int = 64
-    processes: int = 1
     threads: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
         replay_layout(self.bytes_per_token)
-        for name, value, most in (("processes", self.processes, PROCESSES_MAX), ("threads", self.threads, THREADS_MAX)):
-            if not 1 <= value <= most:
-                raise InvalidRequest(f"{name}={value}: expected 1 to {most}")
-
-    @property
-    def lanes(self) -> int:
-        """Number of callers at once."""
-        return self.processes * self.threads
+        if not 1 <= self.threads <= THREADS_MAX:
+            raise InvalidRequest(f"threads={self.threads}: expected 1 to {THREADS_MAX}")
 
 
 def run_threads(lane: Callable[[], Lane], requests: Sequence[Request], threads: int, progress: Progress) -> Tally:
     """Serves ``requests`` by this many callers, each taking every n-th. Raises the first error of any of them."""
-    total, failures = Tally(), []
+    lanes = [lane() for _ in range(threads)]
     lock, stop = threading.Lock(), threading.Event()
 
     def done() -> bool:
@@ -391,32 +382,16 @@ def run_threads(lane: Callable[[], Lane], requests: Sequence[Request], threads: 
             progress(1)
         return not stop.is_set()
 
-    def work(number: int) -> None:
-        one = lane()
+    with ThreadPoolExecutor(threads, "replay") as pool:
+        jobs = [pool.submit(each.run, requests[number::threads], done) for number, each in enumerate(lanes)]
         try:
-            one.run(requests[number::threads], done)
-        except BaseException as failure:  # noqa: BLE001 - raised again below, in the caller's thread
-            stop.set()
-            with lock:
-                failures.append(failure)
-        with lock:
-            total.add(one.tally)
-
-    if threads == 1:
-        work(0)
-    else:
-        workers = [
-            threading.Thread(target=work, args=(number,), name="replay", daemon=True) for number in range(threads)
-        ]
-        for each in workers:
-            each.start()
-        try:
-            for each in workers:
-                each.join()
+            for job in as_completed(jobs):
+                job.result()
         finally:
             stop.set()
-    if failures:
-        raise failures[0]
+    total = Tally()
+    for each in lanes:
+        total.add(each.tally)
     return total
 
 
@@ -428,10 +403,10 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The outcome of a replay. ``lanes`` callers worked at once; with one, hits are compared request by request."""
+    """The outcome of a replay by ``threads`` callers; with one, hits are compared request by request."""
 
     tally: Tally
-    lanes: int
+    threads: int
     chunks_unique: int
     tokens_expected: int | None
     """Number of tokens that must match; None if several callers make it undefined."""
@@ -467,12 +442,12 @@ class Report:
     @property
     def put_mib_per_s(self) -> float:
         """MiB put per second spent in put, over all callers."""
-        return _rate(self.tally.bytes_put, self.tally.put_s / self.lanes)
+        return _rate(self.tally.bytes_put, self.tally.put_s / self.threads)
 
     @property
     def get_mib_per_s(self) -> float:
         """MiB got per second spent in get, over all callers."""
-        return _rate(self.tally.bytes_got, self.tally.get_s / self.lanes)
+        return _rate(self.tally.bytes_got, self.tally.get_s / self.threads)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain JSON values, with stable keys."""
@@ -484,7 +459,7 @@ class Report:
             "hit_ratio": self.hit_ratio,
             "put_mib_per_s": self.put_mib_per_s,
             "get_mib_per_s": self.get_mib_per_s,
-            "lanes": self.lanes,
+            "threads": self.threads,
             "seconds": self.seconds,
             "failures": self.failures,
             "differences": list(self.tally.differences),
@@ -495,151 +470,7 @@ def _rate(size_bytes: int, seconds: float) -> float:
     return size_bytes / MIB / seconds if seconds > 0 else 0.0
 
 
-# Callers of a replay in separate processes, each with its own store, like engines on one host.
-#
-# They start together once all have opened their store, and die with this process.
-
-
-START_S = 120.0
-CLOSE_S = 10.0
-"""Time for a process to close its store, once it is done."""
-GIVE_UP_S = 0.5
-"""Time for all processes to end by themselves, where they have no reason to go on."""
-TELL_S = 0.2
-_PR_SET_PDEATHSIG = 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Served:
-    """Message: ``count`` more requests are done."""
-
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """Message: the store is open."""
-
-
-_Message = _Served | _Ready | Tally | KVStoreError
-
-
-def run_processes(requests: Sequence[Request], open_store: OpenStore, plan: Plan, progress: Progress) -> Tally:
-    """Serves ``requests`` by ``plan.processes``, each taking every n-th. Raises the first error of any of them."""
-    context = multiprocessing.get_context("spawn")  # a forked child of a process with threads may deadlock
-    ours: list[Connection] = []
-    children: list[SpawnProcess] = []
-    total = Tally()
-    try:
-        for number in range(plan.processes):
-            mine, theirs = context.Pipe()
-            child = context.Process(
-                target=_child,
-                args=(theirs, os.getpid(), list(requests[number :: plan.processes]), open_store, plan),
-                name=f"kvstore replay {number}",
-                daemon=True,
-            )
-            child.start()
-            theirs.close()
-            ours.append(mine)
-            children.append(child)
-        _start_together(ours)
-        _collect(ours, total, progress)
-        for child in children:
-            child.join(timeout=CLOSE_S)  # it sent its tally, so it only has to close its store
-    finally:
-        _end(ours, children)  # the store may be removed next, so none may be left that writes to it
-    return total
-
-
-def _end(ours: list[Connection], children: list[SpawnProcess]) -> None:
-    """Ends those that still run: nobody waits for them any more."""
-    for each in ours:
-        each.close()
-    deadline_s = time.monotonic() + GIVE_UP_S
-    for child in children:
-        child.join(timeout=max(0.0, deadline_s - time.monotonic()))
-        if child.is_alive():
-            child.kill()
-            child.join()
-        child.close()
-
-
-def _start_together(children: list[Connection]) -> None:
-    """Waits until all have opened their store, and starts them. Raises what one of them raised."""
-    deadline_s = time.monotonic() + START_S
-    for each in children:
-        if not each.poll(max(0.0, deadline_s - time.monotonic())):
-            raise Unavailable(f"a replaying process did not open its store within {START_S:g} s")
-        _expect_ready(_receive(each))
-    for each in children:
-        each.send(None)
-
-
-def _collect(children: list[Connection], total: Tally, progress: Progress) -> None:
-    """Adds the tallies of all to ``total`` as they arrive. Raises what one of them raised."""
-    running = list(children)
-    while running:
-        for each in _with_news(running):
-            message = _receive(each)
-            if isinstance(message, _Served):
-                progress(message.count)
-            elif isinstance(message, Tally):
-                total.add(message)
-                running.remove(each)
-            else:
-                _expect_ready(message)
-
-
-def _with_news(connections: list[Connection]) -> list[Connection]:
-    return [each for each in wait(connections) if isinstance(each, Connection)]
-
-
-def _receive(connection: Connection) -> _Message:
-    try:
-        message: _Message = connection.recv()
-    except (EOFError, OSError) as cause:
-        raise Unavailable("a replaying process died: its messages are above") from cause
-    return message
-
-
-def _expect_ready(message: _Message) -> None:
-    if isinstance(message, KVStoreError):
-        raise message
-    assert isinstance(message, _Ready)
-
-
-def _child(connection: Connection, parent: int, requests: list[Request], open_store: OpenStore, plan: Plan) -> None:
-    """The main program of one process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes; the parent ends this one
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            return
-    served, told_s = 0, time.monotonic()
-
-    def progress(count: int) -> None:
-        nonlocal served, told_s
-        served += count
-        if time.monotonic() - told_s >= TELL_S:
-            connection.send(_Served(served))
-            served, told_s = 0, time.monotonic()
-
-    with suppress(EOFError, ConnectionError):  # the parent gave up, perhaps before it had read all that we sent
-        try:
-            content = Content(replay_layout(plan.bytes_per_token), plan.seed)
-            with open_store() as store:
-                cache = store.namespace(plan.namespace, content.layout)
-                connection.send(_Ready())
-                connection.recv()
-                tally = run_threads(lambda: Lane(cache, content, None), requests, plan.threads, progress)
-                connection.send(_Served(served))
-                connection.send(tally)
-        except KVStoreError as error:
-            connection.send(error)
-
-
-# A whole replay: its callers as threads, in this process or in several, and the verdict.
+# A whole replay: its callers, as threads of this process, and the verdict.
 #
 # With one caller requests keep the order of the trace, and every hit is compared. With several the order is
 # undefined: bytes are still compared, each chunk must be written exactly once, and at the end every prompt must be
@@ -664,16 +495,13 @@ def replay(
                     f"new ones: give another --namespace, or kvstore clear it"
                 )
         start_s = time.perf_counter()
-        if plan.processes > 1:
-            tally = run_processes(requests, open_store, plan, progress)
-        else:
-            hits = expected.hits if plan.lanes == 1 else None
-            tally = run_threads(lambda: Lane(cache, content, hits), requests, plan.threads, progress)
+        hits = expected.hits if plan.threads == 1 else None
+        tally = run_threads(lambda: Lane(cache, content, hits), requests, plan.threads, progress)
         seconds = time.perf_counter() - start_s
-        if plan.lanes > 1:
+        if plan.threads > 1:
             finder = Lane(cache, content, None)
             for request in requests:
                 finder.find(request)
             tally.add(finder.tally)
-    tokens_expected = expected.blocks * BLOCK_TOKENS if plan.lanes == 1 else None
-    return Report(tally, plan.lanes, expected.chunks_unique, tokens_expected, seconds)
+    tokens_expected = expected.blocks * BLOCK_TOKENS if plan.threads == 1 else None
+    return Report(tally, plan.threads, expected.chunks_unique, tokens_expected, seconds)

@@ -6,8 +6,7 @@ cache alone.
 
 from kvstore.segments.finding import Match
 from kvstore.segments.gate import Bounds, Measured, Rule, Verdict
-from kvstore.segments.rope import Rope, Style
-from kvstore.segments.rotation import rotate, unrotated
+from kvstore.segments.rope import Rope, Style, rotate
 from kvstore.segments.segments import CHUNK_TOKENS, Held, Segments
 
 __all__ = [
@@ -22,5 +21,4 @@ __all__ = [
     "Style",
     "Verdict",
     "rotate",
-    "unrotated",
 ]

@@ -21,12 +21,10 @@ from kvstore.hints import Preset
 from kvstore.namespace import Namespace
 from kvstore.results import PutResult
 from kvstore.segments import finding, gate
-from kvstore.segments import gate as naming
 from kvstore.segments.finding import Match, Range, Search
 from kvstore.segments.gate import Verdict
 from kvstore.segments.log import Log
-from kvstore.segments.rope import Rope
-from kvstore.segments.rotation import check_keys, rotate, rotate_planes
+from kvstore.segments.rope import Rope, check_keys, rotate, rotate_planes
 from kvstore.text import kind_of
 from kvstore.tokens import Tokens, token_array
 from kvstore.writes import WriteMode, WriteModeName
@@ -68,7 +66,7 @@ class Segments:
         self._opened = opened
         self.rope = rope
         self.fingerprint = base.fingerprint
-        self.namespace = naming.segments_of(base, rope.digest, chunk_tokens)
+        self.namespace = gate.segments_of(base, rope.digest, chunk_tokens)
         self.layout = self.namespace.layout
         self._cache = opened(self.namespace)
         self._log: Log = shared.setdefault(("segments", self.namespace.digest), Log())
@@ -206,7 +204,7 @@ class Segments:
             return None  # of another version, or damaged before it was stored
 
     def _verdicts(self) -> BlockCache:
-        return self._opened(naming.verdicts_of(self.namespace)).blocks
+        return self._opened(gate.verdicts_of(self.namespace)).blocks
 
     def _newest(self, blocks: BlockCache) -> int:
         present = blocks.present([_key(number) for number in range(VERDICTS_MAX)])

@@ -77,13 +77,6 @@ def test_a_conversation_ends_with_the_human_and_is_answered_next(tmp_path: Path,
     assert (json.loads(text) if is_array else list(map(json.loads, text.splitlines()))) == records[::-1]
 
 
-def test_a_trace_shares_its_full_blocks(tmp_path: Path) -> None:
-    batch = batch_of(tmp_path, trace(), trace(input_length=1024, output_length=7))
-    assert batch.prompts.block_tokens == 512
-    assert batch.prompts.lengths.tolist() == [600, 1024]
-    assert batch.decode_tokens == [5, 7]
-
-
 def test_a_reordered_file_has_the_same_lines(tmp_path: Path) -> None:
     lines = [openai(name, prompt=[1, at], note="ü") + " " * at for at, name in enumerate("abc")]
     path = tmp_path / "batch.jsonl"
@@ -155,17 +148,6 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, said: str) -> None:
     with pytest.raises(InvalidRequest, match=r"batch '.*batch.jsonl', line 3: ") as raised:
         batch_of(tmp_path, openai("a", prompt=[1]), "", line)
     assert said in str(raised.value)
-
-
-def test_a_file_without_requests_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match=r"batch.jsonl': it holds no requests"):
-        batch_of(tmp_path, "", "")
-    with pytest.raises(InvalidRequest, match="it holds no requests"):
-        batch_of(tmp_path, "[]")
-    with pytest.raises(InvalidRequest, match=r"cannot read the batch .*: No such file"):
-        read_batch(tmp_path / "missing")
-    with pytest.raises(InvalidRequest, match=r"cannot read the batch .*: Is a directory"):
-        read_batch(tmp_path)
 
 
 def test_a_tokenizer_of_transformers_is_asked_for_text_and_chats(monkeypatch: pytest.MonkeyPatch) -> None:

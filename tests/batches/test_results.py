@@ -1,17 +1,15 @@
-"""A file of results: every answer fits, only a torn end is cut off, and no other file is touched."""
+"""A file of results: every answer is read again, and a last line without an end is kept."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore.batches import Results, sending
-from kvstore.batches.sending import ANSWER_BYTES_MAX, Answer
-from kvstore.errors import InvalidRequest
+from kvstore.batches import Results
+from kvstore.batches.sending import Answer
 from tests.kit.cases import for_each
 
 
@@ -32,25 +30,14 @@ BODIES = st.one_of(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(BODIES)
-def test_the_line_of_any_answer_fits(tmp_path: Path, body: bytes) -> None:
+def test_result_of_any_answer_is_read_again(tmp_path: Path, body: bytes) -> None:
     path = tmp_path / "results"
     path.unlink(missing_ok=True)
+    custom_id = "\U0001f600" * 1024
     with Results(path) as opened:
-        opened.add("\U0001f600" * 1024, Answer(200, body))
-    assert path.stat().st_size <= sending.GROWTH_MAX * len(body) + sending.FRAME_BYTES_MAX
-    assert sending.GROWTH_MAX * ANSWER_BYTES_MAX + sending.FRAME_BYTES_MAX <= sending.LINE_BYTES_MAX
-
-
-def test_a_line_that_is_too_long_is_an_error_and_cuts_nothing_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sending, "LINE_BYTES_MAX", 100)
-    path = tmp_path / "results"
-    content = f"{line('a')}\n{line('b', body='x' * 100)}\n{line('c')}\n"
-    path.write_text(content)
-    with pytest.raises(InvalidRequest, match=r"results', line 2 has over 100 bytes: give another --results FILE"):
-        Results(path)
-    assert path.read_text() == content
+        opened.add(custom_id, Answer(200, body))
+    with Results(path) as opened:
+        assert opened.known == {custom_id}
 
 
 @for_each("last", ['{"custom_id":"c0","response":{}}', line("c0")])

@@ -16,12 +16,11 @@ import pytest
 from click.testing import Result
 
 import kvstore
-from kvstore.cli.app import COMMANDS
+from kvstore.cli.app import COMMANDS, MODULES
 from kvstore.format.header import decode_any
 from tests.cli.conftest import parsed
 from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S
-from tests.kit.workers import serving
 
 Run = Callable[..., Result]
 
@@ -44,19 +43,18 @@ def chunk_files(root: str) -> list[Path]:
     return [path for path in Path(root, "chunks").rglob("*") if path.is_file()]
 
 
-GROUPS = {"token": ("issue", "key", "revoke")}
-"""Commands that only have commands of their own."""
-
-
-@for_each("command", [name for name in COMMANDS if name != "bench"])
-def test_every_command_explains_itself_with_examples(run: Run, command: str) -> None:
+@for_each("command", [name for name in MODULES if name != "bench"])
+def test_command_help_has_examples(run: Run, command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0
     assert "Example" in result.stdout and f"kvstore {command}" in result.stdout
-    for own in GROUPS.get(command, ()):
-        result = run(command, own, "--help")
-        assert result.exit_code == 0 and "--debug" in result.stdout
-    assert "--debug" in result.stdout
+
+
+def test_help_lists_every_command_by_subject(run: Run) -> None:
+    listed = run("--help").stdout
+    for subject, names in COMMANDS.items():
+        section = listed.partition(f"\n{subject}:\n")[2].partition("\n\n")[0]
+        assert all(f"  {name} " in section for name in names)
 
 
 @for_each("package", ["click", "rich"])
@@ -73,57 +71,32 @@ def test_a_missing_package_is_a_sentence(package: str) -> None:
     "arguments, said",
     [
         (("ls", "--connect", ","), "which store? give --root URL"),
-        (("ls", "--json"), "which store? give --root URL"),
         (("ls", "--root", "/missing/folder"), "/missing/folder does not exist"),
         (("ls", "--root", "/x", "--connect", "h:1"), "two ways to the same store"),
         (("ls", "--workers", "--root", "ROOT"), "give --etcd ENDPOINTS"),
         (("ls", "--root", "ROOT", "--etcd-ca", "file"), "give --etcd ENDPOINTS as well"),
-        (("match", "nobody", "1,2", "--root", "ROOT"), "there is no namespace 'nobody'; there are: model, theirs"),
-        (("match", "theirs", "1,2", "--root", "ROOT"), "is of tenant 'alice': give --tenant"),
-        (("match", "model", "1,x,3", "--root", "ROOT"), "token 'x' is not a number"),
-        (
-            ("match", "theirs", "1,2", "--tenant", "bob", "--root", "ROOT"),
-            "is not of tenant 'bob' but of tenant 'alice'",
-        ),
-        (("match", "model", "1,2", "--tenant", "bob", "--root", "ROOT"), "is not of tenant 'bob' but of no tenant"),
-        (
-            ("match", "model", "1,2", "--fingerprint", "other", "--root", "ROOT"),
-            "'model' has no fingerprint that begins with 'other'; there are: 'weights-1'",
-        ),
-        (
-            ("clear", "model", "--fingerprint", "other", "--yes", "--root", "ROOT"),
-            "has no fingerprint that begins with",
-        ),
-        (("match", "model", "1,,2", "--root", "ROOT"), "the token at position 1 is empty: give ids with one comma"),
-        (("match", "model", "1,2,", "--root", "ROOT"), "the token at position 2 is empty"),
-        (("match", "model", "9" * 5000, "--root", "ROOT"), "is not a number"),
-        (
-            ("clear", "--written-by", "label=x", "--yes", "--root", "ROOT"),
-            "nothing matches: nothing was written by 'label=x'",
-        ),
+        (("match", "other", "1,2", "--root", "ROOT"), "no namespace 'other'; there are: model, theirs"),
+        (("match", "theirs", "1,2", "--root", "ROOT"), "tenant 'alice' with fingerprint '': give --tenant"),
+        (("clear", "model", "--fingerprint", "x", "--yes", "--root", "ROOT"), "with fingerprint 'weights-1'"),
+        (("match", "model", "1,x,3", "--root", "ROOT"), "'x'"),
+        (("match", "model", "1,,2", "--root", "ROOT"), "not token ids"),
+        (("match", "model", "9" * 5000, "--root", "ROOT"), "not token ids"),
         (("match", "model", "1,-3", "--root", "ROOT"), "token -3 at position 1 is out of range"),
         (("match", "model", "--root", "ROOT"), "no tokens are given"),
         (("match", "model", "--tokens-file", "/missing", "--root", "ROOT"), "from '/missing': No such file"),
-        (("clear", "model", "--root", "ROOT"), "give --yes"),
+        (("clear", "--written-by", "label=x", "--yes", "--root", "ROOT"), "nothing was written by 'label=x'"),
         (("clear", "model", "--root", "ROOT", "--ignore-pins"), "give --yes"),
         (("fsck", "/"), "is not a kvstore root"),
         (("fsck", "ROOT", "--rate", "0"), "--rate is 0"),
         (("stats", "--root", "/tmp"), "is not a kvstore root"),
         (("replay", "/missing.jsonl"), "cannot read the trace"),
-        (("replay", "/dev/null"), "holds no requests"),
         (("worker", "--root", "ROOT", "--listen", "127.0.0.1:0"), "give --etcd ENDPOINTS"),
         (("up", "--root", "ROOT", "--disk", "d:1GiB"), "--disk without --memory: chunks of a local disk"),
         (("up", "--root", "ROOT", "--sync-interval", "10ms"), "--sync-interval is 0.01 s: expected 0.05 s to 3600 s"),
-        (
-            ("worker", "--root", "ROOT", "--listen", "127.0.0.1:0", "--etcd", "127.0.0.1:9", "--sync-interval", "2h"),
-            "--sync-interval is 7200 s: expected",
-        ),
         (("up", "--root", "ROOT", "--etcd", "h:1", "--etcd-folder", "f"), "give one of them"),
         (("up", "--root", "ROOT", "--events-query", "127.0.0.1:8090"), "give --events ENDPOINT too"),
-        (
-            ("up", "--root", "ROOT", "--events", "tcp://0.0.0.0:5557"),
-            "give --events-curve-certificate and --events-curve",
-        ),
+        (("up", "--root", "ROOT", "--events", "tcp://0.0.0.0:5557"), "give a CURVE certificate"),
+        (("up", "--root", "ROOT", "--events", "garbage"), "is no endpoint"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_exit_code_2(
@@ -136,19 +109,6 @@ def test_what_cannot_be_done_is_one_line_and_exit_code_2(
     assert result.stderr.startswith(f"kvstore {arguments[0]}: ") and said in result.stderr
 
 
-def test_a_clear_of_nothing_at_a_worker_says_so_first(run: Run) -> None:
-    with serving() as served:
-        result = run("clear", "--written-by", "label=x", "--yes", "--connect", served.address)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "kvstore clear: nothing matches: nothing was written by 'label=x'" in result.stderr
-
-
-def test_debug_shows_where_an_error_came_from(run: Run) -> None:
-    result = run("ls", "--root", "/missing/folder", "--debug")
-    assert result.exit_code == 2
-    assert "Traceback" in result.stderr and "open.py" in result.stderr
-
-
 def test_a_bug_of_ours_is_not_a_failed_check(run: Run, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError("bug")
@@ -156,27 +116,21 @@ def test_a_bug_of_ours_is_not_a_failed_check(run: Run, root: str, monkeypatch: p
     monkeypatch.setattr("kvstore.cli.ls.usage_by_namespace", broken)
     result = run("ls", "--root", root)
     assert result.exit_code == 2
-    assert result.stderr.strip() == (
-        "kvstore ls: internal error, please report it: ZeroDivisionError: bug (--debug shows where)"
-    )
+    assert result.stderr.startswith("Traceback")
+    assert result.stderr.endswith("kvstore ls: internal error, please report it: ZeroDivisionError: bug\n")
 
 
 @for_each(
     "arguments, said",
     [
         (("up",), "which root? give --root URL (a folder, file:///path, s3://...), or set KVSTORE_ROOT"),
-        (("match",), "missing argument 'NAME' (kvstore match --help shows all options)"),
+        (("match",), "Missing argument 'NAME'"),
         (("up", "--root", "x", "--listen", "nonsense"), "write HOST:PORT"),
-        (("up", "--root", "x", "--listen", "h:99999"), "write HOST:PORT"),
         (("up", "--root", "x", "--drain", "soon"), "write 30s"),
         (("up", "--root", "x", "--workers", "0"), "--workers"),
-        (("fsck", "x", "--rate", "fast"), "write 512MiB"),
-        (("nonsense",), "there is no command"),
-        (("ls", "--nonsense"), "no such option"),
-        (("ls", "pins"), "did you mean --pins?"),
-        (("match", "model", "1", "2"), "Write commas between them"),
-        (("stats", "/mnt/kv"), "did you mean --root /mnt/kv?"),
-        (("check-root", "--root", "/mnt/kv"), "no such option '--root': did you mean kvstore check-root ROOT?"),
+        (("nonsense",), "No such command"),
+        (("token", "nonsense"), "No such command"),
+        (("ls", "--rot", "x"), "Did you mean one of: '--root', '--root-id'?"),
     ],
 )
 def test_wrong_use_is_exit_code_2(run: Run, arguments: tuple[str, ...], said: str) -> None:
@@ -197,19 +151,6 @@ def test_ls_counts_what_each_namespace_has(run: Run, root: str) -> None:
     assert "model" in table and "2x2x4x1x8 float16" in table and "alice" in table
 
 
-def test_match_takes_tokens_from_an_argument_a_file_or_standard_input(run: Run, root: str, tmp_path: Path) -> None:
-    expected = {"namespace": "model", "tokens": 10, "tokens_matched": 8}
-    text = ",".join(map(str, TOKENS))
-    file = tmp_path / "tokens.json"
-    file.write_text(json.dumps(TOKENS))
-    at = ("--root", root, "--json")
-    assert parsed(run("match", "model", text, *at)) == expected
-    assert parsed(run("match", "model", "--tokens-file", str(file), *at)) == expected
-    assert parsed(run("match", "model", "--tokens-file", "-", *at, stdin=text.replace(",", "\n"))) == expected
-    assert run("match", "model", text, "--root", root).stdout == "8 of 10 tokens\n"
-    assert run("match", "model", "99,98", "--root", root).stdout == "0 of 2 tokens\n"
-
-
 def test_clear_deletes_one_namespace(run: Run, root: str) -> None:
     with kvstore.open(root) as store:
         store.namespace("other", LAYOUT).put(TOKENS, np.ones(LAYOUT.shape(10), np.float16))
@@ -224,7 +165,7 @@ def test_stats_of_a_root(run: Run, root: str) -> None:
     found = parsed(run("stats", "--root", root, "--json"))
     assert len(bytes.fromhex(found["root"])) == 16
     assert found["version"] == 1 and found["free_bytes"] > 0
-    assert re.search(r"full +\d+\.\d % of .*iB, .*iB free", run("stats", "--root", root).output)
+    assert re.search(r"free bytes +.*iB", run("stats", "--root", root).output)
 
 
 def test_fsck_finds_a_damaged_chunk_and_repairs_it(run: Run, root: str) -> None:
@@ -256,6 +197,13 @@ def test_ls_says_that_chunks_are_of_a_namespace_without_a_record(run: Run, root:
     assert re.fullmatch(r"[1-9]\d* chunks are of namespaces that no record describes: .*fsck.*", result.stderr.strip())
 
 
+@for_each("arguments", [("ls", "--root"), ("stats", "--root"), ("fsck",), ("check-root",)])
+def test_a_mistyped_root_is_an_error_and_no_new_folder(run: Run, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    result = run(*arguments, str(tmp_path / "typo"))
+    assert result.exit_code == 2 and "does not exist: is the path right" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_fsck_tells_housekeeping_from_damage_by_its_exit_code(run: Run, root: str) -> None:
     staged = Path(root) / "staging" / ("dd" * 16) / "1.part"
     staged.parent.mkdir(parents=True)
@@ -271,10 +219,3 @@ def test_fsck_tells_housekeeping_from_damage_by_its_exit_code(run: Run, root: st
     assert text.exit_code == 0 and "housekeeping (not damage):\norphan_staging" in text.stdout
     assert run("fsck", root, "--repair").exit_code == 0
     assert not staged.exists()
-
-
-@for_each("arguments", [("ls", "--root"), ("stats", "--root"), ("fsck",), ("check-root",)])
-def test_a_mistyped_root_is_an_error_and_no_new_folder(run: Run, tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    result = run(*arguments, str(tmp_path / "typo"))
-    assert result.exit_code == 2 and "does not exist: is the path right" in result.stderr
-    assert list(tmp_path.iterdir()) == []

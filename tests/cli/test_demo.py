@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -37,30 +36,9 @@ def test_it_ends_with_a_table_and_leaves_nothing(tmp_path: Path, temporary: dict
         env=temporary,
     )
     assert done.returncode == 0, done.stderr
-    for name in ("requests", "tokens matched", "hit ratio", "GiB put", "GiB got", "MiB/s"):
-        assert name in done.stdout
+    assert "tokens matched" in done.stdout
     assert "wrong bytes: 0" in done.stdout
     assert left(tmp_path) == before
-
-
-def test_a_trace_of_ones_own_and_json(tmp_path: Path, temporary: dict[str, str]) -> None:
-    from kvstore.replay import expect, generate, write_trace
-    from kvstore.replay.trace import BLOCK_TOKENS
-
-    requests = generate(20, seed=2, kind="agents")
-    write_trace(tmp_path / "trace.jsonl", requests)
-    done = subprocess.run(
-        [*KVSTORE, "demo", "--trace", str(tmp_path / "trace.jsonl"), "--requests", "15", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-        cwd=SOURCE,
-        env=temporary,
-    )
-    found = json.loads(done.stdout)
-    assert (found["ok"], found["requests"], found["wrong_bytes"], found["workers"]) == (True, 15, 0, 2)
-    assert found["tokens_matched"] == expect(requests[:15]).blocks * BLOCK_TOKENS
 
 
 @pytest.mark.parametrize(("number", "to_all"), [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGINT, True)])

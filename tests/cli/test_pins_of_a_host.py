@@ -16,7 +16,6 @@ from kvstore.root.identity import publish
 from kvstore.root.open import open_root
 from kvstore.sources import RandomIds, SystemClock
 from tests.cli.conftest import parsed
-from tests.kit.cases import for_each
 from tests.kit.workers import serving
 
 Run = Callable[..., Result]
@@ -51,36 +50,6 @@ def test_pins_of_a_cluster_are_in_etcd(run: Run, root: str, command: tuple[str, 
         publish(opened, Generation(1, bytes(16)), ids=RandomIds(), clock=SystemClock())
     result = run(*command, "--root", root)
     assert result.exit_code == 2 and "the pins of this root are in etcd, or it has none: give --etcd" in result.stderr
-
-
-@for_each(
-    "arguments, said",
-    [
-        (("mach", "m"), "kvstore: there is no command 'mach': did you mean 'match'? (kvstore --help lists all)"),
-        (("prefech",), "did you mean 'prefetch'?"),
-        (("token", "isue"), "kvstore token: there is no command 'isue': did you mean 'issue'?"),
-        (("xyzzy",), "kvstore: there is no command 'xyzzy' (kvstore --help lists all)"),
-        (("ls", "--rot", "x"), "did you mean one of: '--root', '--root-id'?"),
-        (("--vers",), "kvstore: no such option '--vers'. Did you mean '--version'?"),
-    ],
-)
-def test_a_mistyped_command_or_option_is_one_line_with_what_is_alike(
-    run: Run, arguments: tuple[str, ...], said: str
-) -> None:
-    result = run(*arguments)
-    assert result.exit_code == 2 and result.stdout == "" and len(result.stderr.strip().splitlines()) == 1
-    assert said.lower() in result.stderr.lower()
-
-
-def test_the_dashboard_takes_the_root_although_workers_are_in_the_environment(
-    run: Run, root: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVSTORE_ROOT", root)
-    monkeypatch.setenv("KVSTORE_CONNECT", "127.0.0.1:1")
-    result = run("dashboard", "--listen", "10.0.0.7:80", "--etcd", "127.0.0.1:2")
-    notes, error = result.stderr.strip().splitlines()
-    assert notes == "kvstore dashboard: KVSTORE_CONNECT is not used here: etcd names the workers"
-    assert error.startswith("kvstore dashboard: others can reach --listen 10.0.0.7:80"), "the root and etcd are given"
 
 
 def test_a_clear_says_the_same_of_a_root_and_of_workers(run: Run, tmp_root: Path) -> None:

@@ -45,18 +45,7 @@ def test_the_report_has_the_figures(run: Run, batch: Path) -> None:
     assert (found["memory_tokens"], found["block_tokens"], found["tokens_stored"]) == (100, 16, 0)
     shown = run("plan", str(batch), "--memory-tokens", "100")
     assert shown.exit_code == 0
-    assert "100 (49.0% saved)" in shown.stdout
-    assert "in order of arrival, LRU" in shown.stdout
-
-
-def test_the_batch_is_written_in_order_unless_it_is_a_dry_run(run: Run, batch: Path, tmp_path: Path) -> None:
-    output = tmp_path / "ordered.jsonl"
-    arguments = ("plan", str(batch), "--memory-tokens", "100", "--output", str(output))
-    assert run(*arguments, "--dry-run").exit_code == 0
-    assert not output.exists()
-    assert run(*arguments).exit_code == 0
-    assert ids(output) == ["a", "c", "b", "d"]
-    assert sorted(output.read_text().splitlines()) == sorted(batch.read_text().splitlines())
+    assert "tokens to compute" in shown.stdout and "0.4898" in shown.stdout
 
 
 def test_what_the_store_holds_is_free(run: Run, batch: Path, tmp_path: Path) -> None:
@@ -104,7 +93,6 @@ def test_bad_input_is_one_line_and_nothing_is_written(run: Run, tmp_path: Path, 
         (("--output", "/missing/x"), "cannot write the output '/missing/x': No such file or directory"),
         (("--server", "http://127.0.0.1:1", "--results", "/missing/x"), "cannot write the results '/missing/x'"),
         (("--results", "x"), "--results without --server"),
-        (("--memory-tokens", "lots"), "'lots' is not a number: write 400000, 400k or 1.6M"),
     ],
 )
 def test_places_that_cannot_be_written_are_one_line(
@@ -112,3 +100,13 @@ def test_places_that_cannot_be_written_are_one_line(
 ) -> None:
     result = run("plan", str(batch), "--memory-tokens", "100", *arguments)
     assert result.exit_code == 2 and said in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_the_batch_is_written_in_order_unless_it_is_a_dry_run(run: Run, batch: Path, tmp_path: Path) -> None:
+    output = tmp_path / "ordered.jsonl"
+    arguments = ("plan", str(batch), "--memory-tokens", "100", "--output", str(output))
+    assert run(*arguments, "--dry-run").exit_code == 0
+    assert not output.exists()
+    assert run(*arguments).exit_code == 0
+    assert ids(output) == ["a", "c", "b", "d"]
+    assert sorted(output.read_text().splitlines()) == sorted(batch.read_text().splitlines())

@@ -5,19 +5,15 @@ from __future__ import annotations
 import signal
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import Result
 
-import kvstore
-from kvstore.client.operation import Operation
 from kvstore.node.prefetch import Prefetcher
 from tests.cli.conftest import KVSTORE, PATIENCE_S, SOURCE, parsed
 from tests.kit.cases import for_each
 from tests.kit.memory_workers import waiters, working
-from tests.kit.stores import SMALL, kv_of
 from tests.kit.tiers import eventually, faulty
 from tests.kit.workers import Served, connected
 
@@ -88,18 +84,3 @@ def test_ctrl_c_cancels_the_operation_at_the_worker(command: tuple[str, ...], mo
         error = interrupted(served, *command, "--connect", served.address)
         assert f"{command[0]} cancelled after 0" in error
         assert [each.state for each in store.operations()] == ["cancelled"]
-
-
-def test_ctrl_c_cancels_a_check_and_says_how_far(run: Run, tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = np.arange(8 * SMALL.chunk_tokens)
-    with kvstore.open(tmp_root) as store:
-        store.namespace("m", SMALL).put(tokens, kv_of(SMALL, tokens))
-    wait = Operation.wait
-
-    def interrupt(operation: Operation, timeout: float | None = None) -> bool:
-        monkeypatch.setattr(Operation, "wait", wait)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Operation, "wait", interrupt)
-    result = run("fsck", str(tmp_root))
-    assert result.exit_code == 130 and result.stderr.startswith("fsck ") and result.stderr.endswith("Aborted!\n")

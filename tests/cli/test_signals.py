@@ -13,7 +13,7 @@ import click
 import pytest
 from click.testing import Result
 
-from kvstore.cli.app import COMMANDS, app
+from kvstore.cli.app import MODULES, app
 from kvstore.cli.signals import Stopper, exits_on_sigterm
 
 
@@ -32,7 +32,7 @@ def test_sigterm_in_work_cleans_up_and_exits() -> None:
     assert log == ["cleaned"] and signal.getsignal(signal.SIGTERM) == before
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "token"])
+@pytest.mark.parametrize("command", [name for name in MODULES if name != "token"])
 def test_command_after_ctrl_c_exits_130(
     command: str, run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,39 +80,6 @@ with signals.Stopper(at_once=lambda: print("at once", flush=True)) as stopper:
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (143, "at once\n"), ended.stderr
-
-
-def test_a_server_is_asked_once() -> None:
-    with Stopper() as stopper:
-        assert not stopper.wait(0.0)
-        interrupt()
-        assert stopper.asked and stopper.wait(0.0)
-
-
-def test_a_server_that_was_asked_by_its_own_is_not_ended_at_once_by_the_first_signal() -> None:
-    at_once: list[str] = []
-    with Stopper(at_once=lambda: at_once.append("ended")) as stopper:
-        stopper.ask()
-        assert stopper.wait(0.0)
-        interrupt()
-        assert stopper.asked and not at_once
-
-
-def test_a_signal_in_the_middle_of_a_wait_never_waits_for_itself() -> None:
-    script = """
-import faulthandler, signal
-from kvstore.cli.signals import Stopper
-faulthandler.dump_traceback_later(60, exit=True)
-for number in range(1000):
-    with Stopper() as stopper:
-        signal.signal(signal.SIGALRM, lambda *_: stopper.ask())
-        signal.setitimer(signal.ITIMER_REAL, (1 + number % 97) / 1e6)
-        while not stopper.wait(0.00001):
-            pass
-"""
-    # In a program of its own: the timer is what ends tests that take too long.
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_signal_that_another_thread_is_given_wakes_the_server() -> None:

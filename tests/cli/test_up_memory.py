@@ -39,22 +39,3 @@ def test_w3_sigterm_right_after_a_put_behind_loses_nothing(tmp_root: Path, run: 
     with kvstore.open(str(root)) as store:
         count, got = store.namespace("model", LAYOUT).get(tokens)
         assert count == len(tokens) and np.array_equal(got, kv)
-
-
-def test_a_worker_that_is_killed_loses_only_what_was_not_written_yet(tmp_root: Path) -> None:
-    root = tmp_root / "root"
-    tokens = np.arange(CHUNKS * LAYOUT.chunk_tokens)
-    kv = np.random.default_rng(2).standard_normal(LAYOUT.shape(len(tokens)), np.float32).astype(np.float16)
-    with serving(tmp_root, "up", "--root", str(root), "--listen", "127.0.0.1:0", "--memory", "32MiB") as running:
-        with kvstore.connect(running.grpc) as store:
-            through = store.namespace("through", LAYOUT, write="through")
-            behind = store.namespace("behind", LAYOUT)
-            assert through.put(tokens, kv).tokens_present == len(tokens)
-            assert behind.put(tokens, kv).tokens_present == len(tokens)
-            eventually(lambda: store.stats()["behind_bytes"] == 0, "all is on the root")
-        os.kill(running.child.pid, 9)  # and with it its workers
-        running.child.wait()
-    with kvstore.open(str(root)) as store:
-        for name in ("through", "behind"):
-            count, got = store.namespace(name, LAYOUT).get(tokens)
-            assert count == len(tokens) and np.array_equal(got, kv), name

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +11,9 @@ from click.testing import CliRunner, Result
 
 import kvstore
 from kvstore.cli.app import app
-from kvstore.cli.events import _port_of
 from kvstore_gc.cli import command as collector
 from tests.cli.conftest import parsed
 from tests.kit.cases import for_each
-from tests.kit.patience import PATIENCE_S
 from tests.kit.workers import serving
 
 Run = Callable[..., Result]
@@ -73,39 +66,20 @@ def test_etcd_of_the_environment(run: Run, root: str, monkeypatch: pytest.Monkey
     assert names(run("ls", "--root", root, "--etcd", "", "--json")) == ["first"]
 
 
-@for_each("command", ["health", "drain"])
-def test_a_command_for_workers_uses_etcd_beside_a_root(
-    run: Run, root: str, command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVSTORE_ROOT", root)
-    monkeypatch.setenv("KVSTORE_ETCD", UNREACHED)
-    for options in ((), ("--root", root, "--etcd", UNREACHED)):
-        result = run(command, *options)
-        assert result.exit_code == 2 and f"etcd at {UNREACHED} did not answer" in result.stderr, result.output
-
-
 @for_each(
     "arguments, said",
     [
-        (
-            ("ls",),
-            "which store? give --root URL, --connect HOST:PORT[,HOST:PORT] or --etcd ENDPOINTS, or set",
-        ),
-        (("stats",), "which store?"),
-        (("health",), "which store?"),
-        (("limits",), "which store?"),
-        (("ops",), "which store?"),
+        (("ls",), "which store? give --root URL, --connect HOST:PORT[,HOST:PORT] or --etcd ENDPOINTS, or set"),
+        *(((name,), "which store?") for name in ("stats", "health", "limits", "ops")),
         (("match", "m", "1"), "which store?"),
         (("clear", "m", "--yes"), "which store?"),
-        (("up",), "which root? give --root URL"),
-        (("worker", "--listen", "127.0.0.1:0"), "which root? give --root URL"),
-        (("fsck",), "which root? give --root URL"),
+        *((each, "which root? give --root URL") for each in (("up",), ("worker", "--listen", "h:0"), ("fsck",))),
         (("fsck", "here", "--root", "there"), "give one of them"),
-        (("dashboard",), "give --root URL and --etcd ENDPOINTS"),
-        (("lookup",), "missing argument 'NAME'"),
+        (("dashboard",), "which root? give --root URL"),
+        (("dashboard", "--root", "x"), "give --etcd ENDPOINTS"),
     ],
 )
-def test_a_command_without_a_target_says_what_to_give(run: Run, arguments: tuple[str, ...], said: str) -> None:
+def test_command_without_a_target_names_the_options(run: Run, arguments: tuple[str, ...], said: str) -> None:
     result = run(*arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert said in result.stderr and len(result.stderr.splitlines()) == 1
@@ -120,19 +94,6 @@ def test_so_does_the_collector(arguments: tuple[str, ...], said: str) -> None:
     assert result.exit_code == 2 and said in result.stderr and len(result.stderr.splitlines()) == 1
 
 
-def test_the_collector_reads_the_environment_too(tmp_root: Path) -> None:
-    # A program of its own: it sets up the log and the priority of its process.
-    ended = subprocess.run(
-        [sys.executable, "-m", "kvstore_gc", "--once"],
-        env={**os.environ, "KVSTORE_ROOT": str(tmp_root / "missing"), "KVSTORE_ETCD": UNREACHED},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert ended.returncode == 2 and "missing does not exist" in ended.stderr
-
-
 def test_the_command_says_its_version(run: Run) -> None:
     assert run("-v").output == run("--version").output == f"kvstore, version {kvstore.__version__}\n"
 
@@ -143,63 +104,3 @@ def test_the_shell_completes_commands(shell: str) -> None:
     assert "_KVSTORE_COMPLETE" in script and "kvstore" in script
     asked = {"_KVSTORE_COMPLETE": "bash_complete", "COMP_WORDS": "kvstore look", "COMP_CWORD": "1"}
     assert CliRunner().invoke(app, env=asked, prog_name="kvstore").stdout == "plain,lookup\n"
-
-
-@for_each(
-    "words, place",
-    [("up --root /mn", "dir"), ("up --keys /et", "file"), ("up --etcd-folder /va", "dir"), ("fsck /mn", "dir")],
-)
-def test_the_shell_completes_names_of_files_and_folders(words: str, place: str) -> None:
-    asked = {"_KVSTORE_COMPLETE": "bash_complete", "COMP_WORDS": f"kvstore {words}"}
-    asked["COMP_CWORD"] = str(len(words.split()))
-    said = CliRunner().invoke(app, env=asked, prog_name="kvstore").stdout
-    assert said == f"{place},{words.split()[-1]}\n"
-
-
-@pytest.fixture
-def busy() -> Iterator[str]:
-    """An address that somebody listens on."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as server:
-        yield f"127.0.0.1:{server.getsockname()[1]}"
-
-
-@for_each(
-    "option",
-    ["--listen", "--metrics", "--gc-metrics", "--dashboard", "--events", "--events-replay", "--events-query"],
-)
-def test_a_port_in_use_is_one_line_and_nothing_is_started(run: Run, option: str, busy: str, tmp_root: Path) -> None:
-    folder = tmp_root / "new"
-    port = busy.rpartition(":")[2]
-    place = {"--events": f"tcp://*:{port}", "--events-replay": f"tcp://127.0.0.1:{port}"}.get(option, busy)
-    events = ["--events", "tcp://*:0"] if option.startswith("--events-") else []
-    result = run("up", "--root", str(folder), "--listen", "127.0.0.1:0", *events, option, place)
-    assert (result.exit_code, result.stdout) == (2, "")
-    said = f"kvstore up: cannot listen on {option} {busy} (Address already in use): stop the program that does, or "
-    assert result.stderr.startswith(said) and len(result.stderr.splitlines()) == 1
-    assert not folder.exists()
-
-
-@for_each(
-    "endpoint, place",
-    [
-        ("tcp://*:5557", "0.0.0.0:5557"),
-        ("tcp://[::1]:5557", "[::1]:5557"),
-        ("tcp://localhost:5557", "127.0.0.1:5557"),
-        ("tcp://eth0:5557", None),
-        ("ipc:///run/kvstore/events", None),
-        ("127.0.0.1:5557", None),
-    ],
-)
-def test_the_port_of_an_endpoint(endpoint: str, place: str | None) -> None:
-    assert _port_of(endpoint) == place
-
-
-@for_each(
-    "endpoint",
-    ["", "garbage", "127.0.0.1:5557", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "tcp://127.0.0.1:-1", "ipc://"],
-)
-def test_what_is_no_endpoint_is_refused_before_anything_is_started(run: Run, endpoint: str, tmp_root: Path) -> None:
-    folder = tmp_root / "new"
-    result = run("up", "--root", str(folder), "--listen", "127.0.0.1:0", "--events", endpoint)
-    assert result.exit_code == 2 and "is no endpoint: expected tcp://ADDRESS:PORT" in result.stderr
-    assert not folder.exists()

@@ -244,7 +244,7 @@ def test_what_is_not_open_yet_says_so(tmp_root: Path) -> None:
         async with aio.open(str(tmp_root)) as found:
             cache = await found.namespace("m", TINY)
             opening = cache.hold(TOKENS)
-            assert repr(opening) == "<asyncio Cache._hold is not open yet: await it, or enter it with 'async with'>"
+            assert repr(opening) == "<asyncio object that is not open yet: await it, or enter it with 'async with'>"
             opening.close()
 
     asyncio.run(use())

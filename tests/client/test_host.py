@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import kvstore
-from kvstore.cli.fsck import fsck
+from kvstore.cli.roots import fsck
 from kvstore.errors import InvalidRequest, RootMismatch
 from kvstore.format.header import Generation
 from kvstore.format.places import GENERATIONS

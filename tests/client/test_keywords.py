@@ -170,7 +170,7 @@ def test_no_keyword_of_asyncio_raises_what_is_not_ours() -> None:
                     try:
                         with suppress(KVStoreError):
                             made = await call(value)
-                            if isinstance(made, aio.cache.Hold):
+                            if isinstance(made, aio.Hold):
                                 await made.release()
                     except Exception as error:  # noqa: BLE001 - what must not come is the question
                         raw.append(f"{name}({type(value).__name__}): {error!r}")

@@ -6,14 +6,13 @@ import asyncio
 import os
 import pickle
 import signal
-import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
 import numpy as np
@@ -178,9 +177,8 @@ def test_a_consumer_elsewhere_that_ends_while_it_waits_takes_nothing(cache: Cach
     plan = plan_of(cache)
     with plan.run(attempts=1) as run, run.share() as shared:
         taken = [taken_of(run) for _ in range(GROUPS)]
-        with socket.socket(socket.AF_UNIX) as waits:
-            waits.connect(shared.path)
-            waits.sendall(NEXT)
+        with Client(shared.path, "AF_UNIX") as waits:
+            waits.send_bytes(NEXT)
             eventually(lambda: consumers() == 1, "it waits for a group")
         eventually(lambda: consumers() == 0, "it has gone")
         for each in taken:

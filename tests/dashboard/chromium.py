@@ -77,10 +77,6 @@ class Page:
         """Returns the result of a script."""
         return self.driver.execute_script(script, *arguments)
 
-    def one(self, selector: str) -> Any:
-        """The first element that a CSS selector finds."""
-        return self.driver.find_element("css selector", selector)
-
     @property
     def text(self) -> str:
         """Returns the visible text of the page."""

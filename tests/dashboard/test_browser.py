@@ -19,14 +19,14 @@ import kvstore
 from kvstore.census.selection import Selection
 from kvstore.client.store import Store
 from kvstore.security.authentication import issue, new_key
-from tests.cli.conftest import Running, descendants, serving
-from tests.dashboard.chromium import CONTRAST, DARK, LIGHT, MODES, PHONE, UNNAMED, Mode, Page, missing, opened
+from tests.cli.conftest import Running, serving
+from tests.dashboard.chromium import CONTRAST, DARK, LIGHT, MODES, UNNAMED, Mode, Page, missing, opened
 from tests.dashboard.crowd import IMAGE, SCRIPT, age, busy, damage
 from tests.kit.cases import for_each
 from tests.kit.etcd import frozen
 from tests.kit.patience import PATIENCE_S
 
-ARROW_LEFT, ARROW_RIGHT, END, ENTER, ESCAPE = "\ue012", "\ue014", "\ue010", "\ue007", "\ue00c"
+ENTER = "\ue007"
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
@@ -57,10 +57,6 @@ class Live:
         self.page.driver.get("about:blank")
         self.page.driver.get(f"{self.dashboard.said['dashboard']}#{view}")
         self.page.until_says(*VIEWS[view])
-
-    def until_at(self, view: str) -> None:
-        """Waits until a key has led to a view."""
-        self.page.until(lambda: self.page.run("return location.hash") == f"#{view}", f"a key leads to {view}")
 
 
 @pytest.fixture(scope="module")
@@ -112,98 +108,6 @@ def test_each_view_shows_what_is_there_and_can_be_read(live: Live, tmp_path: Pat
     assert live.page.complaints() == []
     assert live.page.run("return window.hostile") is None, "a name was run as a script"
     assert live.page.run("return document.querySelectorAll('main script, main img').length") == 0
-
-
-def test_tabs_filter_help_and_theme_work_from_the_keyboard(live: Live) -> None:
-    page = live.page
-    live.show("overview", LIGHT)
-    page.run("document.getElementById('tab-overview').focus()")
-    for view in [*list(VIEWS)[1:], "overview"]:
-        page.keys(ARROW_RIGHT)
-        live.until_at(view)
-        assert page.run("return document.activeElement.id") == f"tab-{view}"
-        assert page.run("return document.querySelectorAll('[role=tab][tabindex=\"0\"]').length") == 1
-    page.keys(END)
-    live.until_at("operations")
-    page.keys("4")
-    page.until_says(*VIEWS["pins"])
-    page.keys("/")
-    assert page.run("return document.activeElement.id") == "filter"
-    page.keys("nightly")
-    page.until(lambda: "nightly-batch" in page.text and "host-a/engine-1" not in page.text, "rows are filtered")
-    page.keys(ESCAPE)
-    page.until_says("host-a/engine-1")
-    page.keys("?")
-    assert page.run("return document.getElementById('help-dialog').open")
-    page.keys(ESCAPE)
-    assert not page.run("return document.getElementById('help-dialog').open")
-    before = page.run("return getComputedStyle(document.body).backgroundColor")
-    page.keys("t", "t")
-    assert page.run("return document.documentElement.dataset.theme") == "dark"
-    assert page.run("return getComputedStyle(document.body).backgroundColor") != before
-    page.keys("t")
-
-
-def test_the_focus_and_what_is_open_stay_while_the_page_goes_on(live: Live) -> None:
-    live.show("workers", LIGHT)
-    page = live.page
-    page.run("const one = document.querySelector('details'); one.open = true; one.querySelector('summary').focus()")
-    asked = "return performance.getEntriesByType('resource').filter((one) => one.name.includes('/api/workers')).length"
-    before = page.run(asked)
-    page.until(lambda: page.run(asked) >= before + 3, "it asked again and again")
-    assert page.run("return document.querySelector('details').open")
-    assert page.run("return document.activeElement.tagName") == "SUMMARY"
-
-
-def test_prefixes_can_be_opened_zoomed_into_and_left(live: Live) -> None:
-    live.show("prefixes", LIGHT)
-    page = live.page
-    rows = "return document.querySelectorAll('.tree tbody tr').length"
-    before = page.run(rows)
-    page.run("document.querySelector('.tree .toggle[aria-expanded=false]').focus()")
-    page.keys(ENTER)
-    page.until(lambda: page.run(rows) > before, "what continues it is shown")
-    page.run("document.querySelector('.tree tr[aria-level=\"2\"] .link').click()")
-    page.until_says("all prefixes ›")
-    page.run("document.querySelector('.crumbs button').click()")
-    page.until(lambda: "all prefixes ›" not in page.text, "the way back")
-    page.run(
-        "const one = document.getElementById('namespace-select'); one.value = one.options[1].value; "
-        "one.dispatchEvent(new Event('change', { bubbles: true }))"
-    )
-    page.until(
-        lambda: (
-            page.run(
-                "return new Set([...document.querySelectorAll('.tree tbody td:nth-child(2)')]"
-                ".map((one) => one.innerText)).size"
-            )
-            == 1
-        ),
-        "one namespace alone",
-    )
-
-
-def test_an_etcd_that_stands_still_is_said_and_the_page_goes_on(live: Live) -> None:
-    live.show("overview", LIGHT)
-    (etcd,) = [pid for pid, command in descendants(live.up.child.pid).items() if "etcdbin/etcd" in command]
-    with frozen(etcd):
-        live.page.until_says("without etcd", "Needs attention", "problem")
-        assert "Hit ratio" in live.page.text
-        live.page.keys("5")
-        # A worker whose lease has run out says so, and serves.
-        live.page.until(lambda: any(said in live.page.text for said in ("serves", "no session")), "the workers' state")
-    live.page.keys("1")
-    live.page.until(lambda: "without etcd" not in live.page.text, "it is well again")
-
-
-def test_a_worker_that_stands_still_is_said(live: Live) -> None:
-    live.show("overview", PHONE)
-    live.page.until_says("2 of 2")
-    worker, *_ = [pid for pid, command in descendants(live.up.child.pid).items() if "main worker" in command]
-    with frozen(worker):
-        live.page.until_says("does not answer", "1 of 2")
-        assert live.page.run("return document.documentElement.scrollWidth") <= PHONE.width
-    live.page.until_says("2 of 2")
 
 
 def test_a_dashboard_that_is_gone_is_said_and_comes_back(live: Live) -> None:

@@ -34,15 +34,6 @@ def test_what_would_be_unsafe_or_make_no_sense_is_refused(arguments: tuple[str, 
     assert result.exit_code == 2 and said in result.stderr and len(result.stderr.splitlines()) == 1
 
 
-@pytest.mark.slow
-def test_an_etcd_that_does_not_answer_is_said_before_it_serves(tmp_root: Path) -> None:
-    arguments = ["--root", str(tmp_root / "root"), "--etcd", "127.0.0.1:1", "--listen", "127.0.0.1:0"]
-    with serving(tmp_root, "dashboard", *arguments) as running:
-        assert "kvstore dashboard: etcd at 127.0.0.1:1 did not answer" in running.log.read_text()
-        assert asked(running.said["dashboard"], "api/overview")["workers"]["answering"] == 0
-        assert running.end() == 0
-
-
 def asked(url: str, path: str) -> Any:
     with urllib.request.urlopen(url + path, timeout=PATIENCE_S) as answer:
         return json.loads(answer.read())

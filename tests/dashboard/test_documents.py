@@ -15,8 +15,6 @@ from kvstore.dashboard.feed import Reading
 from kvstore.dashboard.views import Document, attention
 from kvstore.dashboard.workers import GONE, WorkersSource
 from kvstore.errors import Unavailable
-from kvstore.meta.keys import Keys
-from kvstore.meta.usage import Capacity
 from tests.kit import faulty_meta
 from tests.kit.boards import Shown, shown
 from tests.kit.etcd import eventually
@@ -102,17 +100,6 @@ def test_an_etcd_that_does_not_answer_is_said_and_the_rest_goes_on(board: Shown)
 
 def _only_etcd_fails(sources: Document) -> bool:
     return sources["etcd"]["error"] is not None and sources["root"]["error"] is None
-
-
-def test_the_root_has_the_bound_of_its_collector(board: Shown) -> None:
-    before = until(board.documents.overview, lambda found: found["cluster"])["cluster"]
-    assert before["capacity_bytes"] is None, "no collector runs as a service"
-    keys = Keys(bytes.fromhex(before["root"]))
-    board.meta.put(keys.gc_capacity, Capacity(1, used_bytes=30, capacity_bytes=40).to_json())
-    found = until(board.documents.overview, lambda found: found["cluster"]["capacity_bytes"])["cluster"]
-    assert (found["used_bytes"], found["capacity_bytes"]) == (30, 40)
-    board.meta.put(keys.gc_capacity, b"of another version")
-    until(board.documents.overview, lambda found: found["cluster"]["capacity_bytes"] is None)
 
 
 def test_a_worker_that_was_killed_stays_and_says_so() -> None:

@@ -40,12 +40,6 @@ def grown(
     return Forest(1.0, True, leaves).grown()
 
 
-def test_a_prompt_that_nobody_forked_is_one_run() -> None:
-    (run,) = grown({1: 0, 2: 1, 3: 2}).runs(None, None, 10, "bytes")
-    assert (run.first, run.chunks, run.size_bytes, run.forks, run.last_use_s) == (0, 3, 30, 0, 1003)
-    assert run.below.depth_max == 3 and run.below.ends_count == 1 and run.is_rooted
-
-
 def test_a_run_ends_where_two_prompts_part() -> None:
     forest = grown({1: 0, 2: 1, 3: 2, 4: 2, 5: 4})
     runs = {int.from_bytes(run.id): run for run in forest.runs(None, None, 10, "bytes")}
@@ -53,14 +47,6 @@ def test_a_run_ends_where_two_prompts_part() -> None:
     assert runs[1].forks == 2 and runs[1].below.size_bytes == 50 and runs[1].below.ends_count == 2
     assert runs[3].above == runs[4].above == address(1)
     assert runs[4].first == 2 and runs[1].below.depth_max == 4
-
-
-def test_a_chunk_whose_parent_is_gone_begins_a_run_that_no_match_reaches() -> None:
-    forest = grown({1: 0, 7: 6})
-    assert {run.id: run.is_rooted for run in forest.runs(None, None, 10, "bytes")} == {
-        address(1): True,
-        address(7): False,
-    }
 
 
 def test_an_ancestor_that_a_sample_hangs_on_adds_nothing_to_sums() -> None:

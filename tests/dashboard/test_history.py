@@ -7,12 +7,6 @@ import pytest
 from kvstore.dashboard.workers import COARSE_S, FINE_MAX, Growth, History
 
 
-def test_a_worker_that_was_started_anew_counts_from_zero() -> None:
-    growth = Growth()
-    growth.since_last({"a": {"requests_get": 100}})
-    assert growth.since_last({"a": {"requests_get": 4}}) == {"a": {"requests_get": 4}}
-
-
 def test_a_worker_that_did_not_answer_makes_no_spike_when_it_does_again() -> None:
     growth = Growth()
     growth.since_last({"a": {"requests_get": 100}})

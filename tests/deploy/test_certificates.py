@@ -81,9 +81,3 @@ def test_renewing_gives_a_new_key_under_the_same_authority(folder: Path) -> None
     assert (folder / "engine" / "tls.key").read_bytes() != before
     assert good_for(folder, "kvstore-ca", "engine", "sslclient")
     assert not list(folder.rglob("*.new")) and not list(folder.glob("extensions*"))
-
-
-def test_wrong_use_says_how(tmp_path: Path) -> None:
-    assert "certificates.sh authorities FOLDER" in certificates().stderr
-    missing = certificates("client", tmp_path, "engine")
-    assert missing.returncode == 2 and "authorities" in missing.stderr

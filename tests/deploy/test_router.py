@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import random
 import threading
 import urllib.request
-from collections import OrderedDict
-from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -17,8 +14,6 @@ from tests.kit.patience import PATIENCE_S, eventually
 
 BLOCK = 16
 ENGINES = ("http://one", "http://two")
-GPU_BLOCKS = 160
-"""Blocks of an engine's own memory: about half of what all conversations need."""
 Events = list[dict[str, Any]]
 
 
@@ -72,36 +67,10 @@ def test_what_one_engine_stored_counts_for_all_and_less_than_memory() -> None:
     assert chosen(scorer, tokens) == {*ENGINES}
 
 
-def test_blocks_behind_a_parent_that_is_unknown_are_left_out() -> None:
-    scorer, tokens = router.Scorer(ENGINES), list(range(5 * BLOCK))
-    scorer.apply("http://two", [stored(tokens, "GPU", first=2)])
-    assert chosen(scorer, tokens) == {*ENGINES}
-
-
 def test_a_busy_engine_gets_only_what_is_worth_the_wait() -> None:
     scorer, tokens = router.Scorer(ENGINES), list(range(20 * BLOCK))
     scorer.apply("http://one", [stored(tokens, "GPU")])
     assert [scorer.begin(tokens) for _ in range(4)] == ["http://one", "http://one", "http://one", "http://two"]
-
-
-def test_conversations_hit_more_memory_than_round_robin_and_no_less_than_by_engine_events_alone() -> None:
-    """Sixteen conversations in an order by chance, on engines that keep half of all blocks in memory."""
-    turns = iter(range(1 << 30))
-    round_robin = hits(lambda _: None, lambda tokens: ENGINES[next(turns) % 2])
-    with_store, alone = router.Scorer(ENGINES), router.Scorer(ENGINES)
-
-    def choose(scorer: Any) -> Callable[[list[int]], str]:
-        def one(tokens: list[int]) -> str:
-            engine: str = scorer.begin(tokens)
-            scorer.end(engine)
-            return engine
-
-        return one
-
-    by_store = hits(lambda told: with_store.apply(*told), choose(with_store))
-    by_engines = hits(lambda told: alone.apply(told[0], [e for e in told[1] if e["medium"] == "GPU"]), choose(alone))
-    assert by_store >= 1.2 * round_robin, (by_store, round_robin)
-    assert by_store >= by_engines, (by_store, by_engines)
 
 
 class Echo(BaseHTTPRequestHandler):
@@ -141,27 +110,3 @@ def test_requests_go_to_the_engine_whose_events_it_heard_and_lost_ones_are_asked
                 with urllib.request.urlopen(router.post(f"{url}/v1/completions", asked), timeout=PATIENCE_S) as answer:
                     assert (answer.headers["X-Engine"], answer.read()) == (two, asked)
     assert not +scorer._busy
-
-
-def hits(tell: Callable[[tuple[str, Events]], None], choose: Callable[[list[int]], str]) -> int:
-    """Tokens that engines found in their own memory. Each is an LRU of blocks, and stores all that it computes."""
-    source = random.Random(5)
-    talks = [[source.randrange(50_000) for _ in range(4 * BLOCK)] for _ in range(16)]
-    memories: dict[str, OrderedDict[int, tuple[list[int], int]]] = {engine: OrderedDict() for engine in ENGINES}
-    found = 0
-    for _ in range(160):
-        talk = source.choice(talks)
-        engine = choose(list(talk))
-        memory, prompt, told = memories[engine], list(talk), []
-        names = stored(prompt, "GPU")["block_hashes"]
-        known = next((at for at, name in enumerate(names) if name not in memory), len(names))
-        found += known * BLOCK
-        for at, name in enumerate(names):
-            memory[name] = (prompt, at)
-            memory.move_to_end(name)
-        while len(memory) > GPU_BLOCKS:
-            of, at = memory.popitem(last=False)[1]
-            told.append(removed(of, "GPU", at))
-        tell((engine, [stored(prompt, "GPU"), stored(prompt, "STORAGE"), *told]))
-        talk += [source.randrange(50_000) for _ in range(2 * BLOCK)]
-    return found

@@ -9,8 +9,7 @@ import pytest
 
 from kvstore.address import Address
 from kvstore.format import places
-from kvstore.format.header import Ancestry, expected_block
-from kvstore.node.settings import NodeOptions
+from kvstore.format.header import expected_block
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.events.engines import GROUP, SIZE, Prompt, prompt_of, put_blocks
@@ -68,33 +67,6 @@ def test_a_block_is_told_as_removed_before_its_file_goes(clustered: Cluster, clo
     assert all(clustered.root.stat(clustered.name(each)) is not None for each in gone.addresses)
 
 
-def test_the_blocks_behind_one_that_vanished_are_removed_and_come_back_with_it(
-    clustered: Cluster, clock: Ticking
-) -> None:
-    node, publishing = clustered.node(), Publishing(clustered, clock)
-    blocks = prompt_of(1, 5)
-    put_blocks(node, blocks)
-    publishing.catch_up()
-    clustered.root.remove(clustered.name(blocks.addresses[2]))
-    node.node.forget()
-    publishing.catch_up()
-    assert publishing.index.blocks.keys() == {*blocks.hashes[:2]}
-    put_blocks(node, blocks, range(2, 3))
-    publishing.catch_up()
-    assert publishing.index.blocks == told([blocks])
-
-
-def test_a_block_is_not_told_without_the_one_before_it(clustered: Cluster, clock: Ticking) -> None:
-    node, publishing = clustered.node(), Publishing(clustered, clock)
-    blocks = prompt_of(1, 4)
-    put_blocks(node, blocks, range(1, 4))
-    publishing.catch_up()
-    assert not publishing.index.blocks
-    put_blocks(node, blocks, range(1))
-    publishing.catch_up()
-    assert publishing.index.blocks == told([blocks])
-
-
 def test_a_block_that_comes_again_is_told_as_its_new_file_says(clustered: Cluster, clock: Ticking) -> None:
     node, publishing = clustered.node(), Publishing(clustered, clock)
     blocks = prompt_of(1, 1)
@@ -108,42 +80,6 @@ def test_a_block_that_comes_again_is_told_as_its_new_file_says(clustered: Cluste
     put_blocks(node, blocks)
     publishing.catch_up()
     assert publishing.index.blocks == told([blocks])
-
-
-def test_an_adapter_and_extra_keys_are_told_and_divide_events(clustered: Cluster, clock: Ticking) -> None:
-    node, publishing = clustered.node(), Publishing(clustered, clock)
-    adapted, plain = prompt_of(1, 3, "sql"), prompt_of(1, 3)
-    put_blocks(node, adapted)
-    put_blocks(node, plain)
-    publishing.catch_up()
-    assert publishing.index.blocks == told([adapted, plain])
-    by_name = {event["lora_name"]: event for event in events_of(publishing, "BlockStored")}
-    assert by_name["sql"]["extra_keys"] == [["sql"]] * 3
-    assert by_name[None]["extra_keys"] is None
-
-
-def test_compressed_blocks_are_told_like_others(clustered: Cluster, clock: Ticking) -> None:
-    node, blocks = clustered.node(options=NodeOptions(compress=True)), prompt_of(1, 3)
-    ancestry = Ancestry(0, [each.pack() for each in blocks.descents])
-    assert node.node.put_blocks(SPACE, blocks.keys, [memoryview(bytes(50_000))] * 3, ancestry=ancestry).there.all()
-    assert node.stats()["compressed_saved_bytes"] > 0
-    publishing = Publishing(clustered, clock)
-    publishing.catch_up()
-    assert publishing.index.blocks == told([blocks])
-
-
-def test_a_snapshot_has_blocks_and_parents_first(clustered: Cluster, clock: Ticking) -> None:
-    node = clustered.node()
-    prompts = [prompt_of(seed, 6) for seed in range(4)]
-    for each in prompts:
-        put_blocks(node, each)
-    publishing = Publishing(clustered, clock)
-    publishing.catch_up()
-    stream = list(publishing.speaker.replay(TOPIC, 0))
-    publishing.index.blocks.clear()
-    for batch in stream:
-        publishing.index.apply(batch.seq, batch.payload)
-    assert publishing.index.blocks == told(prompts)
 
 
 WRONG = {
@@ -189,18 +125,6 @@ def test_a_key_that_does_not_give_the_name_of_its_file_is_not_told(clustered: Cl
     assert clustered.root.publish(staged, clustered.name(other.addresses[0]), durable=False)
     publishing.catch_up()
     assert publishing.index.blocks == told([prompt_of(3, 1)])
-
-
-def test_a_block_with_another_adapter_than_its_parent_begins_an_event(clustered: Cluster, clock: Ticking) -> None:
-    node, publishing = clustered.node(), Publishing(clustered, clock)
-    blocks = prompt_of(1, 3).saying(2, extra=b'{"lora_name": "sql"}')
-    put_blocks(node, blocks)
-    publishing.catch_up()
-    found = events_of(publishing, "BlockStored")
-    assert [(each["lora_name"], each["block_hashes"]) for each in found] == [
-        (None, blocks.hashes[:2]),
-        ("sql", blocks.hashes[2:]),
-    ]
 
 
 def test_claims_of_circles_and_of_other_depths_are_not_told(clustered: Cluster, clock: Ticking) -> None:

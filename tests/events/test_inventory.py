@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.events.columns import NO_ROW, U64, Rows, Table
+from kvstore.events.columns import NO_ROW, U64, Rows
 from kvstore.events.inventory import DEAD_MIN, Identities, Inventory
 from tests.kit.cases import for_each
 
@@ -94,15 +94,6 @@ def test_the_differences_add_up_to_what_match_would_find(seed: int) -> None:
         assert set(chunks_of(inventory, inventory.snapshot())) == heard
 
 
-def test_a_chunk_whose_identity_is_unknown_is_not_told() -> None:
-    inventory = Inventory(2)
-    arrive(inventory, [(0, 0)])
-    assert not len(inventory.settle().stored)
-    assert len(inventory.unknown()) == 1
-    learn(inventory, [(0, 0)])
-    assert len(inventory.settle().stored) == 1
-
-
 def test_a_listing_of_a_part_takes_nothing_from_the_other_parts() -> None:
     inventory = Inventory(2)
     chunks = [(chain, 0) for chain in range(200)]
@@ -137,15 +128,3 @@ def test_compacting_forgets_what_is_gone_and_keeps_what_is_told() -> None:
     assert set(chunks_of(inventory, inventory.snapshot())) == before
     inventory.left(numbers([(0, 1)]))
     assert set(chunks_of(inventory, inventory.settle().removed)) == {(0, 1), (0, 2), (0, 3)}
-
-
-def test_the_table_finds_what_was_added_across_merges() -> None:
-    random, table = np.random.default_rng(1), Table()
-    keys = np.unique(random.integers(0, 1 << 63, 30_000, np.uint64))
-    random.shuffle(keys)
-    for start in range(0, len(keys), 1_000):
-        part = keys[start : start + 1_000]
-        table.add(part, np.arange(start, start + len(part), dtype=np.int32))
-    assert (table.find(keys) == np.arange(len(keys))).all()
-    assert (table.find(keys + np.uint64(1 << 63)) == NO_ROW).all()
-    assert len(table.between(0, 1 << 62)) == int((keys <= 1 << 62).sum())

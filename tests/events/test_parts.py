@@ -12,7 +12,6 @@ from kvstore.namespace import Namespace
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.events.engines import Prompt, prompt_of, put_blocks
 from tests.events.test_speaker import TOPIC, Publishing
-from tests.events.test_truth import condemn
 from tests.kit.cases import for_each
 from tests.kit.clusters import Cluster, cluster
 from tests.kit.events import Ticking
@@ -64,18 +63,6 @@ def test_a_block_is_told_once_all_parts_are_there_and_removed_with_the_first_tha
     publishing.catch_up()
     assert publishing.index.blocks.keys() == {*blocks.hashes}
     assert {topic for topic, _ in publishing.sent} == {TOPIC}
-
-
-def test_a_part_that_is_condemned_is_missing(clustered: Cluster, clock: Ticking) -> None:
-    node, publishing, blocks = clustered.node(), Publishing(clustered, clock), parted(1, 2)
-    claim(clustered, *RANKS)
-    for space in RANKS:
-        put_blocks(node, blocks, space=space)
-    publishing.catch_up()
-    assert len(publishing.index.blocks) == 2
-    condemn(clustered, [block_address(RANKS[1], blocks.keys[1])])
-    publishing.speaker.step()
-    assert publishing.index.blocks.keys() == {blocks.hashes[0]}
 
 
 @pytest.mark.parametrize("parts", [2, 4])

@@ -101,18 +101,6 @@ def test_an_index_is_right_again_after_kills_cuts_and_clears(root: Path, etcd: s
                     eventually(lambda: subscriber.hashes <= on_root(root))
 
 
-def test_a_publisher_whose_etcd_does_not_answer_says_so_and_ends(root: Path) -> None:
-    kvstore.open(root, max_bytes=None).close()
-    done = subprocess.run(
-        [*KVSTORE, "events", "--root", str(root), "--etcd", f"127.0.0.1:{free_port()}", "--publish", "tcp://*:0"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (2, "") and "check that etcd runs" in done.stderr, done
-
-
 def test_a_root_of_a_cluster_needs_its_etcd(root: Path, etcd: str) -> None:
     kvstore.open(root, etcd=etcd).close()
     done = subprocess.run(

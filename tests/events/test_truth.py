@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from kvstore.address import Address
-from kvstore.census.selection import ClearOrder
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.events.index import Folders
@@ -18,7 +17,7 @@ from kvstore.format import places
 from kvstore.keyset import ChunkKeys
 from kvstore.meta.keys import Keys, SweepId
 from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.sweeps import EXACT_MAX, Condemned, Members
+from kvstore.meta.sweeps import Condemned
 from kvstore.namespace import Namespace
 from kvstore.node.member import Member
 from kvstore.root.posix import PosixRoot
@@ -38,17 +37,6 @@ def condemn(made: Cluster, victims: list[Address]) -> list[str]:
         meta.put(key, Condemned.of_victims(SweepId(bytes(16)), bytes(16), of_shard).to_bytes())
         put_keys.append(key)
     return put_keys
-
-
-def test_what_is_put_is_told(clustered: Cluster) -> None:
-    node, following = clustered.node(), Following(clustered)
-    following.catch_up()
-    assert not following.heard
-    chains = [prompt(seed, 5) for seed in range(4)]
-    for chain in chains:
-        put(node, chain)
-    following.catch_up()
-    assert following.heard == following.on_root() == addresses(*(chain.addresses for chain in chains))
 
 
 def test_a_removal_is_told_before_the_file_goes(clustered: Cluster) -> None:
@@ -107,16 +95,6 @@ def test_what_comes_while_it_is_condemned_is_not_told(clustered: Cluster) -> Non
     assert following.heard == addresses(chain.addresses)
 
 
-def test_a_filter_condemns_for_events_what_it_condemns_for_nodes() -> None:
-    random = np.random.default_rng(5)
-    victims = [Address(random.bytes(16)) for _ in range(EXACT_MAX + 1)]
-    others = [Address(random.bytes(16)) for _ in range(5_000)]
-    for count in (10, len(victims)):
-        members = Members(Condemned.of_victims(SweepId(bytes(16)), bytes(16), victims[:count]))
-        asked = victims + others
-        assert members.among(b"".join(asked)).tolist() == [each in members for each in asked]
-
-
 def test_a_clear_is_told_before_it_deletes_and_what_it_spares_again(clustered: Cluster) -> None:
     node, following = clustered.node(), Following(clustered)
     gone, pinned = prompt(1, 4), prompt(2, 4)
@@ -160,16 +138,6 @@ def test_a_damaged_chunk_is_taken_back_once_it_is_set_aside(clustered: Cluster) 
     put(node, chain)
     following.catch_up()
     assert following.heard == addresses(chain.addresses)
-
-
-def test_a_file_that_is_not_what_its_name_says_is_never_told(clustered: Cluster) -> None:
-    node, following = clustered.node(), Following(clustered)
-    chain = prompt(1, 2)
-    put(node, chain)
-    wrong = Address(bytes([chain.addresses[0][0]]) + bytes(15))
-    clustered.root.move(clustered.name(chain.addresses[0]), clustered.name(wrong))
-    following.catch_up()
-    assert not following.heard
 
 
 def test_only_wanted_namespaces_are_told(clustered: Cluster) -> None:
@@ -278,36 +246,3 @@ def _damage(made: Cluster, address: Address) -> None:
     content[-1] ^= 1
     root.stage(staged, [memoryview(content)], stamp_ns=seen.stat.mtime_ns, durable=False)
     root.publish(staged, name, durable=False)
-
-
-def test_listings_take_their_share_of_the_time_and_no_more() -> None:
-    folders, now_s, spent_s = Folders(1_000, EventLimits(list_share=0.25)), 0.0, 0.0
-    while (due := folders.due(now_s)) is not None:
-        folders.listed(due, 7, now_s, now_s)
-    folders.due(now_s)
-    for step in range(1_000):
-        now_s += 0.1
-        for shard in range(1_000):
-            folders.looked(shard, 8 + step, now_s)
-        for _ in range(100):
-            if (due := folders.due(now_s)) is not None:
-                folders.listed(due, 8 + step, now_s, now_s + 0.01)
-                now_s, spent_s = now_s + 0.01, spent_s + 0.01
-    assert 0.23 < spent_s / now_s < 0.27
-
-
-def test_what_a_clear_spares_is_told_again_where_it_deleted_nothing(tmp_root: Path) -> None:
-    with cluster(PosixRoot(str(tmp_root)), shard_bits=8) as made:
-        node, following = made.node(), Following(made)
-        chain = prompt(1, 4)
-        put(node, chain)
-        Store(LocalPort(node)).namespace(SPACE.name, TINY).pin(chain.tokens, ttl=3600)
-        following.catch_up()
-        order = ClearOrder(frozenset({SPACE.id}), None, 0.0, 0.0, 0.0, 0.0).to_json()
-        key = Keys(made.identity.root).barrier(bytes(16))
-        MemoryMeta(made.store).put(key, order)
-        following.catch_up()
-        assert not following.heard
-        MemoryMeta(made.store).delete(key)
-        following.catch_up()
-        assert following.heard == following.on_root() == addresses(chain.addresses)

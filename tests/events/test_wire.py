@@ -6,7 +6,7 @@ import numpy as np
 
 from kvstore.events import stream
 from kvstore.events.inventory import Identities, Inventory
-from kvstore.events.stream import Naming
+from kvstore.events.stream import MEDIUM
 
 EXPECTED = (
     "93cb3ff80000000000009381a474797065b0416c6c426c6f636b73436c656172656483a474797065ac426c6f636b52656d6f766564ac626c6f"
@@ -28,16 +28,7 @@ def test_a_batch_has_the_bytes_that_vllm_sends() -> None:
     rows = inventory.settle().stored
     events = [
         stream.cleared(),
-        *next(stream.removed(inventory, rows[:1], Naming(), 9)),
-        *next(stream.stored(inventory, rows[1:], Naming(), 9)),
+        *next(stream.removed(inventory, rows[:1], MEDIUM, 9)),
+        *next(stream.stored(inventory, rows[1:], MEDIUM, 9)),
     ]
     assert stream.encoded(events, 1.5).hex() == EXPECTED
-
-
-def test_whole_hashes_are_the_bytes_of_addresses() -> None:
-    inventory = Inventory(1)
-    first, last = np.array([1], np.uint64), np.array([2], np.uint64)
-    inventory.arrived(first, last)
-    inventory.learn(Identities(first, last, last, last, np.zeros(1, np.uint32), np.zeros((1, 1), np.uint32)))
-    hashes = Naming(whole_hashes=True).hashes(inventory, inventory.settle().stored)
-    assert hashes == [(1).to_bytes(8, "big") + (2).to_bytes(8, "big")]

@@ -17,7 +17,8 @@ def bounded_to(size_bytes: int) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
+    from kvstore.cli.options import BOUND
     from kvstore_gc.__main__ import main
 
-    with patch("kvstore_gc.cli.BOUND_BYTES_MIN", 0), patch("kvstore.cli.options.BOUND_BYTES_MIN", 0):
+    with patch("kvstore_gc.cli.BOUND_BYTES_MIN", 0), patch.object(BOUND, "least", 0):
         main()

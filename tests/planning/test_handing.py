@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstore.planning import Group, Handing, Prompts, make_plan
-from tests.kit.cases import for_each
 from tests.planning.brute import common
 
 ATTEMPTS = 3
@@ -34,18 +32,6 @@ def test_groups_go_out_in_order_and_a_returned_one_first() -> None:
     assert given_out.is_over and not given_out.failed
 
 
-def test_what_does_not_fit_into_memory_waits() -> None:
-    given_out = handing(60, 30, 30, 200, memory=100)
-    assert [given_out.take(), given_out.take(), given_out.take()] == [0, 1, None]
-    assert given_out.ahead(3) == []
-    given_out.done(0)
-    assert given_out.take() == 2
-    given_out.done(1)
-    assert given_out.take() is None
-    given_out.done(2)
-    assert given_out.take() == 3, "alone, a group may be larger than memory"
-
-
 def test_a_group_that_is_given_back_too_often_has_failed() -> None:
     given_out = handing(1, 1)
     for _ in range(ATTEMPTS):
@@ -55,12 +41,6 @@ def test_a_group_that_is_given_back_too_often_has_failed() -> None:
     assert given_out.take() == 1
     given_out.done(1)
     assert given_out.is_over
-
-
-@for_each("twice", ["done", "give_back"])
-def test_a_group_that_is_not_taken_cannot_end(twice: str) -> None:
-    with pytest.raises(AssertionError, match="waiting, and not taken"):
-        getattr(handing(1), twice)(0)
 
 
 @given(st.lists(st.lists(st.sampled_from([0, 0, 1]), min_size=1, max_size=6), min_size=1, max_size=7), st.data())

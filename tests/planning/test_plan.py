@@ -72,13 +72,6 @@ def test_members_share_their_prefix_and_the_store_holds_what_is_said(batch: Batc
         assert group.stored_tokens == min(group.prefix_tokens, stored[0])
 
 
-def test_prompts_that_decode_more_go_first_and_the_saving_stays() -> None:
-    prompts = [[family, family, own] for family in (1, 2, 3) for own in (7, 8, 9)]
-    plan = planned(Batch(prompts, []), decode=[0, 0, 0, 50, 50, 50, 9, 9, 9])
-    assert [prompts[group.members[0]][0] for group in plan.groups] == [2, 3, 1]
-    assert plan.tokens_to_compute == plan.tokens_optimum
-
-
 def test_a_group_stays_together_around_the_groups_inside_of_it() -> None:
     prompts = [[1, 1, at] for at in range(3)] + [[1, 1, 9, 9, 9, 9, at] for at in range(3)] + [[1, 1, 20]]
     plan = planned(Batch(prompts, []))
@@ -92,11 +85,6 @@ def test_names_of_blocks_plan_as_their_tokens_do() -> None:
     assert (plan.tokens_total, plan.tokens_to_compute) == (154, 154 - 32 - 32)
     assert plan.groups[0].prefix_tokens == 32
     assert plan.rest.part_blocks == 0
-
-
-def test_blocks_of_parts_of_chunks_are_refused_with_a_store() -> None:
-    with pytest.raises(InvalidRequest, match="blocks of 3 tokens: expected a multiple of the store's 2"):
-        planned(Batch([[1]], [], block=3, chunk=2))
 
 
 def test_what_is_shared_is_asked_once() -> None:

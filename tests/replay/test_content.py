@@ -34,14 +34,6 @@ def test_kv_of_a_block_depends_on_all_blocks_before_it() -> None:
     assert np.array_equal(kv(5, 9, 11)[:, :2], one)
 
 
-def test_shaped_is_what_the_layout_demands() -> None:
-    shaped = CONTENT.shaped(kv(1, 2, 3))
-    assert shaped.shape == CONTENT.layout.shape(3 * BLOCK_TOKENS)
-    assert shaped.dtype == CONTENT.layout.numpy_dtype
-    # A chunk's section is one run of bytes at the chunk's place along tokens.
-    assert np.array_equal(shaped[1, 0, BLOCK_TOKENS : 2 * BLOCK_TOKENS].reshape(-1).view(np.uint64), kv(1, 2, 3)[2, 1])
-
-
 @for_each("place", [0, 40_000, 4 * 40 * 1024 * 8 - 1])
 def test_one_flipped_bit_anywhere_is_one_wrong_byte(place: int) -> None:
     seeds = CONTENT.seeds(request(*range(40)))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import kvstore
-from kvstore.cli.security_options import ServerAccess
+from kvstore.cli.access import ServerAccess
 from kvstore.client.bulk.links import Bulk
 from kvstore.errors import InvalidRequest, PermissionDenied
 from kvstore.node.opening import open_member

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.segments import finding
-from kvstore.segments.finding import Index, Match, Search, windows
+from kvstore.segments.finding import Index, Match, Search
 from tests.segments.stored import Stored
 
 SIZE = 4
@@ -59,12 +58,6 @@ def test_s8_a_segment_that_the_prompt_leaves_gives_way_to_the_next() -> None:
     assert [(match.start, match.end) for match in stored.anywhere(prompt)] == [(1, 9), (10, 18)]
 
 
-def test_s7_a_window_whose_hash_is_known_is_not_found_unless_its_tokens_are_stored() -> None:
-    stored, tokens = Stored(SIZE), np.arange(12, dtype=np.uint32)
-    stored.index.add(windows(tokens[2:6], SIZE), np.array([1]))
-    assert stored.anywhere(tokens) == [] and stored.questions == 1
-
-
 @given(st.lists(st.integers(0, 50), unique=True, max_size=8).map(sorted), st.integers(0, 50))
 def test_s8_given_boundaries_are_looked_up_as_they_are(starts: list[int], after: int) -> None:
     tokens = np.arange(50, dtype=np.uint32)
@@ -97,36 +90,6 @@ def test_s10_the_index_is_bounded_and_keeps_what_was_used_last() -> None:
         index.add(np.array([1], np.uint64), np.array([number]))
     assert len(index) == 4
     assert index.lengths(np.arange(7, dtype=np.uint64)).tolist() == [0, 5, 0, 1, 1, 1, 0]
-
-
-def test_s10_a_search_learns_what_it_found_and_keeps_it() -> None:
-    """Boundaries teach the index; a search at any offset renews what it finds."""
-    stored, tokens = Stored(SIZE, [list(range(12))]), np.concatenate([[90, 91], np.arange(12)]).astype(np.uint32)
-    stored.index = Index(0)
-    assert stored.anywhere(tokens) == []
-    assert [len(match) for match in stored.find(tokens, [0, 2])] == [12]
-    for number in range(1, 4):
-        stored.index.add(np.array([number], np.uint64), np.array([1]))
-    assert [(match.start, match.end) for match in stored.find(tokens)] == [(2, 14)]
-    stored.index.add(np.array([4], np.uint64), np.array([1]))
-    assert [(match.start, match.end) for match in stored.find(tokens)] == [(2, 14)]
-
-
-def test_s8_a_prompt_longer_than_a_block_is_searched_at_every_offset(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored, rng = Stored(SIZE), np.random.default_rng(0)
-    tokens = rng.integers(0, 2, 200).astype(np.uint32)
-    for start in (0, 6, 7, 33, 190):
-        stored.put(tokens[start : start + SIZE])
-    whole = stored.anywhere(tokens, 3)
-    monkeypatch.setattr(finding, "BLOCK", 7)
-    assert stored.anywhere(tokens, 3) == whole
-    assert [(match.start, match.end) for match in whole] == stored.brute(tokens, 3)
-
-
-def test_s6_ranges_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finding, "MATCHES_MAX", 3)
-    stored = Stored(SIZE, [[1] * SIZE])
-    assert [match.start for match in stored.anywhere(np.ones(50, np.uint32))] == [0, 4, 8]
 
 
 def test_s3_a_segment_that_was_not_found_whole_is_computed_from_its_first_token() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from kvstore.errors import Unavailable
 from kvstore.segments.finding import windows
-from kvstore.segments.log import HOUR_S, HOURS, LATE_S, LOOK_S, RECORDS, STRIDE, Log
+from kvstore.segments.log import HOUR_S, HOURS, LOOK_S, STRIDE, Log
 from tests.kit.cases import for_each
 
 SIZE = 4
@@ -102,16 +101,6 @@ def test_segments_of_another_process_are_known_after_a_look() -> None:
     assert known(reader, range(1, 5)) == [1, 2, 3]
 
 
-def test_a_segment_that_is_known_is_recorded_once() -> None:
-    blocks: Any = Blocks()
-    log = Log(Clock())
-    add(log, blocks, 1, 1, 1)
-    add(followed(blocks, Clock()), blocks, 1)
-    assert len(blocks.stored) == 1
-    log.add(blocks, text(1), 7)
-    assert len(blocks.stored) == 2, "it has become longer"
-
-
 @for_each("others", [1, 5, 100])
 def test_writers_that_race_lose_no_record(others: int) -> None:
     blocks: Any = Blocks()
@@ -119,17 +108,6 @@ def test_writers_that_race_lose_no_record(others: int) -> None:
     blocks.before_put = lambda: add(two, blocks, *range(1, others + 1))
     add(one, blocks, 1000)
     assert sorted(known(followed(blocks, Clock()), [*range(1, others + 1), 1000])) == [*range(1, others + 1), 1000]
-
-
-def test_threads_that_add_at_once_lose_no_record() -> None:
-    blocks: Any = Blocks()
-    log, numbers = Log(Clock()), range(1, 101)
-    threads = [threading.Thread(target=add, args=(log, blocks, *numbers[start::4])) for start in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert known(followed(blocks, Clock()), numbers) == [*numbers]
 
 
 def test_a_process_that_begins_late_reads_few_blocks() -> None:
@@ -140,22 +118,6 @@ def test_a_process_that_begins_late_reads_few_blocks() -> None:
     blocks.read_count = 0
     assert len(known(followed(blocks, Clock()), range(1, count + 1))) == count
     assert blocks.read_count <= count / STRIDE + 60
-
-
-def test_a_process_that_begins_after_earlier_logs_were_evicted_shares_the_newest() -> None:
-    blocks: Any = Blocks()
-    old = Log(Clock())
-    add(old, blocks, *range(1, 51))
-    blocks.stored.clear()
-    clock = Clock(START_S + HOUR_S)
-    old._clock = clock
-    add(old, blocks, 100)
-    new = followed(blocks, clock)
-    assert known(new, [1, 100]) == [100]
-    add(new, blocks, 101)
-    clock.at_s += LOOK_S
-    old.follow(blocks)
-    assert known(old, [101]) == [101]
 
 
 def test_lost_blocks_cost_no_record_that_a_later_one_repeats() -> None:
@@ -175,23 +137,6 @@ def test_a_process_begins_with_the_logs_of_some_hours(hours: int, found: bool) -
     blocks: Any = Blocks()
     add(Log(Clock()), blocks, 1)
     assert bool(known(followed(blocks, Clock(START_S + hours * HOUR_S)), [1])) is found
-
-
-def test_a_record_of_a_clock_that_is_late_is_known() -> None:
-    blocks: Any = Blocks()
-    turn_s = 1001 * HOUR_S
-    clock, late = Clock(turn_s + LATE_S / 2), Log(Clock(turn_s - 1))
-    reader = followed(blocks, clock)
-    add(late, blocks, 1)
-    clock.at_s += LOOK_S
-    reader.follow(blocks)
-    assert known(reader, [1]) == [1]
-
-
-def test_blocks_have_room_for_the_newest_records() -> None:
-    blocks: Any = Blocks()
-    add(Log(Clock()), blocks, *range(1, 2 * RECORDS))
-    assert {len(image) for image in blocks.stored.values()} == {12 * RECORDS}
 
 
 def test_a_store_that_does_not_answer_costs_no_error() -> None:

@@ -20,12 +20,11 @@ from kvstore import Layout
 from kvstore.address import block_address
 from kvstore.client import Cache, Store
 from kvstore.client.local import LocalPort
-from kvstore.errors import HoldBroken, InvalidRequest, Unavailable
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format import places
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.segments import Bounds, Match, Measured, Rope, Rule, Segments, Verdict, gate, rotate
 from kvstore.segments.segments import CLOSINGS, VERDICTS_MAX, _key
-from kvstore.writes import WriteMode
 from tests.kit import faulty_root as faulty
 from tests.kit.cases import for_each
 from tests.kit.faulty_root import FaultyRoot, Flipped
@@ -105,13 +104,6 @@ def test_s12_segments_are_read_into_their_places_with_rotated_keys(store: Store)
         assert out.tobytes() == expected.tobytes()
 
 
-def test_s8_what_begins_before_the_exact_prefix_ends_is_not_found(store: Store) -> None:
-    segments = segments_of(store)
-    segments.put(DOCUMENTS[0], kv_of(DOCUMENTS[0]))
-    prompt, starts = prompt_of(SYSTEM, DOCUMENTS[0], QUESTION)
-    assert segments.find(prompt, starts, after=12) == segments.find(prompt, after=12) == []
-
-
 def test_s9_what_is_missing_is_found_once_it_was_put(store: Store) -> None:
     segments = segments_of(store)
     prompt, starts = prompt_of(SYSTEM, DOCUMENTS[0], DOCUMENTS[1])
@@ -159,13 +151,6 @@ def test_s10_segments_of_another_process_are_found_at_any_offset() -> None:
         eventually(lambda: [len(match) for match in segments_of(other).find(prompt)] == [24, 24], "the log is read")
 
 
-def test_s10_segments_of_another_client_are_found_by_each_path(store: Store, root: FaultyRoot) -> None:
-    with Store(LocalPort(member_on(root))) as other:
-        segments_of(other).put(DOCUMENTS[0], kv_of(DOCUMENTS[0]), write=WriteMode.THROUGH)
-        prompt, _ = prompt_of(SYSTEM, *DOCUMENTS)
-        assert segments_of(store).find(prompt) == [Match(11, 35, prompt[11:35])]
-
-
 # Apart from exact chains
 
 
@@ -188,13 +173,6 @@ def test_s2_models_rope_settings_and_exact_chains_share_nothing(store: Store) ->
         assert other.find(document, [0]) == []
 
 
-def test_s2_the_namespace_says_what_it_holds(local: Store) -> None:
-    namespace = segments_of(local).namespace
-    attributes = dict(namespace.attributes)
-    assert attributes.pop("base") == cache_of(local).namespace.digest.hex()
-    assert attributes == {"kv": "segment", "keys": "unrotated", "context": "bos", "rope": ROPE.digest}
-
-
 @for_each("kind", ("segment", "verdict"))
 def test_s5_a_namespace_of_segments_opens_only_through_a_model(store: Store, kind: str) -> None:
     with pytest.raises(InvalidRequest, match=r"use cache.segments\(rope\)"):
@@ -206,16 +184,6 @@ def test_s5_layouts_whose_keys_cannot_be_rotated_are_refused(local: Store) -> No
         local.namespace("q", replace(LAYOUT, dtype="int8")).segments(ROPE)
     with pytest.raises(InvalidRequest, match="a head of this layout has 8"):
         cache_of(local).segments(Rope(10_000.0, 16))
-
-
-def test_s13_segments_are_no_hits(store: Store) -> None:
-    segments = segments_of(store)
-    segments.put(DOCUMENTS[0], kv_of(DOCUMENTS[0]))
-    matches = segments.find(DOCUMENTS[0], [0])
-    with segments.hold(matches) as held:
-        held.read_into(np.empty(LAYOUT.shape(24), np.float32), verdict_for(segments))
-    stats = store.stats()
-    assert (stats["tokens_asked"], stats["tokens_matched"]) == (0, 0)
 
 
 # Damage
@@ -238,24 +206,6 @@ def test_s12_a_damaged_chunk_ends_its_range_and_no_other(root: FaultyRoot, local
         kv = kv_of(document)[:, :, : len(match)]
         assert out[:, 1, match.start : match.end].tobytes() == kv[:, 1].tobytes()
         assert out[:, 0, match.start : match.end].tobytes() == rotate(ROPE, kv[:, 0], match.start).tobytes()
-
-
-def test_s12_nothing_is_read_under_a_hold_that_was_lost(store: Store) -> None:
-    segments, document = segments_of(store), DOCUMENTS[0]
-    segments.put(document, kv_of(document))
-    with segments.hold(segments.find(document, [0])) as held:
-        held._holds[0].release()
-        with pytest.raises(HoldBroken, match="match again"):
-            held.read_into(np.empty(LAYOUT.shape(24), np.float32), verdict_for(segments))
-
-
-def test_s12_nothing_is_read_under_a_hold_that_was_released(store: Store) -> None:
-    segments, document = segments_of(store), DOCUMENTS[0]
-    segments.put(document, kv_of(document))
-    with segments.hold(segments.find(document, [0])) as held:
-        pass
-    with pytest.raises(HoldBroken, match="released"):
-        held.read_into(np.empty(LAYOUT.shape(24), np.float32), verdict_for(segments))
 
 
 def test_s12_a_read_that_fails_returns_once_no_other_writes(local: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,24 +348,6 @@ def test_wrong_arguments_are_refused(local: Store) -> None:
             segments.find(document, odd)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=r"expected kvstore.segments.Rope"):
         cache_of(local).segments("rope")  # type: ignore[arg-type]
-
-
-def test_a_folder_keeps_segments_and_verdicts(tmp_path: Path) -> None:
-    document = DOCUMENTS[0]
-    with kvstore.open(tmp_path) as store:
-        segments = segments_of(store)
-        segments.put(document, kv_of(document))
-        segments.record(verdict_for(segments))
-    with kvstore.open(tmp_path) as store:
-        segments = segments_of(store)
-        prompt, verdict = np.concatenate([SYSTEM, document]), segments.verdict()
-        eventually(lambda: segments.find(prompt), "the folder is listed")
-        matches = segments.find(prompt)
-        assert verdict is not None and [len(match) for match in matches] == [24]
-        out = np.zeros(LAYOUT.shape(40), np.float32)
-        with segments.hold(matches) as held:
-            assert held.read_into(out, verdict) == matches
-        assert out[:, 1, 11:35].tobytes() == kv_of(document)[:, 1, :24].tobytes()
 
 
 def test_the_asyncio_twin_does_the_same(tmp_path: Path) -> None:

@@ -74,38 +74,6 @@ def test_no_file_names_this_machine_or_a_package_index() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize(
-    ("line", "named"),
-    [
-        ("see /build/clone/kvstore/address.py", True),
-        ("see /build/notes", True),
-        ("/home/somebody/.config", True),
-        ("cd /build/clone", True),
-        ("file:///home/somebody/root", True),
-        ("import proto/build/clone", False),
-        ("/builder/clone", False),
-        ("/build/clones", True),
-        ("/home/somebodyelse/x", False),
-        ("the user /home/somebody", False),
-    ],
-)
-def test_a_workplace_path_is_recognised(line: str, named: bool) -> None:
-    assert bool(workplace_paths(Path("/build/clone"), Path("/home/somebody")).search(line)) == named
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "https://files.python" + "hosted.org/packages/x",
-        "-i https://py" + "pi.org/simple",
-        "--index-" + "url x",
-        "http://mir" + "ror.example/simple",
-    ],
-)
-def test_a_package_index_is_recognised(line: str) -> None:
-    assert REGISTRY.search(line)
-
-
 def test_every_locked_version_has_a_hash() -> None:
     for path in [ROOT / "requirements.lock", *(ROOT / ".ci").glob("*.lock")]:
         lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]

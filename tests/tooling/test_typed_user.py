@@ -104,14 +104,6 @@ def test_every_typo_is_found(checker: str, tmp_path: Path) -> None:
     assert found.keys() == wrong, found
 
 
-@pytest.mark.slow
-def test_the_guide_is_right_of_workers_that_are_dead(checker: str, tmp_path: Path) -> None:
-    """Its example runs with workers that live: what ``health`` has of the others is known to a type checker alone."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "guide.md").read_text(), re.MULTILINE | re.DOTALL)
-    (steering,) = (block for block in blocks if "control.health()" in block)
-    assert complaints(checker, steering, tmp_path) == {}
-
-
 def test_type_checkers_and_programs_see_the_same_names() -> None:
     (seen,) = (
         node
@@ -136,22 +128,3 @@ def test_type_checkers_and_programs_see_the_same_names() -> None:
 def test_importing_the_package_imports_little(program: str, absent: set[str]) -> None:
     program = f"import sys, kvstore; {program}; assert not {absent} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", program], timeout=PATIENCE_S, check=True)
-
-
-def test_help_names_what_a_user_needs() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", "import kvstore; help(kvstore)"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=True,
-    )
-    for said in (
-        "store.namespace(",
-        "class Store(",
-        "class Cache(",
-        "class PutResult(",
-        "open(root:",
-        "connect(*workers:",
-    ):
-        assert said in ended.stdout, said

@@ -82,12 +82,6 @@ def test_generated_stubs_run_on_every_grpc_in_the_declared_range(name: str) -> N
         assert lowest(requirement) >= generator_of_stubs()
 
 
-def test_the_pinned_generator_wrote_the_generated_code() -> None:
-    lock = (ROOT / ".ci" / "proto.lock").read_text()
-    assert f"grpcio-tools=={generator_of_stubs()} " in lock
-    assert f"protobuf=={generator_of_messages()} " in lock
-
-
 def test_the_lock_satisfies_every_declared_range() -> None:
     locked = dict(re.findall(r"^([a-z0-9-]+)==([^\s;]+)", (ROOT / "requirements.lock").read_text(), re.MULTILINE))
     groups = [PROJECT["project"]["dependencies"], PROJECT["dependency-groups"]["dev"]]

@@ -14,7 +14,7 @@ import pytest
 
 import kvstore
 from kvstore import tracing
-from kvstore.cli.tracing import start_tracing
+from kvstore.cli.worker import start_tracing
 from kvstore.sources import SystemClock
 from kvstore_gc.metrics import Metrics, write
 from kvstore_gc.summary import Summary

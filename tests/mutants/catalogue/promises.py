@@ -69,7 +69,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "events-topics-mix",
         "EVENTS S2: topics keep tenants apart",
-        at(f"{EVENTS}.opening:Told", "topic", giving("kv-events")),
+        at(f"{EVENTS}.publisher:Told", "topic", giving("kv-events")),
         SPEAKER,
     ),
     mutant(
@@ -87,13 +87,13 @@ MUTANTS: list[Mutant] = [
     mutant(
         "events-two-speakers",
         "EVENTS F1: one publisher speaks",
-        at(f"{EVENTS}.fence:Fence", "term", lambda real, self: real(self) or 1),
+        at(f"{EVENTS}.publisher:Fence", "term", lambda real, self: real(self) or 1),
         SPEAKER,
     ),
     mutant(
         "events-question-of-any-tenant",
         "EVENTS 7: an answer is of one tenant",
-        at(f"{EVENTS}.query:Answers", "answer", lambda real, self, question: real(self, replace(question, tenant=""))),
+        at(f"{EVENTS}.http:Answers", "answer", lambda real, self, question: real(self, replace(question, tenant=""))),
         "events/test_query.py",
     ),
     mutant(

@@ -1,4 +1,4 @@
-"""``kvstore fsck``: checks a root against its format, repairs it, makes an etcd the root's."""
+"""``kvstore fsck`` and ``check-root``: check a root against its format and repair it; check a mount."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstore.cli.access import EtcdAccess, RootPlace, etcd_options, root_option
+from kvstore.cli.access import EtcdAccess, RootOptions, RootPlace, etcd_options, root_option, root_options_option
 from kvstore.cli.app import Command, check_failed
-from kvstore.cli.ops import CANCEL_S, follow
-from kvstore.cli.options import SIZE, flag, json_option, option, takes
-from kvstore.cli.output import print_json
-from kvstore.cli.selectors import identified
+from kvstore.cli.options import FOLDER, SIZE, flag, json_option, option, takes
+from kvstore.cli.output import CANCEL_S, follow, print_json, print_rows, progress_bar
+from kvstore.cli.selectors import identified, open_existing
 from kvstore.errors import InvalidRequest, RootMismatch
 from kvstore.meta.cluster import difference, read_generation
 from kvstore.operations import OperationRun, Operations
@@ -32,7 +31,7 @@ TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class Checks:
     """The options of a check."""
 
     repair: bool = flag("--repair", help="Repair problems; the root may be in use.")
@@ -43,10 +42,10 @@ class _Wanted:
 
 @click.command(cls=Command, short_help="Check every file of a root, and repair it.")
 @root_option
-@takes("wanted", _Wanted)
+@takes("checks", Checks)
 @etcd_options
 @json_option
-def fsck(root: RootPlace, wanted: _Wanted, etcd: EtcdAccess | None, as_json: bool) -> None:
+def fsck(root: RootPlace, checks: Checks, etcd: EtcdAccess | None, as_json: bool) -> None:
     """Check every file of ROOT, beside a store that goes on working.
 
     A damaged chunk is a miss for readers; a check finds it earlier. With --repair damaged chunks go to quarantine, are
@@ -71,26 +70,26 @@ def fsck(root: RootPlace, wanted: _Wanted, etcd: EtcdAccess | None, as_json: boo
       kvstore fsck /mnt/kv --repair --etcd 10.0.0.5:2379 --rate 200MiB
       kvstore fsck /mnt/kv --adopt --etcd 10.0.0.5:2379
     """
-    if wanted.rate is not None and wanted.rate < 1:
+    if checks.rate is not None and checks.rate < 1:
         raise InvalidRequest("--rate is 0: give how much to read a second, such as 200MiB")
     with identified(root.url, root.options.read()) as (opened, identity):
         # Before the check, which may take hours on a root whose nodes refuse pins until they have a generation again.
-        adopted = _adopt(opened, identity, etcd) if wanted.adopt else None
+        adopted = _adopt(opened, identity, etcd) if checks.adopt else None
         if adopted is not None and not as_json:
             _print_adopted(adopted)
-        astray = _astray(opened, identity, etcd)
-        if astray is not None and not as_json:
-            print(shown(f"metadata        {astray}"), flush=True)
-        report = _check(opened, identity, wanted, etcd, as_json)
+        lost = _metadata_loss(opened, identity, etcd)
+        if lost is not None and not as_json:
+            print(shown(f"metadata        {lost}"), flush=True)
+        report = _check(opened, identity, checks, etcd, as_json)
     if as_json:
-        print_json({**_json(identity, report, adopted), "metadata": astray})
+        print_json({**_json(identity, report, adopted), "metadata": lost})
     else:
-        _print(report, astray is not None)
-    if not report.is_clean or astray is not None or (adopted and adopted.refused):
+        _print(report, lost is not None)
+    if not report.is_clean or lost is not None or (adopted and adopted.refused):
         check_failed()
 
 
-def _astray(root: Root, identity: RootIdentity, etcd: EtcdAccess | None) -> str | None:
+def _metadata_loss(root: Root, identity: RootIdentity, etcd: EtcdAccess | None) -> str | None:
     """Returns why the metadata are not those of the root, with what to do; None if they are, or if it has none.
 
     Makes no file. Raises the errors of etcd.
@@ -115,7 +114,7 @@ def _difference(root: Root, keys: Keys, meta: Meta) -> str | None:
     return None if on_root is None or on_root == in_meta else difference(on_root, in_meta)
 
 
-def _check(root: Root, identity: RootIdentity, wanted: _Wanted, etcd: EtcdAccess | None, as_json: bool) -> Report:
+def _check(root: Root, identity: RootIdentity, checks: Checks, etcd: EtcdAccess | None, as_json: bool) -> Report:
     from kvstore.client.operation import Operation
     from kvstore.fsck import Options
     from kvstore.fsck import fsck as check
@@ -125,24 +124,16 @@ def _check(root: Root, identity: RootIdentity, wanted: _Wanted, etcd: EtcdAccess
             _show(finding)
 
     options = Options(
-        repair=wanted.repair,
-        verify_payload=not wanted.quick,
+        repair=checks.repair,
+        verify_payload=not checks.quick,
         live_sessions=_live_sessions(etcd, identity) if etcd else None,
-        bytes_per_s=wanted.rate,
+        bytes_per_s=checks.rate,
     )
-    found: list[Report] = []
     shards = 1 << identity.shard_bits
+    reports: list[Report] = []
 
     def work(run: OperationRun) -> str:
-        found.append(
-            check(
-                root,
-                identity,
-                options,
-                found=show,
-                progress=lambda shards_done: run.progress(shards_done, shards),
-            )
-        )
+        reports.append(check(root, identity, options, found=show, progress=lambda done: run.progress(done, shards)))
         return ""
 
     operations = Operations(SystemClock(), RandomIds())
@@ -150,7 +141,7 @@ def _check(root: Root, identity: RootIdentity, wanted: _Wanted, etcd: EtcdAccess
         follow(Operation(operations.begin("fsck", work, about=root.url, unit="shards")))
     finally:
         operations.close(CANCEL_S)
-    return found[0]
+    return reports[0]
 
 
 def _live_sessions(etcd: EtcdAccess, identity: RootIdentity) -> Set[bytes]:
@@ -195,7 +186,7 @@ def _show(finding: Finding) -> None:
     print(shown(f"{finding.kind.value:15} {finding.name}{': ' if finding.detail else ''}{finding.detail}{done}"))
 
 
-def _print(report: Report, is_astray: bool) -> None:
+def _print(report: Report, is_lost: bool) -> None:
     housekeeping = [each for each in report.findings if each.is_housekeeping]
     if housekeeping:
         print("housekeeping (not damage):")
@@ -203,7 +194,7 @@ def _print(report: Report, is_astray: bool) -> None:
         _show(finding)
     if report.housekeeping_count > len(housekeeping):
         print(f"and {report.housekeeping_count - len(housekeeping)} more")
-    problems, left = report.problems_count + is_astray, report.unrepaired_count + is_astray
+    problems, left = report.problems_count + is_lost, report.unrepaired_count + is_lost
     print(
         f"{report.chunks_count} whole chunks, {size(report.chunks_bytes)}; {problems} problem{'s' * (problems != 1)}, "
         f"{left} not repaired; {report.housekeeping_count} of housekeeping"
@@ -238,3 +229,34 @@ def _json(identity: RootIdentity, report: Report, adopted: Adopted | None) -> di
         "findings_truncated": report.is_truncated,
         "adopted": asdict(adopted) if adopted else None,
     }
+
+
+@click.command("check-root", cls=Command, short_help="Test a mount for what the store relies on.")
+@click.argument("root", metavar="ROOT", envvar="KVSTORE_ROOT", type=FOLDER)
+@click.argument("second", metavar="[SECOND_MOUNT]", required=False, type=FOLDER)
+@root_options_option
+@json_option
+def check_root(root: str, second: str | None, options: RootOptions, as_json: bool) -> None:
+    """Test whether ROOT does what the store relies on, and name what does not hold.
+
+    Writes a few MiB to a scratch folder and removes it. With SECOND_MOUNT, another mount of the same file system on
+    this host, it also tests that each mount sees the other's writes.
+
+    Exit codes: 0 everything holds, 1 something does not, 2 could not run.
+
+    \b
+    Examples:
+      kvstore check-root /mnt/kv
+      kvstore check-root /mnt/kv /mnt/kv-again --json
+    """
+    from kvstore.root.check import check_root as check
+    from kvstore.root.check import is_sound
+
+    with closing(open_existing(root, options.read())) as opened, progress_bar("probes", None) as moved:
+        probes = check(opened, second=second, progress=lambda probe: moved(1))
+    sound = is_sound(probes)
+    rows = [asdict(each) for each in probes]
+    columns = ("name", "ok", "detail", "consequence")
+    print_rows("probes", rows, columns, as_json, root=opened.url, sound=sound)
+    if not sound:
+        check_failed()

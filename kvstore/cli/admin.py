@@ -1,4 +1,4 @@
-"""``kvstore drain``, ``limits`` and ``health``: calls to the control service of workers."""
+"""``kvstore stats``, ``health``, ``limits``, ``drain`` and ``ops``: about running workers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,52 @@ import click
 from kvstore.cli.access import Access, access_options
 from kvstore.cli.app import COULD_NOT_RUN, Command, check_failed
 from kvstore.cli.options import DURATION, json_option, worker_option
-from kvstore.cli.output import print_json, print_table
+from kvstore.cli.output import operation_values, print_json, print_rows, print_table, print_values
+from kvstore.cli.selectors import identified
+from kvstore.counts import GROWING, NODE_GAUGES, WORKER_GAUGES, ClientCount, NodeCount, WorkerCount
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.results import LimitValue
 from kvstore.text import shown, size
+
+
+@click.command(cls=Command, short_help="What the workers did; how full a root is.")
+@access_options
+@click.option("--all", "is_full", is_flag=True, help="Print the counters that are 0 too.")
+@json_option
+def stats(access: Access, is_full: bool, as_json: bool) -> None:
+    """Print the summed counters of the workers behind --connect or --etcd since they started.
+
+    With --root alone, print the root's id and how full its file system is.
+
+    \b
+    Examples:
+      kvstore stats --connect 10.0.0.7:7070
+      kvstore stats --etcd 10.0.0.5:2379 --json
+      kvstore stats --root /mnt/kv
+    """
+    if access.root is not None and access.etcd is None:
+        with identified(access.root, access.root_options.read()) as (root, identity):
+            about = {"url": root.url, "root": identity.root.hex(), "version": identity.version}
+            print_values({**about, "shard_bits": identity.shard_bits, **asdict(root.space())}, as_json)
+        return
+    with access.open_workers() as store:
+        found, each = store.stats(), store.stats_each()
+    for worker, answer in each.items():
+        if isinstance(answer, KVStoreError):
+            click.echo(f"kvstore stats: without worker {worker}, which does not answer: {answer}", err=True)
+    if as_json:
+        print_json(found)
+        return
+    meanings = {count.flat_name: count.about for count in (*NodeCount, *WorkerCount, *ClientCount)}
+    meanings |= {**NODE_GAUGES, **WORKER_GAUGES, **GROWING}
+    counters = {name: value for name, value in sorted(found.items()) if is_full or value}
+    rows = [
+        (name, size(value) if "bytes" in name.split("_") else value, meanings.get(name, ""))
+        for name, value in counters.items()
+    ]
+    print_table(("counter", "value", "meaning"), rows)
+    if len(rows) < len(found):
+        print(f"{len(found) - len(rows)} counters are 0: --all prints them")
 
 
 @click.command(cls=Command, short_help="Stop a worker after it has finished its calls.")
@@ -42,13 +84,7 @@ def drain(worker: str | None, within_s: float, access: Access, as_json: bool) ->
     """
     with access.open_workers() as store:
         left = store.control.drain(worker, within_s)
-    if as_json:
-        print_json(asdict(left))
-        return
-    print(
-        f"draining: {left.calls} calls in progress (at most {left.within_s:g} s more), {size(left.behind_bytes)} to be "
-        f"written, {left.operations} operations cancelled"
-    )
+    print_values(asdict(left), as_json)
 
 
 @click.command(cls=Command, short_help="Show or change limits of running workers.")
@@ -82,32 +118,27 @@ def limits(changes: tuple[str, ...], worker: str | None, access: Access, as_json
         found = {address: each for address, each in found.items() if address == worker}
     refused = {address: str(each) for address, each in found.items() if isinstance(each, KVStoreError)}
     rows = [
-        (address, each)
-        for address, told in found.items()
-        if not isinstance(told, KVStoreError)
-        for each in told
+        {"worker": address, "limit": each.name, **_values(each)}
+        for address, limits in found.items()
+        if not isinstance(limits, KVStoreError)
+        for each in limits
         if not wanted or each.name in wanted
     ]
     if as_json:
-        values: dict[str, Any] = {address: {"error": said} for address, said in refused.items()}
-        for address, each in rows:
-            values.setdefault(address, {})[each.name] = {
-                "value": each.value,
-                "before": each.before or None,
-                "started": each.started,
-                "meaning": each.meaning,
-            }
-        print_json({"workers": values})
+        workers: dict[str, Any] = {address: {"error": why} for address, why in refused.items()}
+        for row in rows:
+            workers.setdefault(row.pop("worker"), {})[row.pop("limit")] = row
+        print_json({"workers": workers})
     else:
-        if rows:
-            print_table(
-                ("worker", "limit", "value", "before", "started with", ""),
-                [(at, each.name, each.value, each.before or "-", each.started, each.meaning) for at, each in rows],
-            )
-        for address, said in refused.items():
-            click.echo(f"{address}: {said}", err=True)
+        print_rows("limits", rows, ("worker", "limit", "value", "before", "started", "meaning"), as_json)
+        for address, why in refused.items():
+            click.echo(f"{address}: {why}", err=True)
     if refused or not found:
         check_failed()
+
+
+def _values(limit: LimitValue) -> dict[str, Any]:
+    return {"value": limit.value, "before": limit.before or None, "started": limit.started, "meaning": limit.meaning}
 
 
 @click.command(cls=Command, short_help="The health of workers, root, etcd and queues.")
@@ -126,13 +157,8 @@ def health(access: Access, as_json: bool) -> None:
     with access.open_workers() as store:
         found = store.control.health()
     if as_json:
-        print_json(
-            {
-                "workers": {
-                    at: {"error": str(each)} if isinstance(each, KVStoreError) else each for at, each in found.items()
-                }
-            }
-        )
+        workers = {at: {"error": str(each)} if isinstance(each, KVStoreError) else each for at, each in found.items()}
+        print_json({"workers": workers})
     else:
         for address, each in found.items():
             _print_health(address, each)
@@ -148,10 +174,9 @@ def _print_health(address: str, found: dict[str, Any] | KVStoreError) -> None:
         print(f"{address}  does not answer: {found}")
         return
     worker, root, etcd, memory, queues = (found[name] for name in ("worker", "root", "etcd", "memory", "queues"))
-    said = (
-        f"up {worker['uptime_s']:.0f} s, version {worker['version'] or '-'}, host {worker['host']}, pid {worker['pid']}"
-    )
-    print(f"{address}  {'well' if found['healthy'] else 'has problems'}: {said}")
+    about = f"version {worker['version'] or '-'}, host {worker['host']}, pid {worker['pid']}"
+    state = "well" if found["healthy"] else "has problems"
+    print(f"{address}  {state}: up {worker['uptime_s']:.0f} s, {about}")
     for problem in found["problems"]:
         print(f"  ! {shown(problem)}")
     room = f", {size(root['free_bytes'])} of {size(root['total_bytes'])} free" if root["total_bytes"] else ""
@@ -178,7 +203,7 @@ def _answer(look: dict[str, Any]) -> str:
 def _check_names(wanted: Mapping[str, str], found: Mapping[str, list[LimitValue] | KVStoreError]) -> None:
     """Raises InvalidRequest for a name that no worker has: workers of another version may have others than this one."""
     names = list(
-        dict.fromkeys(each.name for told in found.values() if not isinstance(told, KVStoreError) for each in told)
+        dict.fromkeys(each.name for limits in found.values() if not isinstance(limits, KVStoreError) for each in limits)
     )
     unknown = [name for name in wanted if name not in names]
     if names and unknown:
@@ -190,3 +215,33 @@ def _pair(change: str) -> tuple[str, str]:
     if not equals or not name or not value:
         raise InvalidRequest(f"{change!r}: expected NAME=VALUE, such as calls_max=128")
     return name, value
+
+
+@click.command(cls=Command, short_help="List or cancel long-running operations.")
+@click.argument("act", metavar="[cancel ID]", type=click.Choice(["cancel"]), required=False)
+@click.argument("id", metavar="", required=False)
+@access_options
+@json_option
+def ops(act: str | None, id: str | None, access: Access, as_json: bool) -> None:
+    """List the operations of workers (prefetch, clear), unfinished and lately finished; or cancel one.
+
+    Each worker keeps its last 100 finished operations in memory; a restart loses them. What a cancelled operation has
+    done stays done.
+
+    \b
+    Examples:
+      kvstore ops --connect 10.0.0.7:7070
+      kvstore ops cancel 4f0c7a1e9b2d4c3f --etcd 10.0.0.5:2379
+    """
+    if (act is None) != (id is None):
+        raise InvalidRequest("which operation? give its id: kvstore ops cancel ID")
+    with access.open_workers() as store:
+        found = store.operations()
+        if id is not None:
+            found = [each for each in found if each.id == id]
+            if not found:
+                raise InvalidRequest(f"no worker has an operation {id!r}: kvstore ops lists them")
+            found[0].cancel()
+    rows = [operation_values(each.last) for each in found]
+    columns = ("id", "kind", "about", "state", "done", "total", "unit", "began_s", "identity", "worker", "message")
+    print_rows("operations", rows, columns, as_json)
