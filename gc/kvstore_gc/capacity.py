@@ -352,6 +352,14 @@ class Pressure:
         level = self.accounts.level
         return 0 if level is None else level.excess_bytes
 
+    @property
+    def leads(self) -> bool:
+        """True if this collector publishes the capacity; or none does, because it is unknown."""
+        if self._collectors is None or not self.accounts.is_known:
+            return True
+        me = self._collectors.me
+        return me is not None and self._published_at > 0 and self._published_by == me[1]
+
     def before_listing(self) -> None:
         """Notes that the root is listed from now on. Raises the root's errors, Unavailable, PermissionDenied."""
         self.accounts.measured(self._root.space())
@@ -552,10 +560,10 @@ class Pressure:
         if other.lease == lease:  # ours, whose reply was lost
             self._published_at, self._published_by = other.mod_revision, lease
             return
-        with suppress(InvalidRequest):
-            self.accounts.published(Capacity.from_json(other.value))
         if self._seen_at[0] != other.mod_revision:
             self._seen_at = other.mod_revision, now_s
+            with suppress(InvalidRequest):
+                self.accounts.published(Capacity.from_json(other.value))
         elif now_s - self._seen_at[1] >= STALE_S and max(self._written_at.values(), default=0) > other.mod_revision:
             # It was killed or stopped. Deleting the record first has nodes report to us.
             log.warning("gc.takes_over the collector that published the capacity has ignored reports for %g s", STALE_S)

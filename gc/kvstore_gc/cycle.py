@@ -42,8 +42,8 @@ EXAMPLES_MAX = 10
 SHARE_CHUNKS_MIN = 100_000
 """With this many chunks in its own shards, a collector among others lists and ranks only those, and evicts its share.
 Addresses are hashes, so every shard has its share of everything. The ranks that two collectors have come to differ by
-chance alone, and by that little a chunk may outlive its parent. Fewer chunks are ranked by each collector, which evicts
-those of its own shards."""
+chance alone, and by that little a chunk may outlive its parent. Fewer chunks are ranked by each collector, and evicted
+by the one that publishes the capacity."""
 SLICE_SHARE = 1 / 4
 """The share of the headroom, or of a larger excess, in one slice of eviction. Within it children and parents are
 condemned in any order."""
@@ -80,6 +80,7 @@ class Cycle:
         self._sweeper = Sweeper(site, pressure)
         self._warned = False
         self._is_first = True
+        self._leads = False
         # The listing that eviction works on.
         self._mine: Sequence[int] = ()
         self._ranking: Ranking | None = None
@@ -96,10 +97,8 @@ class Cycle:
     @property
     def is_spent(self) -> bool:
         """True if eviction needs another listing."""
-        if self._ranking is None:
+        if self._ranking is None or self._leads != self._pressure.leads:
             return True
-        if not self._mine:
-            return self._pressure.excess_bytes > 0  # the others may know better
         return self._ranking.is_spent and self._needed_bytes() > 0
 
     @property
@@ -148,7 +147,7 @@ class Cycle:
         summary = self._summary(dry_run=True)
         with self._timed(summary, "check"):
             self._compare()
-        self._mine = range(summary.shards_count)
+        self._mine, self._leads = range(summary.shards_count), True
         summary.shards_mine_count = summary.shards_count
         ranking = self._rank(summary)
         rows = ranking.take(self._needed_bytes())
@@ -184,9 +183,11 @@ class Cycle:
         count = summary.shards_count
         self._mine = range(count) if self._collectors is None else self._collectors.shards(count)
         summary.shards_mine_count = len(self._mine)
+        is_first, led = self._is_first, self._leads
+        self._is_first, self._leads = False, self._pressure.leads
         # First all sweeps in flight: who left some is listed for a while yet, and so has its shards.
-        self._sweeper.recover(report, None if self._is_first else self._mine)
-        self._is_first = False
+        takes_all = is_first or (self._leads and not led)
+        self._sweeper.recover(report, None if takes_all else self._mine)
 
     # List and rank
 
@@ -220,6 +221,10 @@ class Cycle:
         if len(self._mine) < summary.shards_count and ranking.total.count < SHARE_CHUNKS_MIN:
             read(sorted(set(range(summary.shards_count)) - set(self._mine)))
         self._listed_share = ranking.shards_count / summary.shards_count
+        if self._listed_share == 1.0 and self._pressure.accounts.is_known:
+            # All collectors rank all chunks, and one evicts them: if each had its shards, and one were killed, prompts
+            # would lose their heads in the others' shards and keep their tails in its own until its lease ends.
+            self._mine = range(summary.shards_count) if self._leads else ()
         self._pressure.after_listing(round(ranking.total.bytes / self._listed_share) + summary.beside.bytes)
         self._listing_s = max(LISTING_S_MIN, self._clock.monotonic_s() - began_s)
 
