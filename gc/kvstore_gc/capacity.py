@@ -4,9 +4,9 @@ A listing is exact, but takes long. Until the next one, used bytes are those of 
 nodes reported to have written since, less those that were deleted. Where a listing and a report overlap, writes count
 twice and deletions not at all until the next listing: eviction that begins too early is better than a full disk.
 
-``Accounts`` does the arithmetic. ``Publisher`` reads reports and publishes the result, on a thread of its own, because
+``Accounts`` does the arithmetic. ``Pressure`` reads reports and publishes the result, on a thread of its own, because
 a cycle may take minutes. If the root hangs, that thread hangs as well: then the collector's lease ends, others take its
-shards, and its record ends.
+shards, and its record ends. A cycle calls ``before_listing``, ``after_listing`` and ``deleted``.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Set
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.meta.keys import SessionId
@@ -46,7 +45,7 @@ LATE_S = 1.0
 """Deletions that are reported within this time after a listing may have been before it, and are not subtracted."""
 
 TICK_S = 0.25
-"""Time between two ticks of the publisher without a report, and between two looks at the free space."""
+"""Time between two ticks without a report, and between two looks at the free space."""
 REST_S = 0.02
 """Time between two ticks while nodes write, and the shortest one."""
 COUNT_S = 0.25
@@ -57,11 +56,8 @@ CHANGE_SHARE = 1 / 8
 """A credit, or used bytes, that changed by this share are published without a new report."""
 STALE_S = 2.0
 """If the collector that publishes has ignored reports for this long, another one takes over."""
-ANSWER_S = 3.0
-"""Time for nodes to report before the first listing. A node that does not is waited for once."""
 BATCHES_MAX = 1000
 """Batches of events read in one go."""
-NONE = Usage()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +88,34 @@ class Level:
         return min(half_bytes, max(0, self.capacity_bytes - half_bytes - self.used_bytes))
 
 
+@dataclass(slots=True)
+class _Reporter:
+    """A node or another collector: its last report, and the counts from which on it changes the level."""
+
+    last: Usage
+    written_base: int = 0
+    removed_base: int = 0
+    written_then: int = 0
+    """Bytes written when the listing under way began: the next base."""
+    has_ended: bool = False
+    had_ended: bool = False
+    """True if its key had ended when the listing under way began."""
+
+    @property
+    def bytes_since(self) -> int:
+        """Bytes by which it changed the used bytes since the last listing."""
+        return self.last.written_bytes - self.written_base - (self.last.removed_bytes - self.removed_base)
+
+    def count_from_now(self) -> None:
+        """Counts nothing of its reports so far."""
+        self.written_base = self.written_then = self.last.written_bytes
+        self.removed_base = self.last.removed_bytes
+
+
 class Accounts:
     """Follows the used bytes of one root. Thread-safe; does no I/O.
 
-    A cycle calls ``listing``, ``deleted`` and ``evicted``. ``max_bytes`` limits what the root's files may take; None:
-    all the space there is.
+    ``max_bytes`` limits what the root's files may take; None: all the space there is.
     """
 
     def __init__(self, max_bytes: int | None, clock: Clock | None = None) -> None:
@@ -104,26 +123,23 @@ class Accounts:
         self._clock = clock or SystemClock()
         self._lock = threading.RLock()
         # Guarded by _lock, all below.
-        self._limit_bytes = max_bytes
+        self.limit_bytes = max_bytes
+        """The smallest limit of this collector and the others; None if they have none."""
         self._free_bytes: int | None = None
         self._used_then_bytes: int | None = None
         """Used bytes when the free bytes were measured."""
         self._is_blocked = False
-        # Reports. A reporter whose key ended keeps its last report: its bytes are still there.
-        self._reported: dict[SessionId, Usage] = {}
-        self._ended: set[SessionId] = set()
-        self._unheard: set[SessionId] = set()
-        """Nodes that had not reported when the last listing began."""
-        self._deleted_bytes = 0
-        # The last listing, and the reports up to it.
-        self._scanned_bytes: int | None = None
-        self._base: dict[SessionId, Usage] = {}
-        self._deleted_base = 0
-        self._scanned_s = -math.inf
-        self._others_bytes: int | None = None
-        """Used bytes as another collector publishes them, and had it known of our deletions from then on ..."""
-        self._others_headroom_bytes = 0
-        """... and its headroom."""
+        # The last listing, and what was reported since.
+        self._listed_bytes: int | None = None
+        self._listed_s = -math.inf
+        self._reporters: dict[SessionId, _Reporter] = {}
+        self._silent: set[SessionId] = set()
+        """Nodes that had not reported when the listing began."""
+        self.deleted_bytes = self._deleted_base = 0
+        self._other = Capacity(0)
+        """The record of another collector that publishes, ..."""
+        self._other_base = 0
+        """... and the bytes that this one had deleted when it was read."""
         # Rates.
         self._largest_bytes = 0
         self._written_bytes = self._measured_bytes = 0
@@ -133,88 +149,83 @@ class Accounts:
         self._growth = 1.0
         self._was_short = False
 
-    # Called by a cycle
+    # Listings and deletions
 
-    def listing(self, unheard: frozenset[SessionId] = frozenset()) -> Callable[[int], None]:
-        """Notes that the root is listed from now on; call what it returns with the sum of all files that were listed.
-
-        ``unheard`` are nodes that have not reported yet. Concurrent writes may count twice.
-        """
+    def begin_listing(self, silent: Set[SessionId] = frozenset()) -> None:
+        """Notes that the root is listed from now on. ``silent`` are nodes that have not reported yet."""
         with self._lock:
-            self._unheard = set(unheard)
-            return partial(self._listed, dict(self._reported), set(self._ended))
+            self._silent = set(silent)
+            for reporter in self._reporters.values():
+                reporter.written_then, reporter.had_ended = reporter.last.written_bytes, reporter.has_ended
 
-    def _listed(self, reported: Mapping[SessionId, Usage], ended: Set[SessionId], used_bytes: int) -> None:
+    def end_listing(self, used_bytes: int) -> None:
+        """Notes the sum of all files that were listed. What nodes wrote since the listing began may count twice."""
         with self._lock:
-            self._scanned_s, self._scanned_bytes = self._clock.monotonic_s(), used_bytes
+            self._listed_s, self._listed_bytes = self._clock.monotonic_s(), used_bytes
             self._used_then_bytes = used_bytes
-            self._deleted_base = self._deleted_bytes
-            for reporter in ended & self._ended:
-                self._reported.pop(reporter, None)
-            self._ended &= self._reported.keys()
-            for reporter, usage in self._reported.items():
-                if reporter not in reported and reporter in self._base:
-                    continue  # an unheard node, which reported while the root was listed
-                written_bytes = reported.get(reporter, NONE).written_bytes
-                self._base[reporter] = Usage(written_bytes, usage.removed_bytes)
-            self._base = {reporter: base for reporter, base in self._base.items() if reporter in self._reported}
+            self._deleted_base = self.deleted_bytes
+            # A reporter whose key ended before the listing has no bytes that the listing lacks.
+            self._reporters = {
+                id: reporter
+                for id, reporter in self._reporters.items()
+                if not (reporter.has_ended and reporter.had_ended)
+            }
+            for reporter in self._reporters.values():
+                reporter.written_base, reporter.removed_base = reporter.written_then, reporter.last.removed_bytes
 
-    def deleted(self, size_bytes: int) -> None:
-        """Notes that this collector deleted a file."""
+    def deleted(self, size_bytes: int, took_s: float = 0.0) -> None:
+        """Notes that this collector deleted a file, and the time since it was chosen."""
         with self._lock:
-            self._deleted_bytes += size_bytes
+            self.deleted_bytes += size_bytes
+            self._latency_s = max(self._latency_s, took_s)
             self._is_blocked = False
-            if self._others_bytes is not None:
-                self._others_bytes -= size_bytes
 
-    def evicted(self, took_s: float | None) -> None:
-        """Notes the time from the choice of chunks to their deletion; None: nothing can be evicted."""
+    def blocked(self) -> None:
+        """Notes that nothing can be evicted."""
         with self._lock:
-            if took_s is None:
-                self._is_blocked = True
-            else:
-                self._latency_s = max(LATENCY_S_MIN, took_s, FADE * self._latency_s)
+            self._is_blocked = True
 
-    # Called by the publisher
+    # Reports
 
     def limited(self, others_bytes: int | None) -> None:
         """Notes the smallest limit of the other collectors; None: they have none."""
         limits = [limit for limit in (self._max_bytes, others_bytes) if limit is not None]
         with self._lock:
-            self._limit_bytes = min(limits) if limits else None
+            self.limit_bytes = min(limits) if limits else None
 
-    def reported(self, reporter: SessionId, usage: Usage) -> None:
+    def reported(self, id: SessionId, usage: Usage) -> None:
         """Notes a report of a node or of another collector."""
         with self._lock:
-            is_new = reporter not in self._reported
-            before = self._reported.get(reporter, NONE)
-            now = self._reported[reporter] = before.latest(usage)
-            self._ended.discard(reporter)
-            self._is_blocked = self._is_blocked and now.removed_bytes == before.removed_bytes
-            if reporter in self._unheard:
+            found = self._reporters.get(id)
+            is_new, reporter = found is None, found or _Reporter(Usage())
+            self._reporters[id] = reporter
+            before, reporter.last = reporter.last, reporter.last.latest(usage)
+            reporter.has_ended = False
+            removed_bytes = reporter.last.removed_bytes - before.removed_bytes
+            self._is_blocked = self._is_blocked and not removed_bytes
+            if id in self._silent:
                 # What it wrote before the listing was listed: how much that is, only the next listing tells.
-                self._unheard.discard(reporter)
-                self._base[reporter] = now
+                self._silent.discard(id)
+                reporter.count_from_now()
                 return
-            self._written_bytes += 0 if is_new else now.written_bytes - before.written_bytes
-            self._largest_bytes = max(self._largest_bytes, now.largest_put_bytes)
-            if self._clock.monotonic_s() < self._scanned_s + LATE_S:
-                base, late_bytes = self._base.get(reporter, NONE), now.removed_bytes - before.removed_bytes
-                self._base[reporter] = Usage(base.written_bytes, base.removed_bytes + late_bytes)
+            self._written_bytes += 0 if is_new else reporter.last.written_bytes - before.written_bytes
+            self._largest_bytes = max(self._largest_bytes, reporter.last.largest_put_bytes)
+            if self._clock.monotonic_s() < self._listed_s + LATE_S:
+                reporter.removed_base += removed_bytes
 
-    def ended(self, reporter: SessionId) -> None:
-        """Notes that the key of a reporter ended."""
+    def ended(self, id: SessionId) -> None:
+        """Notes that the key of a reporter ended. Its bytes are still on the root."""
         with self._lock:
-            self._ended.add(reporter)
+            if id in self._reporters:
+                self._reporters[id].has_ended = True
 
-    def published(self, record: Capacity | None) -> None:
+    def published(self, other: Capacity | None) -> None:
         """Notes what another collector publishes; None: this one does.
 
         Its listing may be newer, and have what no node reported. So all evict by the same level.
         """
         with self._lock:
-            self._others_bytes = None if record is None else record.used_bytes
-            self._others_headroom_bytes = 0 if record is None else record.headroom_bytes or 0
+            self._other, self._other_base = other or Capacity(0), self.deleted_bytes
 
     def measured(self, space: Space) -> None:
         """Notes the space as it is now, and measures the write rate."""
@@ -233,25 +244,14 @@ class Accounts:
     # Results
 
     @property
-    def deleted_bytes(self) -> int:
-        """All bytes that this collector deleted."""
-        with self._lock:
-            return self._deleted_bytes
-
-    @property
-    def limit_bytes(self) -> int | None:
-        """The smallest limit of this collector and the others; None if they have none."""
-        return self._limit_bytes
-
-    @property
     def is_known(self) -> bool:
         """True if there is, or will be, a level: there is a limit, or free space is known."""
-        return self._limit_bytes is not None or self._free_bytes is not None
+        return self.limit_bytes is not None or self._free_bytes is not None
 
     @property
-    def is_scanned(self) -> bool:
+    def is_listed(self) -> bool:
         """True once the root was listed."""
-        return self._scanned_bytes is not None
+        return self._listed_bytes is not None
 
     @property
     def is_full(self) -> bool:
@@ -261,61 +261,61 @@ class Accounts:
             return self._is_blocked and level is not None and not level.spare_bytes
 
     @property
-    def excess_bytes(self) -> int:
-        """Bytes to evict; 0 if the level is unknown."""
-        level = self.level
-        return 0 if level is None else level.excess_bytes
-
-    @property
     def level(self) -> Level | None:
         """The level now; None before the first listing, or if neither free space nor a limit is known."""
         with self._lock:
             used_bytes = self._used_bytes
             if used_bytes is None:
                 return None
-            used_bytes = max(used_bytes, self._others_bytes or 0)
-            limits = [] if self._limit_bytes is None else [self._limit_bytes]
+            other_bytes = (self._other.used_bytes or 0) - (self.deleted_bytes - self._other_base)
+            used_bytes = max(used_bytes, other_bytes)
+            limits = [] if self.limit_bytes is None else [self.limit_bytes]
             if self._free_bytes is not None:
                 then_bytes = used_bytes if self._used_then_bytes is None else self._used_then_bytes
                 limits.append(then_bytes + self._free_bytes)
             if not limits:
                 return None
             capacity_bytes = min(limits)
-            headroom_bytes = self._growth * max(
-                HEADROOM_SHARE * capacity_bytes,
-                2 * self._largest_bytes,
-                2 * self._rate * self._latency_s,
+            wanted_bytes = max(
+                HEADROOM_SHARE * capacity_bytes, 2 * self._largest_bytes, 2 * self._rate * self._latency_s
             )
-            headroom_bytes = max(headroom_bytes, self._others_headroom_bytes)
-            level = Level(used_bytes, capacity_bytes, int(min(headroom_bytes, HEADROOM_SHARE_MAX * capacity_bytes)))
+            headroom_bytes = max(self._growth * wanted_bytes, self._other.headroom_bytes or 0)
+            return Level(used_bytes, capacity_bytes, int(min(headroom_bytes, HEADROOM_SHARE_MAX * capacity_bytes)))
+
+    def record(self, revision: int, nodes_count: int) -> Capacity:
+        """Returns what to publish: reports up to ``revision`` are counted."""
+        with self._lock:
+            level = self.level
+            if level is None:
+                return Capacity(revision)  # the first listing has not ended: nodes report where they begin
             self._was_short = self._was_short or 2 * level.spare_bytes < level.headroom_bytes // 2
-            return level
+            credit_bytes = level.spare_bytes // max(1, nodes_count)
+            counts = level.used_bytes, level.capacity_bytes, credit_bytes
+            return Capacity(revision, *counts, self.is_full, level.headroom_bytes)
 
     @property
     def _used_bytes(self) -> int | None:
-        if self._scanned_bytes is None:
+        if self._listed_bytes is None:
             return None
-        used_bytes = self._scanned_bytes - (self._deleted_bytes - self._deleted_base)
-        for reporter, usage in self._reported.items():
-            base = self._base.get(reporter, NONE)
-            used_bytes += usage.written_bytes - base.written_bytes - (usage.removed_bytes - base.removed_bytes)
-        return max(0, used_bytes)
+        used_bytes = self._listed_bytes - (self.deleted_bytes - self._deleted_base)
+        return max(0, used_bytes + sum(reporter.bytes_since for reporter in self._reporters.values()))
 
 
-class Publisher:
-    """Reads the reports under ``usage/`` and writes ``gc/capacity`` and this collector's own report.
+class Pressure:
+    """Watches how full the root is for a cycle: reads the reports under ``usage/``, and writes ``gc/capacity`` and
+    this collector's own report.
 
-    ``start`` does so until a stop is requested. Another thread calls ``unheard``.
+    ``start`` does so until a stop is requested.
     """
 
-    def __init__(self, site: Site, accounts: Accounts, collectors: Collectors | None = None) -> None:
+    def __init__(self, site: Site, max_bytes: int | None, collectors: Collectors | None = None) -> None:
         """Without ``collectors`` it only measures the free space: for a single cycle."""
         self._root = site.root
         self._meta = site.meta
         self._keys = site.keys
         self._clock = site.clock
         self._timeout_s = site.timeout_s
-        self._accounts = accounts
+        self.accounts = Accounts(max_bytes, site.clock)
         self._collectors = collectors
         self._watch: Watch | None = None
         self._written_at: dict[SessionId, int] = {}
@@ -333,12 +333,55 @@ class Publisher:
         """The mod_revision of another collector's record, and since when it has that one."""
         self._again_s = -math.inf
         self._nodes_count, self._counted_s = 0, -math.inf
-        self._silent: frozenset[SessionId] = frozenset()
         self._ticked_s = self._clock.monotonic_s()
         self._measured_s = -math.inf
         self._meta_outage = OutageLog("place", self._clock)
         self._root_outage = OutageLog("space", self._clock)
         self._thread: threading.Thread | None = None
+
+    # Called by a cycle
+
+    @property
+    def level(self) -> Level | None:
+        """The level now; None before the first listing, or if neither free space nor a limit is known."""
+        return self.accounts.level
+
+    @property
+    def excess_bytes(self) -> int:
+        """Bytes to evict; 0 if the level is unknown."""
+        level = self.accounts.level
+        return 0 if level is None else level.excess_bytes
+
+    @property
+    def leads(self) -> bool:
+        """True if this collector publishes the capacity; or none does, because it is unknown."""
+        if self._collectors is None or not self.accounts.is_known:
+            return True
+        me = self._collectors.me
+        return me is not None and self._published_at > 0 and self._published_by == me[1]
+
+    def before_listing(self) -> None:
+        """Notes that the root is listed from now on. Raises the root's errors, Unavailable, PermissionDenied."""
+        self.accounts.measured(self._root.space())
+        is_first = self._collectors is not None and not self.accounts.is_listed
+        self.accounts.begin_listing(self._silent_nodes() if is_first and self.accounts.is_known else frozenset())
+
+    def after_listing(self, used_bytes: int) -> None:
+        """Notes the sum of all files that were listed. From then on there is a level."""
+        self.accounts.end_listing(used_bytes)
+
+    def deleted(self, size_bytes: int, chosen_s: float) -> None:
+        """Notes that this collector deleted a file, which was chosen at a (monotonic) time."""
+        self.accounts.deleted(size_bytes, self._clock.monotonic_s() - chosen_s)
+
+    def _silent_nodes(self) -> Set[SessionId]:
+        """Returns the nodes that have not reported since a collector publishes."""
+        record = self._meta.get(self._keys.gc_capacity, self._timeout_s)
+        created = math.inf if record is None else record.create_revision
+        sessions = live_sessions(self._meta, self._keys, self._timeout_s)
+        return {SessionId(id) for id in sessions if self._written_at.get(SessionId(id), 0) <= created}
+
+    # The thread
 
     @property
     def silent_s(self) -> float:
@@ -360,25 +403,6 @@ class Publisher:
         if self._thread is not None:
             self._thread.join(timeout_s)
 
-    def unheard(self, pause: Callable[[float], object]) -> frozenset[SessionId]:
-        """Returns the nodes that have not reported since a collector publishes, after waiting for them a little.
-
-        Raises Unavailable, PermissionDenied, and what ``pause`` raises.
-        """
-        if not self._accounts.is_known:
-            return frozenset()  # without a limit nodes' writes are compared with nothing
-        until_s = self._clock.monotonic_s() + ANSWER_S
-        while True:
-            record = self._meta.get(self._keys.gc_capacity, self._timeout_s)
-            missing = frozenset(live_sessions(self._meta, self._keys, self._timeout_s))
-            if record is not None:
-                created = record.create_revision
-                missing = frozenset(id for id in missing if self._written_at.get(id, 0) <= created)
-            if missing <= self._silent or self._clock.monotonic_s() >= until_s:
-                self._silent = missing
-                return missing
-            pause(REST_S)
-
     def tick(self) -> None:
         """Does everything once. A failure is logged once; the next tick tries again."""
         if self._clock.monotonic_s() - self._measured_s >= TICK_S:
@@ -386,10 +410,10 @@ class Publisher:
         try:
             if self._collectors is not None:
                 self._collectors.beat()
-                self._accounts.limited(self._collectors.smallest_bytes)
+                self.accounts.limited(self._collectors.smallest_bytes)
                 self._follow()
-                self._report()
-                self._publish()
+                self._report(self._collectors.me)
+                self._publish(self._collectors.me)
             self._meta_outage.ended()
         except KVStoreError as error:
             self._meta_outage.failed(error)
@@ -400,7 +424,7 @@ class Publisher:
             while True:
                 self.tick()
                 stop.pause(REST_S)
-                if not self._accounts.excess_bytes:  # else a deletion is news as well
+                if not self.excess_bytes:  # else a deletion is news as well
                     self._wait(stop, TICK_S - REST_S)
         except Stopped:
             return
@@ -420,7 +444,7 @@ class Publisher:
 
     def _measure(self) -> None:
         try:
-            self._accounts.measured(self._root.space())
+            self.accounts.measured(self._root.space())
             self._root_outage.ended()
         except KVStoreError as error:
             self._root_outage.failed(error)
@@ -464,61 +488,48 @@ class Publisher:
             return
         if kv is None:
             self._written_at.pop(reporter, None)
-            self._accounts.ended(reporter)
+            self.accounts.ended(reporter)
             return
-        try:
+        with suppress(InvalidRequest):  # its node is not counted, and stops
             usage = Usage.from_json(kv.value)
-        except InvalidRequest:
-            return  # its node is not counted, and stops
-        self._written_at[reporter] = kv.mod_revision
-        self._accounts.reported(reporter, usage)
+            self._written_at[reporter] = kv.mod_revision
+            self.accounts.reported(reporter, usage)
 
-    def _report(self) -> None:
+    def _report(self, me: tuple[SessionId, LeaseId] | None) -> None:
         """Reports the bytes that this collector has deleted, if they changed. Raises Unavailable, PermissionDenied."""
-        assert self._collectors is not None
-        mine, deleted_bytes = self._collectors.me, self._accounts.deleted_bytes
-        if mine is None:
+        deleted_bytes = self.accounts.deleted_bytes
+        if me is None:
             return
-        if mine[0] not in self._mine:
+        if me[0] not in self._mine:
             # Bytes that the report before this one lacked are left to the others' next listings: it may have arrived.
-            self._mine.add(mine[0])
+            self._mine.add(me[0])
             self._reported_base = self._reported_bytes = deleted_bytes
         if deleted_bytes == self._reported_bytes:
             return
         usage = Usage(0, deleted_bytes - self._reported_base)
         try:
-            self._meta.put(self._keys.usage_of(mine[0]), usage.to_json(), mine[1], self._timeout_s)
+            self._meta.put(self._keys.usage_of(me[0]), usage.to_json(), me[1], self._timeout_s)
         except LeaseGone as gone:
             raise Unavailable("the collector's lease ended: it joins again") from gone
         self._reported_bytes = deleted_bytes
 
     # The record
 
-    def _publish(self) -> None:
+    def _publish(self, me: tuple[SessionId, LeaseId] | None) -> None:
         """Writes the record if it has changed. Raises Unavailable, PermissionDenied."""
-        assert self._collectors is not None
-        mine, now_s = self._collectors.me, self._clock.monotonic_s()
-        if mine is None or not self._accounts.is_known or now_s < self._again_s:
+        now_s = self._clock.monotonic_s()
+        if me is None or not self.accounts.is_known or now_s < self._again_s:
             return
-        if self._published_by != mine[1]:
+        if self._published_by != me[1]:
             self._published, self._published_at = None, 0  # a record under an older lease ends with it
         if self._published is not None and now_s - self._published_s < PUBLISH_S_PER_NODE * self._nodes_count:
             return
         if now_s - self._counted_s >= COUNT_S:
             self._nodes_count, self._counted_s = self._meta.count(self._keys.sessions, self._timeout_s), now_s
-        record = self._record()
-        if self._published is None or is_news(self._published, record):
-            self._write(record, mine[1])
-
-    def _record(self) -> Capacity:
-        level = self._accounts.level
-        if level is None:
-            return Capacity(self._revision)  # the first listing has not ended: nodes report where they begin
         # Those whose reports are counted have a share, also if they began after the sessions were counted.
-        nodes_count = max(1, self._nodes_count, len(self._written_at))
-        credit_bytes = level.spare_bytes // nodes_count
-        counts = self._revision, level.used_bytes, level.capacity_bytes, credit_bytes
-        return Capacity(*counts, self._accounts.is_full, level.headroom_bytes)
+        record = self.accounts.record(self._revision, max(self._nodes_count, len(self._written_at)))
+        if self._published is None or is_news(self._published, record):
+            self._write(record, me[1])
 
     def _write(self, record: Capacity, lease: LeaseId) -> None:
         self._published_s = self._clock.monotonic_s()
@@ -536,29 +547,25 @@ class Publisher:
             raise Unavailable("the collector's lease ended: it joins again") from gone
         if written.succeeded:
             self._published, self._published_at, self._published_by = record, written.revision, lease
-            self._accounts.published(None)
+            self.accounts.published(None)
         else:
             self._published, self._published_at = None, 0
             self._yield_to(self._meta.get(key, self._timeout_s), lease)
 
     def _yield_to(self, other: KeyValue | None, lease: LeaseId) -> None:
-        """Leaves the record to the collector that publishes, unless that one has died or the record has no lease."""
+        """Leaves the record to the collector that publishes, unless that one ignores reports."""
         now_s = self._clock.monotonic_s()
         if other is None:
             return
         if other.lease == lease:  # ours, whose reply was lost
             self._published_at, self._published_by = other.mod_revision, lease
             return
-        if not other.lease:
-            log.warning("gc.stray_key key=%s has no lease, so no collector put it: deleted", other.key)
-            self._meta.txn((ModifiedAt(other.key, other.mod_revision),), (Delete(other.key),), self._timeout_s)
-            return
-        with suppress(InvalidRequest):
-            self._accounts.published(Capacity.from_json(other.value))
         if self._seen_at[0] != other.mod_revision:
             self._seen_at = other.mod_revision, now_s
+            with suppress(InvalidRequest):
+                self.accounts.published(Capacity.from_json(other.value))
         elif now_s - self._seen_at[1] >= STALE_S and max(self._written_at.values(), default=0) > other.mod_revision:
-            # It ignores reports: killed or stopped. Deleting it first has nodes report to us.
+            # It was killed or stopped. Deleting the record first has nodes report to us.
             log.warning("gc.takes_over the collector that published the capacity has ignored reports for %g s", STALE_S)
             self._meta.txn((ModifiedAt(other.key, other.mod_revision),), (Delete(other.key),), self._timeout_s)
             return

@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -20,13 +22,13 @@ from kvstore.meta.cluster import check_bound
 from kvstore.meta.store import Meta
 from kvstore.root.identity import read_identity
 from kvstore.root.open import open_root
-from kvstore_gc.capacity import Accounts, Publisher
+from kvstore_gc.capacity import Pressure
 from kvstore_gc.config import Config
 from kvstore_gc.cycle import Cycle
 from kvstore_gc.membership import Collectors
 from kvstore_gc.site import Site
 from kvstore_gc.summary import Summary
-from kvstore_gc.threads import THREADS_COUNT, OutageLog, Pace, Stop, Stopped, Task, Threads, within
+from kvstore_gc.threads import THREADS_COUNT, OutageLog, Stop, Stopped, Task, Threads, within
 
 if TYPE_CHECKING:
     from kvstore_gc.metrics import Metrics
@@ -46,6 +48,13 @@ LOOK_S = 0.05
 RETRY_S_MIN = 1.0
 RETRY_S_MAX = 30.0
 """Pause after a cycle that failed, doubled each time."""
+
+SHARE = 0.2
+"""Share of one core that a collector uses while nothing presses."""
+BURST_S = 0.5
+"""Processor time that may be used at once after a rest, so that a small root is not slowed down at all."""
+PAUSE_S_MIN, PAUSE_S_MAX = 0.001, 0.25
+"""Length of one rest. The longest is also how late the collector notices that the root has filled up."""
 
 
 @contextmanager
@@ -69,7 +78,7 @@ def opened(url: str, options: Mapping[str, Any], etcd: Meta) -> Iterator[Site]:
 class Service:
     """Cycles one after another: every ``interval_s``, and whenever eviction has used up the last listing.
 
-    ``done`` is called with the outcome of each, ``failed`` with each failure.
+    ``done`` is called with the outcome of each.
     """
 
     def __init__(
@@ -78,14 +87,14 @@ class Service:
         site: Site,
         interval_s: float,
         done: Callable[[Summary], object],
-        failed: Callable[[Exception], object] = lambda error: None,
+        metrics: Metrics | None = None,
     ) -> None:
         self._cycle = cycle
         self._clock = site.clock
         self._pause = site.pause
         self._interval_s = interval_s
         self._done = done
-        self._failed = failed
+        self._metrics = metrics
         self._outage = OutageLog("round", site.clock)
 
     def run(self) -> None:
@@ -99,7 +108,8 @@ class Service:
                 except KVStoreError as error:
                     # It has harmed nothing: whatever is left open is recovered by the next cycle, ours or another's.
                     self._outage.failed(error)
-                    self._failed(error)
+                    if self._metrics is not None:
+                        self._metrics.failed()
                     self._pause(min(retry_s, self._interval_s))
                     retry_s = min(2 * retry_s, RETRY_S_MAX)
         except Stopped:
@@ -110,7 +120,7 @@ class Service:
         until_s = self._clock.monotonic_s() + self._interval_s
         summary = self._cycle.run()
         self._outage.ended()
-        self._done(summary)
+        self._ended(summary)
         if self._cycle.is_spent and not summary.reaped.count:
             self._pause(min(self._cycle.listing_s, self._interval_s))  # what is held now may be released
             return
@@ -118,7 +128,48 @@ class Service:
             self._pause(LOOK_S)
             more = self._cycle.evict()
             if more is not None:
-                self._done(more)
+                self._ended(more)
+
+    def _ended(self, summary: Summary) -> None:
+        if self._metrics is not None:
+            self._metrics.done(summary)
+        log.log(logging.WARNING if summary.unfinished else logging.INFO, "%s", summary.to_line())
+        self._done(summary)
+
+
+class Pace:
+    """Makes the site's ``each`` rest between its pieces of work, so that the program's processor time stays within
+    SHARE, unless bytes have to be evicted.
+
+    It counts processor time: waiting for a file system costs this host nothing.
+    """
+
+    def __init__(self, site: Site, pressure: Pressure, used_s: Callable[[], float] = time.process_time) -> None:
+        self._site = site
+        self._pressure = pressure
+        self._used_s = used_s
+        self._lock = threading.Lock()
+        self._seen_s = (site.clock.monotonic_s(), used_s())
+        self._credit_s = BURST_S
+
+    def each(self, count: int, work: Callable[[int], object]) -> None:
+        """See ``Each``."""
+
+        def paced(number: int) -> None:
+            work(number)
+            while (lacking_s := -self._credit()) > 0 and not self._pressure.excess_bytes:
+                self._site.pause(min(max(lacking_s / SHARE, PAUSE_S_MIN), PAUSE_S_MAX))
+
+        self._site.each(count, paced)
+
+    def _credit(self) -> float:
+        """Seconds of processor time that may still be used now."""
+        with self._lock:
+            now_s, used_s = self._site.clock.monotonic_s(), self._used_s()
+            then_s, used_then_s = self._seen_s
+            self._seen_s = now_s, used_s
+            self._credit_s = min(BURST_S, self._credit_s + (now_s - then_s) * SHARE - (used_s - used_then_s))
+            return self._credit_s
 
 
 class Collector:
@@ -129,7 +180,6 @@ class Collector:
         self._site = replace(site, each=Threads(THREADS_COUNT, self._stop).each, pause=self._stop.pause)
         self._config = config
         self._signalled = signalled
-        self._accounts = Accounts(config.max_bytes, site.clock)
 
     def once(self, listed: Callable[[int], object], metrics_file: str | None = None) -> Summary | None:
         """Does one cycle over all shards, beside any other collectors; None if a signal came first.
@@ -137,19 +187,21 @@ class Collector:
         The smallest limit of all collectors holds. The outcome is written to ``metrics_file`` as well. A cycle that
         fails leaves that file as it was.
         """
-        summary = self._alone(self._cycle_of_all(listed).run)
+        pressure = Pressure(self._site, self._config.max_bytes)
+        summary = self._alone(pressure, Cycle(self._site, self._config, pressure, listed=listed).run)
         if summary is not None and metrics_file is not None:
-            from kvstore_gc.metrics import write
+            from kvstore_gc.metrics import Metrics, write
 
-            measured = self._metrics()
+            measured = Metrics(pressure, self._site.clock)
             measured.done(summary)
             write(measured, metrics_file)
         return summary
 
     def dry_run(self, listed: Callable[[int], object], examples_max: int, explain: Sequence[Address]) -> Summary | None:
         """Finds what a cycle would do; None if a signal came first."""
-        cycle = self._cycle_of_all(listed)
-        return self._alone(lambda: cycle.dry_run(examples_max=examples_max, explain=explain))
+        pressure = Pressure(self._site, self._config.max_bytes)
+        cycle = Cycle(self._site, self._config, pressure, listed=listed)
+        return self._alone(pressure, lambda: cycle.dry_run(examples_max=examples_max, explain=explain))
 
     def serve(
         self,
@@ -162,63 +214,42 @@ class Collector:
 
         ``ready`` is called with the address where metrics are served, as HOST:PORT, if they are.
         """
-        site, accounts = self._site, self._accounts
+        site = self._site
         collectors = Collectors(site, self._config.max_bytes)
-        publisher = Publisher(site, accounts, collectors)
-        pace = Pace(site.each, is_urgent=lambda: accounts.excess_bytes > 0, pause=site.pause, clock=site.clock)
-        paced = replace(site, each=pace.each)
-        cycle = Cycle(paced, self._config, accounts, shards=collectors.shards, publisher=publisher)
+        pressure = Pressure(site, self._config.max_bytes, collectors)
+        paced = replace(site, each=Pace(site, pressure).each)
+        cycle = Cycle(paced, self._config, pressure, collectors)
         with ExitStack() as undo:
-            where, measured = "none", None
+            where, metrics = "none", None
             if metrics_at is not None:
-                from kvstore_gc.metrics import serve
+                from kvstore_gc.metrics import Metrics, serve  # of a package that the library does without
 
-                measured = self._metrics()
-                measured.follow(interval_s, publisher, accounts, cycle)
-                where, close = serve(measured, *metrics_at)
+                metrics = Metrics(pressure, site.clock)
+                metrics.follow(interval_s, cycle)
+                where, close = serve(metrics, *metrics_at)
                 undo.callback(close)
                 ready(where)
-
-            def ended(summary: Summary) -> None:
-                if measured is not None:
-                    measured.done(summary)
-                log.log(logging.WARNING if summary.unfinished else logging.INFO, "%s", summary.to_line())
-                done(summary)
-
-            def failed(error: Exception) -> None:
-                if measured is not None:
-                    measured.failed()
-
             collectors.beat()
             undo.callback(collectors.close)
-            publisher.start(self._stop)
+            pressure.start(self._stop)
             log.info("gc.ready root=%s interval_s=%g metrics=%s", site.root.url, interval_s, where)
-            self._attend(Service(cycle, site, interval_s, ended, failed).run, publisher, until_hung=False)
-            publisher.join(LEAVE_S)
+            service = Service(cycle, site, interval_s, done, metrics)
+            self._attend(service.run, pressure, until_hung=False)
+            pressure.join(LEAVE_S)
         log.info("gc.stopped")
 
-    def _metrics(self) -> Metrics:
-        from kvstore_gc.metrics import Metrics  # a package that the library does without
-
-        return Metrics(lambda: self._accounts.level, self._site.clock)
-
-    def _cycle_of_all(self, listed: Callable[[int], object]) -> Cycle:
-        """A single cycle shares its shards with nobody."""
-        return Cycle(self._site, self._config, self._accounts, shards=range, listed=listed)
-
-    def _alone(self, work: Callable[[], Summary]) -> Summary | None:
+    def _alone(self, pressure: Pressure, work: Callable[[], Summary]) -> Summary | None:
         others = Collectors(self._site, self._config.max_bytes)  # it takes no shards from them, so it does not join
         others.look()
-        self._accounts.limited(others.smallest_bytes)
-        publisher = Publisher(self._site, self._accounts)
-        publisher.start(self._stop)
+        pressure.accounts.limited(others.smallest_bytes)
+        pressure.start(self._stop)
         try:
-            return self._attend(work, publisher, until_hung=True)
+            return self._attend(work, pressure, until_hung=True)
         finally:
             self._stop.ask()
-            publisher.join(LISTEN_S)
+            pressure.join(LISTEN_S)
 
-    def _attend(self, work: Callable[[], T], publisher: Publisher, *, until_hung: bool) -> T | None:
+    def _attend(self, work: Callable[[], T], pressure: Pressure, *, until_hung: bool) -> T | None:
         """The work's result; None if a signal came first. Raises what the work raises.
 
         If the root has not answered for HUNG_S, it raises Unavailable with ``until_hung``, else it only logs that.
@@ -226,7 +257,7 @@ class Collector:
         outage = OutageLog("root", self._site.clock)
         task = Task(work, "cycle")
         while not task.has_ended(0) and not self._signalled(LISTEN_S):
-            if publisher.silent_s <= HUNG_S:
+            if pressure.silent_s <= HUNG_S:
                 outage.ended()
                 continue
             hung = f"the root has not answered for {HUNG_S:g} s; check the mount (kvstore check-root)"

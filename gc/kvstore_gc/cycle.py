@@ -16,22 +16,21 @@ import numpy as np
 from kvstore.address import Address
 from kvstore.errors import RootMismatch
 from kvstore.format import places
-from kvstore.host.tables import publish_first
-from kvstore.meta.cluster import Foreign, difference, join_generation, read_generation
+from kvstore.meta.cluster import difference, read_generation
 from kvstore.meta.namespaces import Namespaces
 from kvstore.meta.sweeps import VICTIMS_MAX
 from kvstore.recency import NS_PER_S
 from kvstore.root.identity import read_newest
 from kvstore.text import size
-from kvstore_gc.capacity import Accounts, Publisher
+from kvstore_gc.capacity import Pressure
 from kvstore_gc.config import Config
 from kvstore_gc.deletion import SweepPlan, Victim
 from kvstore_gc.execute import Sweeper, SweepReport
 from kvstore_gc.ledger import GROUP_MAX
 from kvstore_gc.leftovers import Orphans, beside
-from kvstore_gc.parents import Parents
+from kvstore_gc.membership import Collectors
 from kvstore_gc.policy import Goals, weighted_age_s
-from kvstore_gc.ranking import CONDEMNING, Ranking, Reason, Rows, columns_of, id_of, judge, shards_of
+from kvstore_gc.ranking import CONDEMNING, Parents, Ranking, Reason, Rows, columns_of, id_of, judge, shards_of
 from kvstore_gc.site import Site
 from kvstore_gc.summary import Example, Explained, Summary
 
@@ -43,8 +42,8 @@ EXAMPLES_MAX = 10
 SHARE_CHUNKS_MIN = 100_000
 """With this many chunks in its own shards, a collector among others lists and ranks only those, and evicts its share.
 Addresses are hashes, so every shard has its share of everything. The ranks that two collectors have come to differ by
-chance alone, and by that little a chunk may outlive its parent. Fewer chunks are ranked by each collector, which evicts
-those of its own shards."""
+chance alone, and by that little a chunk may outlive its parent. Fewer chunks are ranked by each collector, and evicted
+by the one that publishes the capacity."""
 SLICE_SHARE = 1 / 4
 """The share of the headroom, or of a larger excess, in one slice of eviction. Within it children and parents are
 condemned in any order."""
@@ -57,37 +56,31 @@ LISTING_S_MIN = 1.0
 
 
 class Cycle:
-    """The cycles of one collector. One thread at a time.
-
-    ``shards`` returns which of the given number of shards are this collector's now. ``listed`` is called after each
-    shard that was listed. ``publisher`` has nodes report their writes before the first listing; None: no nodes are
-    told what they may write.
-    """
+    """The cycles of one collector. One thread at a time."""
 
     def __init__(
         self,
         site: Site,
         config: Config,
-        accounts: Accounts,
-        *,
-        shards: Callable[[int], Sequence[int]],
+        pressure: Pressure,
+        collectors: Collectors | None = None,
         listed: Callable[[int], object] = lambda shard: None,
-        publisher: Publisher | None = None,
     ) -> None:
+        """Shares its shards with ``collectors``; None: it takes all. ``listed`` is called after each listed shard."""
         self._site = site
         self._root = site.root
         self._clock = site.clock
         self._timeout_s = site.timeout_s
         self._config = config
-        self._accounts = accounts
-        self._shards = shards
+        self._pressure = pressure
+        self._collectors = collectors
         self._listed = listed
-        self._publisher = publisher
-        self._orphans = Orphans(site, accounts)
+        self._orphans = Orphans(site, pressure)
         self._parents = Parents(site)
-        self._sweeper = Sweeper(site, check=self._check, deleted=accounts.deleted)
+        self._sweeper = Sweeper(site, pressure)
         self._warned = False
         self._is_first = True
+        self._leads = False
         # The listing that eviction works on.
         self._mine: Sequence[int] = ()
         self._ranking: Ranking | None = None
@@ -104,10 +97,8 @@ class Cycle:
     @property
     def is_spent(self) -> bool:
         """True if eviction needs another listing."""
-        if self._ranking is None:
+        if self._ranking is None or self._leads != self._pressure.leads:
             return True
-        if not self._mine:
-            return self._accounts.excess_bytes > 0  # the others may know better
         return self._ranking.is_spent and self._needed_bytes() > 0
 
     @property
@@ -122,18 +113,16 @@ class Cycle:
         """
         summary, report = self._summary(dry_run=False), SweepReport()
         with self._sweeper.abandoning(report):
-            with self._timed(summary, "check"):
-                self._check()
-            self._recover(summary, report)
+            self._check(summary)  # C6
+            self._recover(summary, report)  # G7
             # Before anything that may take long: no credit is published before the first listing.
             self._rank(summary)
-            self._evict(summary, report)
-            with self._timed(summary, "orphans"):
-                self._remove_leftovers(summary)
+            self._evict(summary, report)  # G1 to G6
+            self._remove_leftovers(summary)  # F3
         summary.swept(report)
         self._judge(summary)
         if self._mine and self.is_spent and not summary.reaped.count:
-            self._accounts.evicted(None)
+            self._pressure.accounts.blocked()
         return summary
 
     def evict(self) -> Summary | None:
@@ -142,7 +131,7 @@ class Cycle:
             return None
         summary, report = self._summary(dry_run=False), SweepReport()
         summary.shards_mine_count = len(self._mine)
-        level = self._accounts.level
+        level = self._pressure.level
         summary.used_before_bytes = level.used_bytes if level is not None else 0
         with self._sweeper.abandoning(report):
             self._evict(summary, report)
@@ -158,7 +147,7 @@ class Cycle:
         summary = self._summary(dry_run=True)
         with self._timed(summary, "check"):
             self._compare()
-        self._mine = range(summary.shards_count)
+        self._mine, self._leads = range(summary.shards_count), True
         summary.shards_mine_count = summary.shards_count
         ranking = self._rank(summary)
         rows = ranking.take(self._needed_bytes())
@@ -178,21 +167,12 @@ class Cycle:
 
     # Check and recover
 
-    def _check(self) -> None:
-        """Compares the generations of root and etcd (rule C6); writes the first ones."""
-        standing = join_generation(
-            self._site.meta,
-            self._site.keys,
-            self._site.ids,
-            read_root=partial(read_newest, self._root),
-            publish_root=partial(publish_first, self._root, ids=self._site.ids, clock=self._clock),
-            timeout_s=self._timeout_s,
-        )
-        if isinstance(standing, Foreign):
-            raise RootMismatch(standing.why)
+    def _check(self, summary: Summary) -> None:
+        with self._timed(summary, "check"):
+            self._sweeper.check()
 
     def _compare(self) -> None:
-        """Does what ``_check`` does, without writing the first generation."""
+        """Does what ``Sweeper.check`` does, without writing the first generation."""
         on_root = read_newest(self._root)
         in_meta = read_generation(self._site.meta, self._site.keys, self._timeout_s)
         if on_root is not None and on_root != in_meta:
@@ -200,11 +180,14 @@ class Cycle:
 
     def _recover(self, summary: Summary, report: SweepReport) -> None:
         """Follows the sweeps in flight in its shards (rule G7)."""
-        self._mine = self._shards(summary.shards_count)
+        count = summary.shards_count
+        self._mine = range(count) if self._collectors is None else self._collectors.shards(count)
         summary.shards_mine_count = len(self._mine)
+        is_first, led = self._is_first, self._leads
+        self._is_first, self._leads = False, self._pressure.leads
         # First all sweeps in flight: who left some is listed for a while yet, and so has its shards.
-        self._sweeper.recover(report, None if self._is_first else self._mine)
-        self._is_first = False
+        takes_all = is_first or (self._leads and not led)
+        self._sweeper.recover(report, None if takes_all else self._mine)
 
     # List and rank
 
@@ -221,30 +204,32 @@ class Cycle:
         self._picks.clear()
         self._ranking = ranking
         summary.listed(ranking, round(ranking.total.bytes / self._listed_share), namespaces)
-        level = self._accounts.level
+        level = self._pressure.level
         if level is not None:
-            summary.capacity_bytes, summary.limit_bytes = level.capacity_bytes, self._accounts.limit_bytes
+            summary.capacity_bytes, summary.limit_bytes = level.capacity_bytes, self._pressure.accounts.limit_bytes
             summary.target_bytes = level.target_bytes
         self._warn(goals)
         return ranking
 
     def _read(self, summary: Summary, ranking: Ranking) -> None:
         """Lists shards. From then on the level is known."""
-        self._accounts.measured(self._root.space())
-        is_new = self._publisher is not None and not self._accounts.is_scanned
-        unheard = self._publisher.unheard(self._site.pause) if self._publisher and is_new else frozenset()
-        counted, began_s = self._accounts.listing(unheard), self._clock.monotonic_s()
+        self._pressure.before_listing()
+        began_s = self._clock.monotonic_s()
         summary.beside = beside(self._root)
         read = partial(ranking.read, self._root, each=self._site.each, listed=self._listed)
         read(self._mine)
         if len(self._mine) < summary.shards_count and ranking.total.count < SHARE_CHUNKS_MIN:
             read(sorted(set(range(summary.shards_count)) - set(self._mine)))
         self._listed_share = ranking.shards_count / summary.shards_count
-        counted(round(ranking.total.bytes / self._listed_share) + summary.beside.bytes)
+        if self._listed_share == 1.0 and self._pressure.accounts.is_known:
+            # All collectors rank all chunks, and one evicts them: if each had its shards, and one were killed, prompts
+            # would lose their heads in the others' shards and keep their tails in its own until its lease ends.
+            self._mine = range(summary.shards_count) if self._leads else ()
+        self._pressure.after_listing(round(ranking.total.bytes / self._listed_share) + summary.beside.bytes)
         self._listing_s = max(LISTING_S_MIN, self._clock.monotonic_s() - began_s)
 
     def _warn(self, goals: Goals) -> None:
-        if self._warned or goals.ttl_s is not None or self._accounts.level is not None or goals.quotas:
+        if self._warned or goals.ttl_s is not None or self._pressure.level is not None or goals.quotas:
             return
         self._warned = True
         log.warning(
@@ -265,17 +250,14 @@ class Cycle:
                 plans = self._plans(summary)
             if plans:
                 self._sweeper.begin(plans, report)
-            began_s = self._sweeper.oldest_s or 0.0
-            if self._sweeper.advance(report):
-                self._accounts.evicted(self._clock.monotonic_s() - began_s)
-            elif not plans:
-                if not self._sweeper.busy_shards:
-                    return
+            if self._sweeper.advance(report) or plans:
+                wait_s = self._site.timings.poll_s_min
+            elif self._sweeper.busy_shards:
                 self._site.pause(wait_s)
                 report.spent("grace", wait_s)
                 wait_s = min(2 * wait_s, self._site.timings.poll_s_max)
-                continue
-            wait_s = self._site.timings.poll_s_min
+            else:
+                return
 
     def _plans(self, summary: Summary) -> list[SweepPlan]:
         """Makes the next plans of shards that have no sweep in flight: as many as fit one transaction."""
@@ -297,7 +279,7 @@ class Cycle:
     def _next_slice(self) -> Rows:
         """Takes the next slice from the ranking: what is due, and more if space is needed."""
         assert self._ranking is not None
-        size_bytes, level = self._needed_bytes(), self._accounts.level
+        size_bytes, level = self._needed_bytes(), self._pressure.level
         if size_bytes > 0 and level is not None:
             least, most = SLICE_SHARE_MIN * level.headroom_bytes, SLICE_SHARE * max(level.headroom_bytes, size_bytes)
             size_bytes = min(max(size_bytes, least), most) * self._listed_share
@@ -314,7 +296,7 @@ class Cycle:
 
     def _needed_bytes(self) -> float:
         """Bytes to evict in the whole root, beyond what is being deleted."""
-        level = self._accounts.level
+        level = self._pressure.level
         if level is None or not self._mine:
             return 0.0
         in_flight_bytes = self._sweeper.in_flight_bytes * self._site.shards_count / len(self._mine)
@@ -323,8 +305,9 @@ class Cycle:
     # Leftovers and results
 
     def _remove_leftovers(self, summary: Summary) -> None:
-        summary.orphans += self._orphans.remove(lambda: self._site.pause(0))
-        summary.orphans += Counter(trash=self._sweeper.lift_unnamed())
+        with self._timed(summary, "orphans"):
+            summary.orphans += self._orphans.remove()
+            summary.orphans += Counter(trash=self._sweeper.lift_unnamed())
 
     def _explained(self, address: Address, chosen: Rows) -> Iterator[Explained]:
         """Explains why the chunks of an address are kept or condemned."""
@@ -362,8 +345,8 @@ class Cycle:
             summary.unfinished.append("some leftovers could not be removed")
         # If others share the work at this moment, they judge the rest. The sweep of one that is gone is left to us.
         is_alone = summary.shards_mine_count == summary.shards_count and not summary.spared["gone already"]
-        is_last = self._publisher is None or not summary.reaped.count  # else the next cycle goes on at once
-        level = self._accounts.level
+        is_last = self._collectors is None or not summary.reaped.count  # else the next cycle goes on at once
+        level = self._pressure.level
         if is_alone and is_last and level is not None and self.is_spent:
             summary.unfinished.append(
                 f"the root's files still take {size(level.used_bytes)}, over the target of {size(level.target_bytes)}: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
@@ -21,6 +21,7 @@ from kvstore.root.fences import put_aside, restore
 from kvstore.root.identity import read_small
 from kvstore.root.interface import Root
 from kvstore.sources import Clock
+from kvstore_gc.capacity import Pressure
 from kvstore_gc.grace import Spared
 from kvstore_gc.ledger import InFlight, Ledger
 from kvstore_gc.site import Site
@@ -74,11 +75,12 @@ class Condemnation:
 class Taken:
     """The fate of the victims of one sweep in one run. Thread-safe.
 
-    ``deleted`` hears the bytes of each chunk at once: the root's level must not be late by a whole sweep.
+    ``pressure`` learns of each chunk at once: the root's level must not be late by a whole sweep.
     """
 
-    def __init__(self, deleted: Callable[[int], object] = lambda size_bytes: None) -> None:
-        self._deleted = deleted
+    def __init__(self, pressure: Pressure | None = None, chosen_s: float = 0.0) -> None:
+        self._pressure = pressure
+        self._chosen_s = chosen_s
         self._lock = threading.Lock()
         self.reaped: list[Condemnation] = []
         self.restored_count = 0
@@ -89,7 +91,8 @@ class Taken:
         """Counts a victim that was deleted."""
         with self._lock:
             self.reaped.append(victim)
-        self._deleted(victim.size_bytes)
+        if self._pressure is not None:
+            self._pressure.deleted(victim.size_bytes, self._chosen_s)
 
     def put_back(self) -> None:
         """Counts a file that was another publication than the condemned one, and went back."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,11 +17,14 @@ from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, RootMismatc
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, incarnation_at
 from kvstore.format.places import Name
+from kvstore.host.tables import publish_first
+from kvstore.meta.cluster import Foreign, join_generation
 from kvstore.meta.keys import SweepId
-from kvstore.meta.pins import PinRecord
 from kvstore.meta.store import LeaseId
 from kvstore.meta.sweeps import Condemned
-from kvstore.root.fences import keep_reserve, lift_unnamed, list_twins, make_room, read_twin, spend_reserve
+from kvstore.root.fences import keep_reserve, lift_unnamed, make_room, spend_reserve
+from kvstore.root.identity import read_newest
+from kvstore_gc.capacity import Pressure
 from kvstore_gc.deletion import Condemnation, Deleting, SweepPlan, Taken, Trash, Victim, read_victims, write_victims
 from kvstore_gc.grace import Grace, Look, Spared
 from kvstore_gc.ledger import GROUP_MAX, GROUP_VICTIMS_MAX, InFlight, Ledger
@@ -63,19 +66,10 @@ class SweepReport:
 class Sweeper:
     """Carries out sweeps on one root, several at once. One thread uses it.
 
-    ``check`` raises if root and etcd no longer belong together (rule C6). It is called once more before anything is
-    taken, because an adoption may come at any time. ``deleted`` hears the bytes of each chunk that was deleted, on the
-    thread that deleted it.
-
     Raises InvalidRequest if the root can neither be fenced nor delete conditionally: no collector is safe there.
     """
 
-    def __init__(
-        self,
-        site: Site,
-        check: Callable[[], object] = lambda: None,
-        deleted: Callable[[int], object] = lambda size_bytes: None,
-    ) -> None:
+    def __init__(self, site: Site, pressure: Pressure | None = None) -> None:
         traits = site.root.traits
         if not (traits.fenced or traits.conditional_remove):
             raise InvalidRequest(
@@ -87,13 +81,11 @@ class Sweeper:
         self._root = site.root
         self._clock = site.clock
         self._timings = site.timings
-        self._check = check
-        self._deleted = deleted
+        self._pressure = pressure
         self._ledger = Ledger(site)
-        self._grace = Grace(site, self._ledger, self._twins)
+        self._grace = Grace(site, self._ledger)
         self._trash = Trash(site)
         self._deleting = Deleting(site, self._ledger)
-        self._twins_seen: dict[str, bytes] = {}
         self._flight: list[InFlight] = []
         """Sweeps that this collector follows."""
         self._begun_s: dict[SweepId, float] = {}
@@ -123,6 +115,19 @@ class Sweeper:
     def in_flight_bytes(self) -> int:
         """Bytes that its sweeps in flight may still delete."""
         return sum(self._sizes_bytes.get(one.sweep, 0) for one in self._flight)
+
+    def check(self) -> None:
+        """Compares the generations of root and etcd (rule C6); writes the first ones. Raises RootMismatch."""
+        standing = join_generation(
+            self._site.meta,
+            self._site.keys,
+            self._site.ids,
+            read_root=partial(read_newest, self._root),
+            publish_root=partial(publish_first, self._root, ids=self._site.ids, clock=self._clock),
+            timeout_s=self._site.timeout_s,
+        )
+        if isinstance(standing, Foreign):
+            raise RootMismatch(standing.why)
 
     def sweep(self, plans: Sequence[SweepPlan]) -> SweepReport:
         """Takes the victims of the plans, as far as nobody holds or pins them, or has used them since.
@@ -279,7 +284,7 @@ class Sweeper:
         self._flight = [*look.due, *look.waiting]
         self._revoke_lagging(look)
         if look.due:
-            self._check()
+            self.check()  # an adoption may have come since the cycle began
             ready, pinned, held = self._grace.decide(look.due)
             self._reap(ready, pinned, held, report)
             keep_reserve(self._root, self._site.ids)  # there is room for it again
@@ -338,7 +343,7 @@ class Sweeper:
                 return  # another run has closed it meanwhile
             if victims is None:
                 log.warning("sweep.no_plan sweep=%s: it takes nothing", sweep.sweep.hex())
-            taken = Taken(self._deleted)
+            taken = Taken(self._pressure, self._begun_s[sweep.sweep])
             has_ended = False
             try:
                 if self._root.traits.fenced:
@@ -410,22 +415,6 @@ class Sweeper:
     def _named(self) -> set[bytes]:
         """The sweeps in flight. Raises Unavailable."""
         return {one.sweep for one in self._ledger.in_flight().values()}
-
-    def _twins(self) -> list[bytes]:
-        """Packed addresses of the pins that have a twin on the root (rule C5). It never changes: each is read once."""
-        found: dict[str, bytes] = {}
-        for name in list_twins(self._root):
-            packed = self._twins_seen.get(name)
-            if packed is None:
-                content = read_twin(self._root, name)
-                if content is None:
-                    if name in list_twins(self._root):
-                        raise RootMismatch(f"{name} cannot be read as a pin's twin: see gc/RUNBOOK.md")
-                    continue  # removed meanwhile: its pin is gone
-                packed = PinRecord.from_bytes(content, name).packed
-            found[name] = packed
-        self._twins_seen = found
-        return list(found.values())
 
     def _spent(self, report: SweepReport, phase: str, since_s: float) -> None:
         report.spent(phase, self._clock.monotonic_s() - since_s)

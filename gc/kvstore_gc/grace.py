@@ -7,17 +7,18 @@ its announcement. The refs are part of the same read: a node may pin what it hol
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 
 import numpy as np
 
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, RootMismatch
 from kvstore.meta.pins import PinRecord
 from kvstore.meta.session import SessionRecord
 from kvstore.meta.store import KeyValue, LeaseId
+from kvstore.root.fences import list_twins, read_twin
 from kvstore_gc.ledger import InFlight, Ledger, still_there
 from kvstore_gc.ranking import Marks, are_among, marks_of
 from kvstore_gc.site import Site
@@ -26,9 +27,6 @@ log = logging.getLogger(__name__)
 
 HELD_S = 10.0
 """For so long what was spared as held is not chosen again: nobody knows when its hold ends."""
-
-Twins = Callable[[], Sequence[bytes]]
-"""Packed addresses of all pins that have a twin on the root (rule C5). Raises if one cannot be read."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,12 +83,13 @@ class Look:
 class Grace:
     """Looks at sessions, refs and keys."""
 
-    def __init__(self, site: Site, ledger: Ledger, twins: Twins) -> None:
+    def __init__(self, site: Site, ledger: Ledger) -> None:
+        self._root = site.root
         self._meta = site.meta
         self._keys = site.keys
         self._clock = site.clock
         self._ledger = ledger
-        self._twins = twins
+        self._twins_seen: dict[str, bytes] = {}
         self._timeout_s = site.timeout_s
         self._refs_timeout_s = site.timings.refs_timeout_s
         self._held: list[tuple[float, Spared]] = []
@@ -147,6 +146,22 @@ class Grace:
         for one in laggards:
             log.warning("session.revoked %s announced=%d", one.key, one.revision)
             self._meta.revoke(one.lease, self._timeout_s)
+
+    def _twins(self) -> list[bytes]:
+        """Packed addresses of the pins that have a twin on the root (rule C5). It never changes: each is read once."""
+        found: dict[str, bytes] = {}
+        for name in list_twins(self._root):
+            packed = self._twins_seen.get(name)
+            if packed is None:
+                content = read_twin(self._root, name)
+                if content is None:
+                    if name in list_twins(self._root):
+                        raise RootMismatch(f"{name} cannot be read as a pin's twin: see gc/RUNBOOK.md")
+                    continue  # removed meanwhile: its pin is gone
+                packed = PinRecord.from_bytes(content, name).packed
+            found[name] = packed
+        self._twins_seen = found
+        return list(found.values())
 
     def _sessions(self, items: Sequence[KeyValue]) -> list[Announced]:
         """The sessions among some keys. A key that no node writes, or without a lease, is nobody to wait for."""

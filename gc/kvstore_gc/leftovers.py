@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from kvstore.errors import Overloaded, PermissionDenied, RootMismatch, Unavailable
@@ -21,7 +19,7 @@ from kvstore.recency import NS_PER_S, was_never_stamped
 from kvstore.root.fences import list_twins, read_twin
 from kvstore.root.inspect import Broken, Inspector, Whole
 from kvstore.root.interface import Entry, Root, Stat
-from kvstore_gc.capacity import HEADROOM_SHARE, Accounts, Level
+from kvstore_gc.capacity import Pressure
 from kvstore_gc.ranking import Tally
 from kvstore_gc.site import Site
 
@@ -47,16 +45,17 @@ class _Damaged:
 class Quarantine:
     """The quarantine folder of one root. One thread at a time. Remembers which files it need not read again."""
 
-    def __init__(self, site: Site, accounts: Accounts | None = None) -> None:
+    def __init__(self, site: Site, pressure: Pressure | None = None) -> None:
+        self._site = site
         self._root = site.root
         self._shard_bits = site.identity.shard_bits
         self._inspector = Inspector(site.root, monotonic_s=site.clock.monotonic_s)
         self._timings = site.timings
-        self._accounts = accounts
+        self._pressure = pressure
         self._damaged: set[Name] = set()
         self._unreadable: set[Name] = set()
 
-    def clear(self, now_s: float, done: Counter[str], check: Callable[[], object]) -> None:
+    def clear(self, now_s: float, done: Counter[str]) -> None:
         """Puts whole files back; deletes damaged ones that are old, or take more room than they may, oldest first.
 
         While chunks are evicted for the capacity there is no space for them, else ``quarantine_share`` of it.
@@ -67,18 +66,18 @@ class Quarantine:
 
         Age is that of the mtime, the last use of the chunk: nothing is written to a file when it is set aside.
         """
-        left = sorted(self._looked_at(done, check), key=lambda each: each.stat.mtime_ns)
+        left = sorted(self._looked_at(done), key=lambda each: each.stat.mtime_ns)
         self._damaged = {each.name for each in left[:REMEMBERED_MAX] if each.name not in self._unreadable}
         left_bytes, allowed_bytes = sum(each.stat.size_bytes for each in left), self._allowed_bytes()
         for each in left:
             age_s = now_s - each.stat.mtime_ns / NS_PER_S
             is_over = allowed_bytes is not None and left_bytes > allowed_bytes
             if each.may_go and (is_over or age_s >= self._timings.quarantine_age_s):
-                check()
+                self._site.pause(0)
                 done["quarantine"] += self._root.remove(each.name)
                 left_bytes -= each.stat.size_bytes
 
-    def _looked_at(self, done: Counter[str], check: Callable[[], object]) -> list[_Damaged]:
+    def _looked_at(self, done: Counter[str]) -> list[_Damaged]:
         """Puts whole files back; returns the others."""
         left: list[_Damaged] = []
         unreadable: set[Name] = set()
@@ -86,7 +85,7 @@ class Quarantine:
             name = Name(f"{places.QUARANTINE}/{entry.name}")
             if entry.stat is None or not _is_set_aside(entry.name):
                 continue
-            check()
+            self._site.pause(0)
             may_go = True
             if name not in self._damaged:
                 try:
@@ -110,28 +109,11 @@ class Quarantine:
         self._root.publish(name, places.chunk(header.address, namespace, self._shard_bits), durable=False)
 
     def _allowed_bytes(self) -> float | None:
-        """The bytes that damaged files may take; None if the capacity is unknown. Raises the root's errors."""
-        accounts = self._accounts
-        level = None if accounts is None else accounts.level or _level_before_scan(self._root, accounts)
+        """The bytes that damaged files may take; None if the capacity is unknown."""
+        level = None if self._pressure is None else self._pressure.level
         if level is None:
             return None
         return 0.0 if level.excess_bytes else self._timings.quarantine_share * level.capacity_bytes
-
-
-def _level_before_scan(root: Root, accounts: Accounts) -> Level | None:
-    """The level of the root as its file system says; None if it does not say. Raises the root's errors."""
-    space, limit_bytes = root.space(), accounts.limit_bytes
-    if space.total_bytes is None or space.free_bytes is None:
-        return None if limit_bytes is None else _level(0, limit_bytes)
-    disk = _level(space.total_bytes - space.free_bytes, space.total_bytes)
-    if limit_bytes is None or limit_bytes >= space.total_bytes:
-        return disk
-    # The chunks are not listed yet, so only the file system can tell that there is no space.
-    return _level(limit_bytes if disk.excess_bytes else 0, limit_bytes)
-
-
-def _level(used_bytes: int, capacity_bytes: int) -> Level:
-    return Level(used_bytes, capacity_bytes, int(HEADROOM_SHARE * capacity_bytes))
 
 
 def _is_set_aside(file_name: str) -> bool:
@@ -158,30 +140,26 @@ ORPHANS = ("staging", "restored", "quarantine", "plans", "twins", "failed")
 class Orphans:
     """The orphans of one root. One thread at a time. Remembers between rounds what it need not check again."""
 
-    def __init__(self, site: Site, accounts: Accounts | None = None) -> None:
-        """``accounts`` limit the quarantine; None: no limit."""
+    def __init__(self, site: Site, pressure: Pressure | None = None) -> None:
+        """``pressure`` limits the quarantine; None: no limit."""
+        self._site = site
         self._root = site.root
         self._keys = site.keys
         self._meta = site.meta
         self._clock = site.clock
         self._timings = site.timings
-        self._quarantine = Quarantine(site, accounts)
-        self._seen_alive: set[bytes] = set()
-        """Sessions of the round before."""
-        self._gone_s: dict[bytes, float] = {}
-        """Sessions that have ended and left a folder, and when (monotonic) we saw that."""
+        self._quarantine = Quarantine(site, pressure)
         self._noticed_before_s: dict[Name, float] = {}
         self._noticed_s: dict[Name, float] = {}
         """Files without an owner, and when (monotonic) we noticed them; in the round before, and now."""
         self._empty: set[Name] = set()
         self._ends_s: dict[Name, float] = {}
 
-    def remove(self, check: Callable[[], object] = lambda: None) -> Counter[str]:
+    def remove(self) -> Counter[str]:
         """Removes orphans, and counts them by kind: staging, restored, quarantine, plans, twins.
 
-        ``check`` is called before each file and may raise to end it. If the root refuses one kind (no permission, an
-        I/O error), the others and chunks are still collected: that is logged, and counted under ``failed``. Raises
-        RootMismatch if a sweep's key cannot be understood.
+        If the root refuses one kind (no permission, an I/O error), the others and chunks are still collected: that is
+        logged, and counted under ``failed``. Raises RootMismatch if a sweep's key cannot be understood, and Stopped.
         """
         done: Counter[str] = Counter()
         now_s = self._clock.now_s()
@@ -193,13 +171,13 @@ class Orphans:
             ("twins", self._twins),
         ):
             try:
-                remove(now_s, done, check)
+                remove(now_s, done)
             except (Unavailable, PermissionDenied, Overloaded) as error:
                 log.warning("gc.orphans_failed kind=%s %s", kind, error)
                 done["failed"] += 1
         return done
 
-    def _staging(self, now_s: float, done: Counter[str], check: Callable[[], object]) -> None:
+    def _staging(self, now_s: float, done: Counter[str]) -> None:
         """Removes staged files, and their folders, of sessions that have ended.
 
         Folders first, sessions afterwards: a session puts its key before it stages (rule V1) and never comes back
@@ -208,18 +186,11 @@ class Orphans:
 
         Taking a file too early harms no chunks: nothing of it is visible before it is published, and the put of a
         paused writer that wakes up finds its file gone and fails. But it should not happen to puts that are going on:
-
-        - A session that we saw alive has ended for its node too, within its ttl (rule V2), and since then its node
-          stages under another id. So its files belong to puts that began before; ``dead_session_s`` later these have
-          passed their deadline.
-        - If we never saw an id alive (we have just begun, or its node has no session), a file goes once it is older
-          than any put takes to publish it, by its time, or by ours since we noticed it.
-        - A file that was never stamped goes at once: its writer was killed before.
+        so a file goes once it is older than any put takes to publish it, by its time, or by ours since we noticed it. A
+        file that was never stamped goes at once: its writer was killed before.
         """
         folders = [entry.name for entry in self._root.list(places.STAGING) if entry.stat is None]
-        # Read also without a folder: a session that lives now may be dead, and have one, in the next round.
-        live = live_sessions(self._meta, self._keys, self._timings.meta_timeout_s)
-        dead = self._dead(live, {parsed for each in folders if (parsed := parse_id(each)) is not None})
+        live = live_sessions(self._meta, self._keys, self._timings.meta_timeout_s) if folders else set()
         empty: set[Name] = set()
         for folder_name in folders:
             session = parse_id(folder_name)
@@ -227,9 +198,9 @@ class Orphans:
                 continue
             folder = Name(f"{places.STAGING}/{folder_name}")
             files = list(self._root.list(folder))
-            old = [each for each in files if self._is_left(folder, each, now_s, is_dead=session in dead)]
+            old = [each for each in files if self._is_left(folder, each, now_s)]
             for each in old:
-                check()
+                self._site.pause(0)
                 done["staging"] += self._root.remove(Name(f"{folder}/{each.name}"))
             if len(old) < len(files):
                 continue
@@ -241,24 +212,13 @@ class Orphans:
                 empty.add(folder)
         self._empty = empty
 
-    def _dead(self, live: Set[bytes], staging: set[bytes]) -> set[bytes]:
-        """Sessions with a folder that were alive once and have been gone for long enough."""
-        now_s = self._clock.monotonic_s()
-        self._gone_s = {
-            session: self._gone_s.get(session, now_s)
-            for session in staging - live
-            if session in self._gone_s or session in self._seen_alive
-        }
-        self._seen_alive = set(itertools.islice(live, REMEMBERED_MAX))
-        return {session for session, gone_s in self._gone_s.items() if now_s - gone_s >= self._timings.dead_session_s}
-
-    def _is_left(self, folder: Name, entry: Entry, now_s: float, *, is_dead: bool) -> bool:
-        """True if nobody will come back for a staged file of a session that is not alive."""
+    def _is_left(self, folder: Name, entry: Entry, now_s: float) -> bool:
+        """True if no put will publish a staged file of a session that is not alive."""
         if entry.stat is None:
             return False
         noticed = self._since_noticed_s(Name(f"{folder}/{entry.name}")) >= self._timings.noticed_s
         never_stamped = was_never_stamped(entry.stat.mtime_ns, now_s)
-        return is_dead or noticed or never_stamped or _is_old(entry, now_s, self._timings.staging_age_s)
+        return noticed or never_stamped or _is_old(entry, now_s, self._timings.staging_age_s)
 
     def _since_noticed_s(self, name: Name) -> float:
         """Seconds since we noticed a file that has no owner."""
@@ -268,7 +228,7 @@ class Orphans:
             self._noticed_s[name] = noticed_s
         return now_s - noticed_s
 
-    def _plans(self, now_s: float, done: Counter[str], check: Callable[[], object]) -> None:
+    def _plans(self, now_s: float, done: Counter[str]) -> None:
         """Removes plans of sweeps that have closed, or never began.
 
         Plans first, keys afterwards. A plan is written before its key is put: so it must also be old, by its time, or
@@ -287,10 +247,10 @@ class Orphans:
                 continue
             noticed = self._since_noticed_s(name) >= self._timings.condemn_s_max + self._timings.meta_timeout_s
             if noticed or _is_old(entry, now_s, self._timings.plan_age_s):
-                check()
+                self._site.pause(0)
                 done["plans"] += self._root.remove(name)
 
-    def _twins(self, now_s: float, done: Counter[str], check: Callable[[], object]) -> None:
+    def _twins(self, now_s: float, done: Counter[str]) -> None:
         """Removes twins of pins that ended by themselves: their owner died, their lease expired.
 
         Only long after the pin's end, and only without a key: no key can come any more then, because a pin is put
@@ -298,7 +258,7 @@ class Orphans:
         """
         ends_s: dict[Name, float] = {}
         for name in list(list_twins(self._root)):
-            check()
+            self._site.pause(0)
             known_s = self._ends_s.get(name)
             if known_s is None or known_s + self._timings.twin_margin_s < now_s:
                 record = self._twin(name)

@@ -6,6 +6,7 @@ Their names are part of the interface: kvstore/worker/METRICS.md lists them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from prometheus_client import (
     CollectorRegistry,
@@ -22,7 +23,7 @@ from kvstore import scraping
 from kvstore.errors import InvalidRequest
 from kvstore.security.tls import joined
 from kvstore.sources import Clock
-from kvstore_gc.capacity import Accounts, Level, Publisher
+from kvstore_gc.capacity import Pressure
 from kvstore_gc.cycle import Cycle
 from kvstore_gc.execute import SPARED
 from kvstore_gc.leftovers import ORPHANS
@@ -41,24 +42,18 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Metrics:
-    """The metrics of one collector, in a registry of their own. ``level`` gives how full the root is now."""
+    """The metrics of one collector, in a registry of their own."""
 
-    def __init__(self, level: Callable[[], Level | None], clock: Clock) -> None:
+    def __init__(self, pressure: Pressure, clock: Clock) -> None:
         self.registry = CollectorRegistry()
+        self._pressure = pressure
         self._clock = clock
-        self._asked(
-            "used_bytes", "bytes that the root's files use", lambda: found.used_bytes if (found := level()) else 0
-        )
-        self._asked(
-            "capacity_bytes",
-            "what the root's files may use; 0: not known",
-            lambda: found.capacity_bytes if (found := level()) else 0,
-        )
-        self._asked(
-            "target_bytes",
-            "eviction keeps used bytes below this; 0: not known",
-            lambda: found.target_bytes if (found := level()) else 0,
-        )
+        for name, about in (
+            ("used_bytes", "bytes that the root's files use"),
+            ("capacity_bytes", "what the root's files may use; 0: not known"),
+            ("target_bytes", "eviction keeps used bytes below this; 0: not known"),
+        ):
+            self._asked(name, about, partial(self._of_level, name))
         self._chunks = self._gauge("chunks", "chunks found by the last listing")
         self._kept = self._gauge("kept_bytes", "bytes of chunks that stay, by reason", "reason")
         self._blocked = self._gauge(
@@ -131,7 +126,7 @@ class Metrics:
         self._rounds.labels("failed").inc()
         self._round.set(self._clock.now_s())
 
-    def follow(self, interval_s: float, publisher: Publisher, accounts: Accounts, cycle: Cycle) -> None:
+    def follow(self, interval_s: float, cycle: Cycle) -> None:
         """Adds the metrics of a collector that stays."""
         ProcessCollector(registry=self.registry)
         self._round.set(self._clock.now_s())  # none is late yet
@@ -141,9 +136,13 @@ class Metrics:
             "since sweeps in flight wait for nodes to announce them; 0: none waits",
             lambda: cycle.waiting_s,
         )
-        self._asked("silent_seconds", "since the root and etcd both answered, or refused", lambda: publisher.silent_s)
-        self._asked("etcd_failing", "1 while etcd does not answer", lambda: publisher.etcd_fails)
-        self._asked("full", "1 while nothing can be evicted, and nodes refuse puts", lambda: accounts.is_full)
+        pressure = self._pressure
+        self._asked("silent_seconds", "since the root and etcd both answered, or refused", lambda: pressure.silent_s)
+        self._asked("etcd_failing", "1 while etcd does not answer", lambda: pressure.etcd_fails)
+        self._asked("full", "1 while nothing can be evicted, and nodes refuse puts", lambda: pressure.accounts.is_full)
+
+    def _of_level(self, name: str) -> float:
+        return float(getattr(self._pressure.level, name, 0))
 
     def _asked(self, name: str, about: str, value: Callable[[], float]) -> None:
         """A gauge whose value is asked for when somebody reads it."""

@@ -45,15 +45,12 @@ class Timings:
     """A sweep whose grace is not over by then is abandoned: closed without taking anything."""
     clock_margin_s: float = 60.0
     """The difference of clocks that hosts may have."""
-    dead_session_s: float = 30.0
-    """Staged files of a session that this collector saw alive are deleted this long after it saw it gone: by then the
-    puts that the session had begun have passed their deadline (30 s by default), or failed."""
     put_s_max: float = 120.0
     """The longest that a put takes from the time that its staged file carries to its publication. The file carries the
     start of its quantum, at most 30 s before it was written, and a put has 30 s by default. A put that takes longer,
     without a live session, finds its file gone and fails."""
     staging_age_s: float = 180.0
-    """Staged files of sessions that this collector never saw alive are deleted at this age, by their time."""
+    """Staged files without a live session are deleted at this age, by their time."""
     noticed_s: float = 60.0
     """They are also deleted this long after this collector noticed them: its own clock needs no margin, and a put has
     30 s by default from staging a file to publishing it."""

@@ -88,8 +88,7 @@ def test_a_collector_whose_put_stayed_unknown_is_listed_once() -> None:
 
 def test_two_collectors_empty_a_root_together(place: Place) -> None:
     node, chains = place.cluster.node(), [prompt(number, 6) for number in range(6)]
-    halves = (lambda count: range(0, count, 2), lambda count: range(1, count, 2))
-    collectors = [place.cycle(Config(ttl_s=60), shards=half) for half in halves]
+    collectors = [place.cycle(Config(ttl_s=60), collectors=place.half(odd)) for odd in (0, 1)]
     for each in collectors:
         each.run()  # one that has just started might adopt all that the other has begun
     for chain in chains:
@@ -112,7 +111,7 @@ def test_g7_one_that_has_just_started_ends_what_a_dead_one_left_in_shards_that_i
     node, first, later = place.cluster.node(), prompt(1, 12), prompt(2, 12)
     put(node, first)
     leave_in_flight(place.cluster, node, first)
-    rounds = place.cycle(shards=lambda count: range(1))
+    rounds = place.cycle(collectors=place.part(lambda count: range(1)))
     assert rounds.run().reaped.count == 12 and place.cluster.leftovers() == []
     put(node, later)
     leave_in_flight(place.cluster, node, later)

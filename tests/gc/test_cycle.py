@@ -12,7 +12,7 @@ from kvstore.errors import RootMismatch, Unavailable
 from kvstore.meta.memory import MemoryMeta
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import SystemClock
-from kvstore_gc.capacity import Accounts
+from kvstore_gc.capacity import Pressure
 from kvstore_gc.config import Config
 from kvstore_gc.cycle import FRESH_S
 from kvstore_gc.threads import Stopped
@@ -96,9 +96,9 @@ def test_slices_after_one_that_spared_held_chunks_take_others(place: Place) -> N
     hold = node.node.hold(kept)
     node.node.holds._used = lambda wanted: None  # as where a root keeps no times
     config = Config(max_bytes=place.bytes_of(kept) + place.bytes_of(other))
-    accounts = Accounts(config.max_bytes)
-    summary = place.cycle(config, accounts=accounts).run()
-    assert summary.spared["held"] > 0 and not accounts.excess_bytes
+    pressure = Pressure(place.cluster.site(), config.max_bytes)
+    summary = place.cycle(config, pressure=pressure).run()
+    assert summary.spared["held"] > 0 and not pressure.excess_bytes
     assert summary.reaped.count == 6 - place.cluster.present(other) > 0
     assert place.cluster.present(kept) == hold.count == 6
 
@@ -150,10 +150,7 @@ def test_two_collectors_with_many_chunks_list_their_own_shards_and_keep_the_boun
         put(node, chain)
         place.age(chain, LONG_S + 60 * number)
     used = sum(map(place.bytes_of, chains))
-    collectors = [
-        place.cycle(Config(max_bytes=used), shards=lambda count, odd=odd: range(odd, count, 2))  # type: ignore[misc]
-        for odd in (0, 1)
-    ]
+    collectors = [place.cycle(Config(max_bytes=used), collectors=place.half(odd)) for odd in (0, 1)]
     summaries = [each.run() for each in collectors]
     assert [summary.scanned.count < 130 for summary in summaries] == [True, True], "each lists about half"
     left = sum(map(place.bytes_of, chains))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvstore.errors import RootMismatch
@@ -17,7 +19,7 @@ from kvstore.recency import AHEAD_MAX_S
 from kvstore.root.fences import list_twins, write_twin
 from kvstore.root.interface import Root, Space
 from kvstore.root.memory import MemoryRoot
-from kvstore_gc.capacity import Accounts
+from kvstore_gc.capacity import Pressure
 from kvstore_gc.leftovers import Orphans
 from kvstore_gc.site import Site, Timings
 from tests.kit.damage import NOW_S, Filled, fill, read, write
@@ -54,9 +56,9 @@ class Scene:
         self.ids = CountingIds()
         self.orphans = self.again()
 
-    def again(self, accounts: Accounts | None = None) -> Orphans:
+    def again(self, pressure: Pressure | None = None) -> Orphans:
         """Another collector, which remembers nothing."""
-        return Orphans(self.site(), accounts)
+        return Orphans(self.site(), pressure)
 
     def site(self, root: Root | None = None) -> Site:
         return Site(root or self.root, self.filled.identity, self.meta, self.clock, timings=TIMINGS)
@@ -101,18 +103,6 @@ def test_a_live_session_keeps_what_it_staged_however_old(scene: Scene) -> None:
     scene.write(places.staged(alive, 1), age_s=OLD_S)
     assert not scene.orphans.remove()
     assert scene.names(places.staging_folder(alive)) == ["1.part"]
-
-
-def test_what_a_session_staged_that_was_seen_alive_goes_soon_after_it_is_gone(scene: Scene) -> None:
-    session = scene.open_session()
-    scene.write(places.staged(session.id, 1), age_s=-60)
-    assert not scene.orphans.remove()
-    session.close()
-    assert not scene.orphans.remove(), "a put that it began may be going on"
-    scene.clock.time_s += TIMINGS.dead_session_s
-    assert scene.again().remove() == {}, "a collector that never saw it alive cannot know"
-    assert scene.orphans.remove() == {"staging": 1}
-    assert scene.names(places.STAGING) == []
 
 
 def test_leftovers_of_those_who_were_killed_go_within_minutes_without_any_memory_of_them(scene: Scene) -> None:
@@ -232,11 +222,11 @@ def test_a_damaged_file_is_read_once_not_in_every_round(scene: Scene) -> None:
     assert root.calls["open"] == before > 0
 
 
-def accounts_of(used_bytes: int, free_bytes: int) -> Accounts:
-    accounts = Accounts(None)
-    accounts.measured(Space(None, free_bytes))
-    accounts.listing()(used_bytes)
-    return accounts
+def pressure_of(scene: Scene, used_bytes: int, free_bytes: int) -> Pressure:
+    pressure = Pressure(scene.site(), None)
+    pressure.after_listing(used_bytes)
+    pressure.accounts.measured(Space(None, free_bytes))
+    return pressure
 
 
 def set_aside(scene: Scene, number: int, size_bytes: int, age_s: float) -> Name:
@@ -245,8 +235,8 @@ def set_aside(scene: Scene, number: int, size_bytes: int, age_s: float) -> Name:
 
 def test_damaged_files_take_a_hundredth_of_the_capacity_at_most_and_the_oldest_go(scene: Scene) -> None:
     oldest, old, new = (set_aside(scene, number, 4, 300.0 - number) for number in range(3))
-    assert not scene.again(accounts_of(100, 1100)).remove(), "12 bytes of 1,200 are as much as they may take"
-    assert scene.again(accounts_of(100, 900)).remove() == {"quarantine": 1}
+    assert not scene.again(pressure_of(scene, 100, 1100)).remove(), "12 bytes of 1,200 are as much as they may take"
+    assert scene.again(pressure_of(scene, 100, 900)).remove() == {"quarantine": 1}
     assert [read(scene.root, name) is None for name in (oldest, old, new)] == [True, False, False]
 
 
@@ -255,26 +245,8 @@ def test_on_a_full_root_damaged_files_go_at_once_and_whole_ones_go_back(scene: S
     assert scene.root.move(scene.filled.name(2), aside)
     for number in range(3):
         set_aside(scene, number, 4, 0.0)
-    assert scene.again(accounts_of(960, 40)).remove() == {"quarantine": 3, "restored": 1}
+    assert scene.again(pressure_of(scene, 960, 40)).remove() == {"quarantine": 3, "restored": 1}
     assert scene.names(places.QUARANTINE) == [] and read(scene.root, scene.filled.name(2)) is not None
-
-
-@pytest.mark.parametrize(
-    ("total", "free", "max_bytes", "gone"),
-    [(1000, 40, None, 3), (1000, 950, None, 1), (1000, 950, 500, 2), (1000, 40, 500, 3), (None, None, 500, 2)],
-)
-def test_before_the_first_survey_the_file_system_tells_how_full_the_root_is(
-    total: int | None, free: int | None, max_bytes: int | None, gone: int
-) -> None:
-    class Sized(FaultyRoot):
-        def space(self) -> Space:
-            return Space(total, free)
-
-    scene = Scene(Sized(MemoryRoot()))
-    for number in range(3):
-        set_aside(scene, number, 4, 0.0)
-    removed = scene.again(Accounts(max_bytes)).remove()
-    assert removed == {"quarantine": gone}
 
 
 def test_a_file_that_cannot_be_read_keeps_nobody_from_the_others_and_goes_in_a_second_round() -> None:
@@ -378,6 +350,6 @@ def test_the_wish_to_end_is_heard_between_files(scene: Scene) -> None:
         scene.write(places.staged(DEAD, number), age_s=OLD_S)
     calls = iter(range(3))
     with pytest.raises(StopIteration):
-        scene.orphans.remove(lambda: next(calls))
+        Orphans(replace(scene.site(), pause=lambda _: next(calls))).remove()
     assert len(scene.names(places.staging_folder(DEAD))) == 2
     assert scene.again().remove() == {"staging": 2}

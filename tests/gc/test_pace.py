@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from kvstore_gc.threads import BURST_S, SHARE, Pace, inline
+from dataclasses import replace
+
+from kvstore.meta.memory import MemoryMeta
+from kvstore_gc.capacity import Pressure
+from kvstore_gc.collector import BURST_S, SHARE, Pace
+from tests.kit.clusters import site_of
 from tests.kit.fake_meta import FakeClock
 
 
@@ -12,14 +17,9 @@ class _Host:
     def __init__(self) -> None:
         self.clock = FakeClock()
         self.used_s = 0.0
-        self.urgent = False
-        self.pace = Pace(
-            inline,
-            is_urgent=lambda: self.urgent,
-            pause=self.clock.advance,
-            clock=self.clock,
-            used_s=lambda: self.used_s,
-        )
+        site = replace(site_of(MemoryMeta(), clock=self.clock), pause=self.clock.advance)
+        self.pressure = Pressure(site, 100)
+        self.pace = Pace(site, self.pressure, used_s=lambda: self.used_s)
 
     def work(self, work_s: float) -> None:
         self.clock.advance(work_s)
@@ -45,5 +45,5 @@ def test_rest_is_not_saved_up_beyond_a_burst() -> None:
 
 def test_a_root_that_fills_up_is_collected_at_full_speed() -> None:
     host = _Host()
-    host.urgent = True
+    host.pressure.after_listing(100)
     assert host.elapsed_s(1000, 0.02) < 21

@@ -114,7 +114,7 @@ def test_c3_what_was_read_in_the_lost_timeline_ends_no_grace(meta: Meanwhile) ->
     """The one read comes in pages: the first may be older than a restore, and name a sweep that is gone."""
     mine = ledger(meta)
     begun = mine.condemn({0: record(1)})
-    grace = Grace(site_of(meta, KEYS.root_id), mine, list)
+    grace = Grace(site_of(meta, KEYS.root_id), mine)
     assert grace.look(begun).due == begun and grace.decide(begun)[0] == begun
     meta.stale = meta.list(KEYS.prefix)
     mine.close(begun)
@@ -129,7 +129,7 @@ def test_g4_what_was_held_when_the_pins_were_read_is_spared(meta: Meanwhile) -> 
     meta.put(key, SessionRecord(begun[0].stamp, 1, address).to_json(), lease)
     meta.stale = meta.list(KEYS.prefix)
     meta.put(key, SessionRecord(begun[0].stamp, 2).to_json(), lease)
-    ready, _, held = Grace(site_of(meta, KEYS.root_id), mine, list).decide(begun)
+    ready, _, held = Grace(site_of(meta, KEYS.root_id), mine).decide(begun)
     assert ready == begun and address in held
 
 

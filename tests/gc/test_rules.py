@@ -10,6 +10,7 @@ import pytest
 from kvstore.buffers import Borrowed
 from kvstore.errors import RootMismatch
 from kvstore.format import places
+from kvstore.format.header import Generation
 from kvstore.format.places import Name
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMeta
@@ -178,13 +179,14 @@ def test_c6_root_and_etcd_are_compared_again_before_anything_is_taken(c: Cluster
     node, chain = c.node(), prompt(1, 8)
     put(node, chain)
 
-    def adopted() -> None:
-        raise RootMismatch("another generation")
+    keys, meta = Keys(c.identity.root), MemoryMeta(c.store)
 
-    site = c.site(pause=lambda _: eventually(lambda: node.presence.current().announced > 0))
-    sweeper = Sweeper(site, check=adopted)
+    def adopted(_: float) -> None:
+        eventually(lambda: node.presence.current().announced > 0)
+        meta.put(keys.generation, Generation(9, bytes(16)).to_json())
+
     with pytest.raises(RootMismatch):
-        sweeper.sweep(c.plans(chain))
+        c.collector(pause=adopted).sweep(c.plans(chain))
     assert c.present(chain) == 8
 
 

@@ -86,7 +86,8 @@ def test_a_cycle_that_fails_is_repeated_with_growing_pauses(caplog: pytest.LogCa
     with caplog.at_level(logging.INFO, "kvstore_gc"):
         driven.serve()
     assert driven.began[:6] == pytest.approx([0, 1, 3, 7, 15, 31], abs=0.5) and RETRY_S_MIN == 1.0
-    assert [record.message.split()[0] for record in caplog.records] == ["gc.round_failed", "gc.round_recovered"]
+    said = [record.message.split()[0] for record in caplog.records]
+    assert [each for each in said if each != "gc.round"] == ["gc.round_failed", "gc.round_recovered"]
 
 
 def test_a_cycle_begins_at_the_interval_and_once_a_ranking_is_spent() -> None:

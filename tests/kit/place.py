@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.format import places
@@ -11,9 +11,10 @@ from kvstore.meta.store import Meta
 from kvstore.recency import stamp_ns
 from kvstore.root.interface import Root
 from kvstore.sources import SystemClock
-from kvstore_gc.capacity import Accounts
+from kvstore_gc.capacity import Pressure
 from kvstore_gc.config import Config
 from kvstore_gc.cycle import Cycle
+from kvstore_gc.membership import Collectors
 from kvstore_gc.site import Timings
 from kvstore_gc.threads import Stop
 from tests.kit.clusters import TIMINGS, Cluster
@@ -34,13 +35,26 @@ class Place:
         *,
         root: Root | None = None,
         meta: Meta | None = None,
-        shards: Callable[[int], range] = range,
+        collectors: Collectors | None = None,
         timings: Timings = TIMINGS,
-        accounts: Accounts | None = None,
+        pressure: Pressure | None = None,
     ) -> Cycle:
         config = config or Config()
         site = self.cluster.site(root, meta, timings=timings, pause=self.stop.pause)
-        return Cycle(site, config, accounts or Accounts(config.max_bytes), shards=shards)
+        return Cycle(site, config, pressure or Pressure(site, config.max_bytes), collectors)
+
+    def part(self, shards: Callable[[int], Sequence[int]]) -> Collectors:
+        """Other collectors, which leave these shards to this one."""
+
+        class Part(Collectors):
+            def shards(self, count: int) -> list[int]:
+                return list(shards(count))
+
+        return Part(self.cluster.site())
+
+    def half(self, odd: int) -> Collectors:
+        """One other collector, which has half of the shards."""
+        return self.part(lambda count: range(odd, count, 2))
 
     def age(self, chain: ChunkKeys, age_s: float = LONG_S) -> None:
         """Sets the last use back by this long."""

@@ -17,7 +17,7 @@ from kvstore.meta.store import LeaseGone, Put
 from kvstore.node import holds, member
 from kvstore.results import PinRecord
 from kvstore.root.fences import list_twins, read_twin
-from kvstore_gc import execute
+from kvstore_gc import grace
 from tests.sim import world
 from tests.sim.planting import bug
 
@@ -81,7 +81,7 @@ def pin_no_session() -> Iterator[None]:
 def _without_twins() -> Iterator[None]:
     """No twin is spared, and etcd loses nothing, so that nothing follows from that alone."""
     with (
-        patch.object(execute.Sweeper, "_twins", lambda self: []),
+        patch.object(grace.Grace, "_twins", lambda self: []),
         patch.object(world.World, "_restore", lambda self: False),
     ):
         yield
@@ -105,7 +105,7 @@ def pin_without_proof() -> Iterator[None]:
 @bug("repinned")
 def no_twins() -> Iterator[None]:
     """C5: pins that a restored etcd has lost are not spared."""
-    with patch.object(execute.Sweeper, "_twins", lambda self: []):
+    with patch.object(grace.Grace, "_twins", lambda self: []):
         yield
 
 
@@ -113,7 +113,7 @@ def no_twins() -> Iterator[None]:
 def twin_unreadable() -> Iterator[None]:
     """C5: a twin that cannot be read is left out."""
 
-    def twins(self: execute.Sweeper) -> list[bytes]:
+    def twins(self: grace.Grace) -> list[bytes]:
         found = []
         for name in list_twins(self._root):
             content = read_twin(self._root, name)
@@ -124,5 +124,5 @@ def twin_unreadable() -> Iterator[None]:
                     continue
         return found
 
-    with patch.object(execute.Sweeper, "_twins", twins):
+    with patch.object(grace.Grace, "_twins", twins):
         yield

@@ -13,7 +13,7 @@ from typing import cast
 from kvstore.errors import KVStoreError, Overloaded
 from kvstore.node.gc_state import View
 from kvstore.recency import QUANTUM_S
-from kvstore_gc.capacity import HEADROOM_SHARE_MAX, Accounts, Publisher
+from kvstore_gc.capacity import HEADROOM_SHARE_MAX, Pressure
 from kvstore_gc.collector import Service
 from kvstore_gc.config import Config
 from kvstore_gc.cycle import Cycle
@@ -53,10 +53,9 @@ class CountingCollector:
             world.timings,
             pause=self._stop.pause,
         )
-        accounts = Accounts(world.capacity_bytes, self.process)
         self._collectors = Collectors(site, world.capacity_bytes)
-        self._publisher = Publisher(site, accounts, self._collectors)
-        cycle = Cycle(site, Config(), accounts, shards=self._collectors.shards, publisher=self._publisher)
+        self._pressure = Pressure(site, world.capacity_bytes, self._collectors)
+        cycle = Cycle(site, Config(), self._pressure, self._collectors)
         self._service = Service(cycle, site, INTERVAL_S, done=lambda summary: world.count("cycles"))
 
     def start(self) -> CountingCollector:
@@ -72,7 +71,7 @@ class CountingCollector:
             except KVStoreError as error:
                 self.kernel.note(f"could not join: {error}")
                 self.kernel.sleep(0.5)
-        self._publisher.start(self._stop)
+        self._pressure.start(self._stop)
         self._service.run()
 
 

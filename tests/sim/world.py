@@ -50,7 +50,6 @@ ROUNDS_MAX = 25
 
 TIMINGS = Timings(
     clock_margin_s=10.0,
-    dead_session_s=10.0,
     put_s_max=30.0,
     staging_age_s=40.0,
     noticed_s=30.0,

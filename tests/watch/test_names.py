@@ -18,7 +18,7 @@ from kvstore.sources import SystemClock
 from kvstore.worker.exposition import Exposition
 from kvstore.worker.metrics_server import start_metrics
 from kvstore.worker.worker import Worker
-from kvstore_gc.capacity import Accounts, Publisher
+from kvstore_gc.capacity import Pressure
 from kvstore_gc.config import Config
 from kvstore_gc.cycle import Cycle
 from kvstore_gc.metrics import Metrics
@@ -78,10 +78,10 @@ def of_worker(tmp_path: Path) -> dict[str, Documented]:
 
 def of_collector() -> dict[str, Documented]:
     """Returns the metrics of a collector after a round in which everything happened."""
-    metrics = Metrics(lambda: None, SystemClock())
-    site, accounts = site_of(MemoryMeta()), Accounts(None)
-    cycle = Cycle(site, Config(), accounts, shards=range)
-    metrics.follow(60.0, Publisher(site, accounts), accounts, cycle)
+    site = site_of(MemoryMeta())
+    pressure = Pressure(site, None)
+    metrics = Metrics(pressure, SystemClock())
+    metrics.follow(60.0, Cycle(site, Config(), pressure))
     some = Tally(1, 1)
     summary = Summary(False, 0.0, 1, chosen={"ttl": some}, kept={"pinned": some}, reaped=some, seconds={"plan": 1.0})
     summary.spared["pinned"] = summary.orphans["trash"] = 1

@@ -11,9 +11,12 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 import kvstore_gc
+from kvstore.meta.memory import MemoryMeta
 from kvstore.sources import SystemClock
 from kvstore.worker.exposition import Exposition
 from kvstore_gc import execute, leftovers, metrics
+from kvstore_gc.capacity import Pressure
+from tests.kit.clusters import site_of
 from tests.kit.watch_queries import DASHBOARDS, RULES, panels, used
 from tests.kit.workers import serving
 
@@ -38,7 +41,7 @@ def exported() -> list[str]:
     with serving() as served:
         registry.register(Exposition(served.worker, "0"))
         mine = series(registry)
-    return [*mine, *series(metrics.Metrics(lambda: None, SystemClock()).registry)]
+    return [*mine, *series(metrics.Metrics(Pressure(site_of(MemoryMeta()), None), SystemClock()).registry)]
 
 
 def expressions(panels: list[dict[str, Any]]) -> list[str]:
