@@ -179,7 +179,7 @@ def _serve(options: WorkerOptions, at: Addresses, ending: _Ending, undo: ExitSta
     """Serves until ``ending`` is requested; cleanup is left to ``undo``."""
     from kvstore.cli.tracing import start_tracing
     from kvstore.peers.tier import join_peers
-    from kvstore.worker.metrics_server import start_metrics
+    from kvstore.worker.metrics import start_metrics
     from kvstore.worker.worker import Worker
 
     _raise_file_limit()
@@ -229,7 +229,7 @@ class _Ending:
         self._stopper.wait()
 
     def ask(self, within_s: float | None) -> float:
-        """Implements ``kvstore.worker.control.service.Drain``. The first call decides how long calls may take."""
+        """Implements ``kvstore.worker.admin.Drain``. The first call decides how long calls may take."""
         if not self._stopper.asked and within_s is not None:
             self.within_s = within_s
         self._stopper.ask()

@@ -21,11 +21,9 @@ from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
 from kvstore.wire.bulk.frames import Kind, LentSlots, Mode, decode_request, encode_slots, encode_span
 from kvstore.wire.limits import method
 from kvstore.wire.messages import parse
-from kvstore.worker.admission import Gate
-from kvstore.worker.bulk.connection import Connection
-from kvstore.worker.bulk.listener import BulkListener
-from kvstore.worker.bulk.serving import BulkRequests
-from kvstore.worker.calls import Calls
+from kvstore.worker.context import Calls, Gate
+from kvstore.worker.data_put import Connection
+from kvstore.worker.data_server import BulkListener, BulkRequests
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.worker import Health
 from tests.kit.patience import NEVER_S, PATIENCE_S

@@ -20,7 +20,7 @@ from kvstore.replay import Content, expect, generate, replay_layout
 from kvstore.replay.runner import KvBytes
 from kvstore.replay.trace import BLOCK_TOKENS
 from kvstore.tokens import TokenArray
-from kvstore.worker.exposition import Exposition
+from kvstore.worker.metrics import Exposition
 from tests.kit.cases import for_each
 from tests.kit.workers import Served, serving
 

@@ -26,7 +26,7 @@ from kvstore.meta.workers import WorkerRecord, Workers
 from kvstore.node.settings import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.worker.metrics_server import start_metrics
+from kvstore.worker.metrics import start_metrics
 from kvstore.worker.worker import Worker
 from tests.kit.etcd import running_etcd
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule

@@ -18,8 +18,7 @@ from kvstore.node.settings import Limits
 from kvstore.node.view import View
 from kvstore.sources import RandomIds
 from kvstore.wire.statuses import Busy, Draining
-from kvstore.worker.admission import BytesInFlight, Gate
-from kvstore.worker.prompts import ClientHolds
+from kvstore.worker.context import BytesInFlight, ClientHolds, Gate
 from kvstore_gc.site import Timings
 from tests.kit.fake_meta import FakeClock
 from tests.kit.stores import SMALL

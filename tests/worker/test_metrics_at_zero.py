@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 import kvstore_gc
 from kvstore.sources import SystemClock
-from kvstore.worker.exposition import Exposition
+from kvstore.worker.metrics import Exposition
 from kvstore_gc import execute, leftovers, metrics
 from tests.kit.watch_queries import DASHBOARDS, RULES, panels, used
 from tests.kit.workers import serving

@@ -23,13 +23,13 @@ from kvstore.namespace import Namespace
 from kvstore.node.view import View
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.security.authentication import Account, proof
-from kvstore.security.guard import Guard
+from kvstore.security.guard import ServerSecurity
 from kvstore.tokens import TokenArray
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
 from kvstore.wire.query import Caller, Question
-from kvstore.worker.metrics_server import start_metrics
-from kvstore.worker.worker import Questions
+from kvstore.worker.metrics import Questions, start_metrics
+from kvstore.worker.worker import Worker
 from tests.kit.arenas import serving_memory
 from tests.kit.cases import for_each
 from tests.kit.secured import secured
@@ -77,7 +77,7 @@ def test_a_prompt_that_memory_has_is_found_by_its_tokens_unless_a_sweep_is_in_fl
     node, tokens = served.member.node, list(range(30 * SIZE))
     with connected(served) as store:
         store.namespace("m", SMALL).put(tokens, kv_of(SMALL, tokens))
-    questions = served.worker.questions()
+    questions = Questions(served.worker)
     hashed, real = list[int](), node.chains.of
 
     def hashing(namespace: Namespace, ids: TokenArray) -> Chain:
@@ -115,7 +115,7 @@ def test_memory_is_a_medium_beside_the_root(tmp_root: Path) -> None:
         store.namespace("m", SMALL).put(tokens, kv_of(SMALL, tokens))
     with serving_memory(tmp_root) as served, connected(served) as store:
         cache, instance = store.namespace("m", SMALL), served.worker.advertised
-        questions = served.worker.questions()
+        questions = Questions(served.worker)
         before = questions.answer(question_of(tokens), HERE)
         assert before["instances"] == {instance: {"longest_matched": 6 * SIZE, "STORAGE": 6 * SIZE, "CPU": 0}}
         assert before["scores"] == {instance: {"0": 6 * SIZE}}
@@ -131,7 +131,7 @@ def test_a_question_is_no_use_and_no_hit(served: Served) -> None:
     with connected(served) as store:
         store.namespace("m", SMALL).put(tokens, kv_of(SMALL, tokens))
         before = served.member.node.stats()["requests_match"]
-        assert served.worker.questions().answer(question_of(tokens), HERE)["blocks"] == 4
+        assert Questions(served.worker).answer(question_of(tokens), HERE)["blocks"] == 4
         assert served.member.node.stats()["requests_match"] == before
 
 
@@ -170,7 +170,7 @@ def test_metrics_and_health_are_where_they_were(url: str) -> None:
 def test_x12_without_an_access_file_only_the_workers_account_is_answered(served: Served) -> None:
     account = Account(b"s" * 32)
     account.serve("127.0.0.1:7070")
-    questions = Questions(served.member, Guard(lambda _: None, account=account), "w", for_host_alone=False)
+    questions = Questions(Worker(served.member, "127.0.0.1:0", security=ServerSecurity(account=account)))
     with pytest.raises(Unauthenticated):
         questions.answer(question_of(range(8)), HERE)
     shown = Caller("127.0.0.1", account=proof(b"s" * 32, "127.0.0.1:7070"))
@@ -179,7 +179,7 @@ def test_x12_without_an_access_file_only_the_workers_account_is_answered(served:
 
 def test_a_worker_with_tls_answers_its_host_alone_and_whoever_may_read_the_tenant(tmp_path: Path) -> None:
     with secured(tmp_path, {"router": {"a": "read"}}) as cell:
-        questions, token = cell.worker.questions(), cell.issuer.token("router")
+        questions, token = Questions(cell.worker), cell.issuer.token("router")
         assert questions.answer(question_of(range(8), tenant="a"), Caller("127.0.0.1", token))["blocks"] == 0
         with pytest.raises(PermissionDenied):
             questions.answer(question_of(range(8), tenant="b"), Caller("127.0.0.1", token))

@@ -33,7 +33,7 @@ from kvstore.sources import Clock
 from kvstore.v1 import control_pb2 as pb
 from kvstore.wire.limits import CONTROL
 from kvstore.wire.messages import hints_message
-from kvstore.worker.calls import Call, CallContext, UnaryCall, seconds_left
+from kvstore.worker.context import Call, UnaryCall
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.service import Service
 
@@ -133,7 +133,7 @@ class Examination:
         )
 
     def _queues(self, gauges: dict[str, float]) -> pb.QueueHealth:
-        limits, tiers = self._service.limits, self._member.node.tiers
+        limits, tiers = self._service.worker.limits, self._member.node.tiers
         return pb.QueueHealth(
             calls=int(gauges["calls_in_flight"]),
             calls_max=limits.calls_max,
@@ -250,7 +250,7 @@ class LiveLimits:
             # Check everything before any change; the changes themselves cannot fail.
             worker, node = self._checked_worker(wanted), self._checked_node(wanted)
             level = self._checked_level(wanted.get(LOG_LEVEL))
-            self._service.adjust(worker)
+            self._service.worker.adjust(worker)
             self._member.adjust(node)
             if level is not None:
                 _LOGGER.setLevel(level)
@@ -261,7 +261,7 @@ class LiveLimits:
             return self._told(changed)
 
     def _checked_worker(self, wanted: Mapping[str, str]) -> WorkerLimits:
-        limits = self._service.limits
+        limits = self._service.worker.limits
         new = replace(limits, **_parsed(WorkerLimits, OF_WORKER, wanted))
         most = int(self._started["calls_max"]) * WorkerLimits.RAISE_MAX
         if new.calls_max > most:
@@ -280,7 +280,7 @@ class LiveLimits:
         return level.upper() if level is not None else None
 
     def _now(self) -> dict[str, str]:
-        worker, node = self._service.limits, self._member.node.limits
+        worker, node = self._service.worker.limits, self._member.node.limits
         return {
             **{name: _text(getattr(worker, name)) for name in OF_WORKER},
             **{name: _text(getattr(node, name)) for name in OF_NODE},
@@ -317,10 +317,10 @@ def _text(value: float) -> str:
 # Lookup: the places of a prompt's chunks, as messages.
 
 
-def lookup(member: Member, chain: Chain, context: CallContext) -> Iterator[bytes]:
+def lookup(member: Member, chain: Chain, context: Call) -> Iterator[bytes]:
     """Yields the encoded messages of one answer. Raises what the root raised; without etcd pins are left out."""
     node = member.node
-    deadline = Deadline(node.clock, seconds_left(context, node.limits.read_deadline_s))
+    deadline = Deadline(node.clock, context.left_s(node.limits.read_deadline_s))
     try:
         pins: Sequence[int] | None = member.pins_of(chain)
     except KVStoreError:
@@ -401,7 +401,7 @@ class ControlService:
         self._operations = member.node.operations
         self._tenant_share = 1.0 if service.calls.guard.is_open else 0.5
         """The share of the unfinished operations that one tenant may have, where tenants are told apart."""
-        self._waiters = threading.Semaphore(max(1, service.limits.calls_max // 2))
+        self._waiters = threading.Semaphore(max(1, service.worker.limits.calls_max // 2))
         self._limits = LiveLimits(member, service)
         self._examination = Examination(member, service, clock, about)
 
@@ -438,18 +438,20 @@ class ControlService:
     # Places of chunks
 
     def _lookup(self, request: pb.LookupRequest, call: Call) -> Iterator[bytes]:
-        chain = self._service.prompts.chain(request.namespace, request.tokens, call, request.chunks_max)
+        chain = self._service.worker.chain(request.namespace, request.tokens, call, request.chunks_max)
         yield from lookup(self._member, chain, call)
 
     # Operations
 
     def _prefetch(self, request: pb.PrefetchRequest, call: Call) -> Message:
         tier = checked_tier(request.tier or "memory")
-        chain = self._service.prompts.chain(request.namespace, request.tokens, call)
-        return self._message(self._node.begin_prefetch(chain, tier, call.identity, self._tenant_share).status)
+        chain = self._service.worker.chain(request.namespace, request.tokens, call)
+        return self._message(
+            self._node.begin_prefetch(chain, tier, call.visit.identity.name, self._tenant_share).status
+        )
 
     def _evict_first(self, request: pb.EvictFirstRequest, call: Call) -> Message:
-        self._node.evict_first(self._service.prompts.chain(request.namespace, request.tokens, call))
+        self._node.evict_first(self._service.worker.chain(request.namespace, request.tokens, call))
         return pb.EvictFirstResponse()
 
     def _clear_selected(self, request: pb.ClearSelectedRequest, call: Call) -> Message:
@@ -460,7 +462,7 @@ class ControlService:
             dry_run=request.dry_run,
             pinned=request.pinned,
             about=about,
-            identity=call.identity,
+            identity=call.visit.identity.name,
             tenant=tenant,
             tenant_share=self._tenant_share,
         )
@@ -470,7 +472,7 @@ class ControlService:
         """Returns a selection that ``call`` may use, its text for people, and its tenant (None: all tenants)."""
         selection = _selection_of(message)
         if selection.namespace is not None:
-            namespace = self._service.prompts.namespace(selection.namespace, call)
+            namespace = self._service.worker.namespace(selection.namespace, call)
             return selection, f"{namespace.name}: {selection.describe()}", namespace.tenant
         if selection.tenant is not None:
             call.allow(selection.tenant)
@@ -481,7 +483,7 @@ class ControlService:
     def _list_operations(self, _: pb.ListOperationsRequest, call: Call) -> Iterator[bytes]:
         for run in self._operations.every():
             tenant = run.status.tenant
-            if call.sees_every if tenant is None else call.may_see(tenant):
+            if call.visit.sees_every if tenant is None else call.may_see(tenant):
                 yield self._message(run.status).SerializeToString()
 
     def _get_operation(self, request: pb.GetOperationRequest, call: Call) -> Message:
@@ -498,7 +500,7 @@ class ControlService:
 
     def _cancel_operation(self, request: pb.CancelOperationRequest, call: Call) -> Message:
         run = self._found(request.id, call, changes=True)
-        return self._message(run.cancel(f"cancelled by {call.identity}"))
+        return self._message(run.cancel(f"cancelled by {call.visit.identity.name}"))
 
     def _found(self, id: str, call: Call, *, changes: bool = False) -> OperationRun:
         run = self._operations.find(id)
