@@ -25,7 +25,7 @@ from benchmarks import machine
 from benchmarks.rounds import percentile
 from kvstore.address import NO_PARENT, Address, chained_addresses
 from kvstore.layout import Layout
-from kvstore.memory.inventory import DEFAULT_POLICY, POLICIES, Inventory, Place
+from kvstore.memory.inventory import Inventory, Place
 from kvstore.namespace import Namespace
 
 PROMPT_TOKENS, SHARED_TOKENS = 131_072, 4_096
@@ -118,7 +118,7 @@ def microseconds(work: Callable[[Prompt], object], asked: list[Prompt]) -> dict[
 def measure(chunk_tokens: int, entries: int) -> dict[str, object]:
     """All figures for chunks of one length."""
     size = 4 * chunk_tokens
-    inventory = Inventory(Endless(), POLICIES[DEFAULT_POLICY]())
+    inventory = Inventory(Endless())
     asked: list[Prompt] = []
     before_bytes, asked_bytes, putting_s, now_s = resident_bytes(), 0, 0.0, 0.0
     for prompt in prompts(chunk_tokens):

@@ -1,4 +1,4 @@
-"""A node's tiers without bytes: the real inventories, policies and admission, with each block counted where it moves.
+"""A node's tiers without bytes: the real inventories and admission, with each block counted where it moves.
 
 Apart from the program that replays traces (``benchmarks/tiers.py``), because it is the model of a node: what it does at
 a get and at a put is MEMORY.md, one request at a time.  Blocks have one size, and rooms count them.
@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from kvstore.address import Address
 from kvstore.hints import DEFAULT, Hints
-from kvstore.memory.inventory import POLICIES, Admission, Entry, Inventory, Place
+from kvstore.memory.inventory import Admission, Entry, Inventory, Place
 
 WRITES = ("behind", "through", "uncached")
 DEMOTIONS: Mapping[str, int | None] = MappingProxyType({"always": 0, "again": 1, "twice": 2, "never": None})
@@ -24,7 +24,6 @@ DEMOTIONS: Mapping[str, int | None] = MappingProxyType({"always": 0, "again": 1,
 class Setup:
     """One way to run a node. Sizes in blocks; ``drain`` is how many blocks behind the root takes in a second."""
 
-    policy: str
     memory: int
     disk: int
     write: str
@@ -87,9 +86,9 @@ class Counted:
 class Bounded:
     """A bounded tier: an inventory, whose evictions go to ``evicted``."""
 
-    def __init__(self, size: int, policy: str, evicted: Callable[[Entry], None]) -> None:
+    def __init__(self, size: int, evicted: Callable[[Entry], None]) -> None:
         self._room = Counted(size)
-        self.inventory = Inventory(self._room, POLICIES[policy]())
+        self.inventory = Inventory(self._room)
         self._entries: dict[int, Entry] = {}
         self._evicted = evicted
 
@@ -117,8 +116,8 @@ class SimulatedNode:
         self._places = places
         self._hints = hints
         self._root = root
-        self._memory = Bounded(setup.memory, setup.policy, self._demote)
-        self._disk = Bounded(setup.disk, setup.policy, self._forget) if setup.disk else None
+        self._memory = Bounded(setup.memory, self._demote)
+        self._disk = Bounded(setup.disk, self._forget) if setup.disk else None
         self._admission = Admission()
         self._behind: deque[tuple[int, Entry]] = deque()
         self._now_s = 0.0

@@ -1,12 +1,12 @@
-"""Policies for a node's tiers compared: production traces through memory, disk and root, without bytes.
+"""Ways to run a node's tiers compared: production traces through memory, disk and root, without bytes.
 
-Hypothesis: of all that a node can decide (what memory and disk evict, what is promoted from the root, what is demoted
+Hypothesis: of all that a node can decide (what is promoted from the root, what is demoted
 to the disk), the defaults find the most in memory and on the disk, at sizes from 5 to 50 % of all that is asked for.
-Replays the requests in order of their times through the inventories, policies and admission that nodes run
+Replays the requests in order of their times through the inventories and admission that nodes run
 (``benchmarks/tiered.py``), with blocks of 512 tokens that are only counted.  The root has all that was ever written, so
 what it alone has counts as found, at its price.  No bytes, no clock: the figures are the same on every machine.
 
-    python -m benchmarks.tiers TRACE [TRACE ...] [--memory 5,10,20] [--disk 0,20,50] [--policy lru,uses] [--json]
+    python -m benchmarks.tiers TRACE [TRACE ...] [--memory 5,10,20] [--disk 0,20,50] [--json]
 
 Sizes are per cent of all different blocks of the trace, ``--nodes`` share them equally.  Traces are those that
 ``python -m benchmarks.policies`` reads; ``PATH:PRESET`` says what its writers hint, and with ``--mixed`` all traces are
@@ -29,7 +29,7 @@ from benchmarks.tiered import DEMOTIONS, WRITES, Counts, Setup, SimulatedNode
 from kvstore.address import ADDRESS_BYTES, NO_PARENT, Address
 from kvstore.errors import InvalidRequest
 from kvstore.hints import Hints
-from kvstore.memory.inventory import DEFAULT_POLICY, POLICIES, Place
+from kvstore.memory.inventory import Place
 from kvstore.namespace import NamespaceDigest
 from kvstore.node.settings import Limits
 from kvstore.replay.trace import BLOCK_TOKENS
@@ -52,7 +52,6 @@ class Row:
     trace: str
     memory: float
     disk: float
-    policy: str
     write: str
     admission: bool
     demotion: str
@@ -97,7 +96,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("traces", nargs="+", metavar="TRACE[:PRESET]")
     parser.add_argument("--memory", type=_percents, default=(5, 10, 20, 50), help="per cent (default 5,10,20,50)")
     parser.add_argument("--disk", type=_percents, default=(0, 20, 50), help="per cent; 0: none (default 0,20,50)")
-    parser.add_argument("--policy", type=_some_of(POLICIES), default=tuple(POLICIES), help="default: all")
     parser.add_argument("--write", type=_some_of(WRITES), default=("through",), help="default: through")
     parser.add_argument("--admission", type=_some_of(("on", "off")), default=("on",), help="default: on")
     parser.add_argument("--demotion", type=_some_of(DEMOTIONS), default=("again",), help="default: again")
@@ -132,8 +130,8 @@ def measure(replay: Replay, arguments: argparse.Namespace) -> Iterator[Row]:
     """Returns a row for every combination of the options."""
     places = places_of(replay)
     hints = [Hints(int(priority)) for priority in replay.blocks.priorities]
-    for memory, disk, policy, write, admission in product(
-        arguments.memory, arguments.disk, arguments.policy, arguments.write, arguments.admission
+    for memory, disk, write, admission in product(
+        arguments.memory, arguments.disk, arguments.write, arguments.admission
     ):
         counts = Counts()
         for number, demotion in enumerate(arguments.demotion):
@@ -143,14 +141,13 @@ def measure(replay: Replay, arguments: argparse.Namespace) -> Iterator[Row]:
                     replay,
                     memory,
                     disk,
-                    policy=policy,
                     write=write,
                     admission=admission == "on",
                     demotion=demotion,
                     nodes_count=arguments.nodes,
                 )
                 counts = run(replay, setup, places, hints, arguments.nodes)
-            yield Row(replay.title, memory, disk, policy, write, admission == "on", demotion, counts, replay.tokens)
+            yield Row(replay.title, memory, disk, write, admission == "on", demotion, counts, replay.tokens)
 
 
 def places_of(replay: Replay) -> list[Place]:
@@ -171,7 +168,6 @@ def setup_of(
     memory: float,
     disk: float,
     *,
-    policy: str = DEFAULT_POLICY,
     write: str = "through",
     admission: bool = True,
     demotion: str = "again",
@@ -181,7 +177,6 @@ def setup_of(
     blocks_count = len(replay.blocks) / nodes_count
     memory_count = max(1, int(memory / 100 * blocks_count))
     return Setup(
-        policy=policy,
         memory=memory_count,
         disk=int(disk / 100 * blocks_count),
         write=write,
@@ -207,16 +202,16 @@ def show(replay: Replay, rows: Sequence[Row]) -> None:
     """A markdown table: shares of all tokens in per cent, bytes by path in GiB, evictions in blocks."""
     print(f"**{replay.title}**: {len(replay.chains)} prompts, {len(replay.blocks)} different full blocks\n")
     _head(
-        "memory, disk %|policy|write|admission|demotion|in memory|at a peer|on disk|on the root|missed|root to memory"
+        "memory, disk %|write|admission|demotion|in memory|at a peer|on disk|on the root|missed|root to memory"
         "|root to caller|disk to memory|memory to disk|to the root|written per new|evicted|from disk|shed",
-        texts=5,
+        texts=4,
     )
     for row in rows:
         if not row.disk and row.demotion != rows[0].demotion:
             continue
         counts = row.counts
         print(
-            f"| {row.memory:g}, {row.disk:g} | {row.policy} | {row.write} | {_on(row.admission)} | {row.demotion} | "
+            f"| {row.memory:g}, {row.disk:g} | {row.write} | {_on(row.admission)} | {row.demotion} | "
             + " | ".join(f"{row.found(tier):.2f}" for tier in ("memory", "peer", "disk", "root", "put"))
             + " | "
             + " | ".join(
@@ -237,17 +232,17 @@ def show(replay: Replay, rows: Sequence[Row]) -> None:
 def show_means(rows: Sequence[Row]) -> None:
     """A markdown table: each way to run a node, as means over all traces and sizes, the best first."""
     print("**All, as means over traces and sizes**\n")
-    _head("policy|write|admission|demotion|in memory|in memory or on disk|written per new", texts=4)
+    _head("write|admission|demotion|in memory|in memory or on disk|written per new", texts=3)
     for mean in ranked(rows):
-        policy, write, admission, demotion = mean.way
+        write, admission, demotion = mean.way
         print(
-            f"| {policy} | {write} | {_on(admission)} | {demotion} "
+            f"| {write} | {_on(admission)} | {demotion} "
             f"| {mean.memory:.2f} | {mean.found:.2f} | {mean.amplification:.2f} |"
         )
 
 
-Way = tuple[str, str, bool, str]
-"""Policy, write mode, admission and demotion."""
+Way = tuple[str, bool, str]
+"""Write mode, admission and demotion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +261,7 @@ def ranked(rows: Sequence[Row]) -> list[Mean]:
     """
     ways: dict[Way, list[Row]] = {}
     for row in rows:
-        ways.setdefault((row.policy, row.write, row.admission, row.demotion), []).append(row)
+        ways.setdefault((row.write, row.admission, row.demotion), []).append(row)
     means = [
         Mean(
             way,

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from benchmarks.caches import Blocks
 from benchmarks.policies import Replay, read
 from benchmarks.tiered import Setup, SimulatedNode
 from benchmarks.tiers import places_of, run, setup_of
 from kvstore.hints import DEFAULT
-from kvstore.memory.inventory import DEFAULT_POLICY, POLICIES
-from kvstore.replay.generate import KINDS, generate
+from kvstore.replay.generate import generate
 from kvstore.replay.trace import write_trace
 from tests.kit.cases import for_each
 
@@ -40,7 +37,6 @@ def singles(count: int) -> Replay:
 
 def setup(memory: int, disk: int = 0, **others: object) -> Setup:
     chosen: dict[str, object] = {
-        "policy": "lru",
         "write": "through",
         "admission": False,
         "demotion": "always",
@@ -50,10 +46,10 @@ def setup(memory: int, disk: int = 0, **others: object) -> Setup:
     return Setup(memory=memory, disk=disk, **{**chosen, **others})  # type: ignore[arg-type]
 
 
-@for_each("policy, write", zip(itertools.cycle(POLICIES), ["behind", "through", "uncached"]))
-def test_every_block_asked_for_is_counted_once(tmp_path: Path, policy: str, write: str) -> None:
+@for_each("write", ["behind", "through", "uncached"])
+def test_every_block_asked_for_is_counted_once(tmp_path: Path, write: str) -> None:
     replay = generated(tmp_path, 200)
-    ours = setup_of(replay, 8, 4, policy=policy, write=write, demotion="always", nodes_count=2)
+    ours = setup_of(replay, 8, 4, write=write, demotion="always", nodes_count=2)
     counts = run(replay, ours, places_of(replay), [DEFAULT] * len(replay.blocks), 2)
     assert counts.asked == sum(len(chain) for chain in replay.chains)
     assert counts.memory + counts.peer + counts.disk + counts.root + counts.put == counts.asked
@@ -76,27 +72,3 @@ def test_a_peer_is_asked_before_the_disk_and_its_copy_is_kept() -> None:
     assert there.counts.root == 1
     assert (here.counts.put, here.counts.demoted, here.counts.disk) == (2, 2, 0)
     assert (here.counts.peer, here.counts.memory) == (1, 1)
-
-
-@pytest.mark.slow
-def test_no_policy_finds_more_than_the_default(tmp_path: Path) -> None:
-    """The default policy is the measured best, to half a point."""
-    paths = TRACES
-    if not paths:
-        paths = [str(tmp_path / kind) for kind in KINDS]
-        for kind, path in zip(KINDS, paths, strict=True):
-            write_trace(path, generate(700, kind=kind))
-    found: dict[str, float] = dict.fromkeys(POLICIES, 0.0)
-    cases = 0
-    for path in paths:
-        replay = read([path], 0, 1)
-        places = places_of(replay)
-        for memory, disk in ((10, 0), (10, 20), (20, 50)):
-            cases += 1
-            for policy in POLICIES:
-                counts = run(
-                    replay, setup_of(replay, memory, disk, policy=policy), places, [DEFAULT] * len(replay.blocks)
-                )
-                found[policy] += 100 * 512 * (counts.memory + counts.disk) / replay.tokens
-    best = max(found.values())
-    assert best - found[DEFAULT_POLICY] <= 0.5 * cases, {policy: sum_ / cases for policy, sum_ in found.items()}

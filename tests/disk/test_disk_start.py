@@ -17,7 +17,7 @@ from kvstore.errors import InvalidRequest, RootMismatch
 from kvstore.format import places
 from kvstore.format.header import decode, expected_chunk
 from kvstore.hints import Hints
-from kvstore.memory.inventory import DEFAULT_POLICY, POLICIES, place_of
+from kvstore.memory.inventory import place_of
 from kvstore.node.counters import Counters
 from kvstore.node.disk_tier import DiskShelf, DiskTier, Found
 from kvstore.recency import QUANTUM_S
@@ -69,7 +69,7 @@ def test_a_restart_finds_everything_with_its_order_uses_and_hints(folder: Path) 
 
 def test_what_a_file_says_of_its_use_is_what_the_shelf_goes_by() -> None:
     chain, clock = chain_of(), FakeClock()
-    shelf = DiskShelf(MIB, POLICIES[DEFAULT_POLICY](), Counters(), clock)
+    shelf = DiskShelf(MIB, Counters(), clock)
     expected = expected_chunk(chain, 3)
     header = decode(image_of(chain, 3))
     quantum_s = recency.quantum_of(clock.wall_s - 5000, QUANTUM_S)

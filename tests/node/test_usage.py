@@ -263,7 +263,7 @@ def test_the_capacity_record_is_no_link_of_the_chain(alone: Alone, monkeypatch: 
     monkeypatch.setattr("kvstore.node.usage.WAIT_S", 0.0)
     alone.meta.put(alone.keys.gc_capacity, record(1 << 40, 0).to_json())
     alone.follower.step(0.0)
-    with pytest.raises(Overloaded, match="at capacity"):
+    with pytest.raises(Overloaded, match="no credit"):
         alone.view.usage.reserve()
     assert alone.node.stats()["put_refused_uncounted"] == 1
     assert alone.meta.get(alone.keys.usage_of(session.id)) is not None
