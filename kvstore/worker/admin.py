@@ -7,14 +7,14 @@ import math
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 from google.protobuf.message import Message
 
-from kvstore.address import Chain
 from kvstore.census.selection import Selection
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format.header import Encoding
@@ -29,7 +29,6 @@ from kvstore.operations import NoOperation, OperationRun, OperationStatus
 from kvstore.results import LimitValue
 from kvstore.root.interface import Space
 from kvstore.security.access import Role
-from kvstore.sources import Clock
 from kvstore.v1 import control_pb2 as pb
 from kvstore.wire.limits import CONTROL
 from kvstore.wire.messages import hints_message
@@ -41,6 +40,9 @@ from kvstore.worker.service import Service
 #
 # It looks at root and etcd with short deadlines, so it answers even if both are gone.
 
+
+log = logging.getLogger(__name__)
+_LOGGER = logging.getLogger("kvstore")
 
 LOOK_S = 2.0
 """Time for one look at the root, and for one at etcd."""
@@ -59,96 +61,74 @@ class About:
     serving: bool
 
 
-class Examination:
-    """Examines one worker on request. ``about`` returns the worker's facts at that moment."""
-
-    def __init__(self, member: Member, service: Service, clock: Clock, about: Callable[[], About]) -> None:
-        self._member = member
-        self._service = service
-        self._clock = clock
-        self._about = about
-        self._began_s = clock.monotonic_s()
-
-    def answer(self) -> pb.HealthResponse:
-        """Returns the health of the worker; takes about two looks' time at most."""
-        gauges = self._service.gauges()
-        found = pb.HealthResponse(
-            worker=self._worker(gauges), root=self._root(gauges), etcd=self._etcd(gauges), queues=self._queues(gauges)
-        )
-        if "memory_size_bytes" in gauges:
-            found.memory.CopyFrom(_memory(gauges))
-        found.problems.extend(problems_of(found))
-        found.healthy = not found.problems
-        return found
-
-    def _worker(self, gauges: dict[str, float]) -> pb.WorkerHealth:
-        about = self._about()
-        return pb.WorkerHealth(
-            address=about.address,
-            version=about.version,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            uptime_s=self._clock.monotonic_s() - self._began_s,
-            serving=about.serving,
-            draining=bool(gauges["draining"]),
-            log_level=logging.getLevelName(logging.getLogger("kvstore").getEffectiveLevel()).lower(),
-        )
-
-    def _root(self, gauges: dict[str, float]) -> pb.RootHealth:
-        node = self._member.node
-        space = Space(None, None)
-        began_s = self._clock.monotonic_s()
-        try:
-            space = node.space(LOOK_S)
-            answers = True
-        except KVStoreError:
-            answers = False
-        return pb.RootHealth(
-            url=node.root.url,
-            id=node.identity.root,
-            answers=answers,
-            look_s=self._clock.monotonic_s() - began_s,
-            total_bytes=space.total_bytes or 0,
-            free_bytes=space.free_bytes or 0,
-            full=bool(gauges["root_full"]),
-        )
-
-    def _etcd(self, gauges: dict[str, float]) -> pb.EtcdHealth:
-        member = self._member
-        if member.sharing is not Sharing.CLUSTER:
-            return pb.EtcdHealth()
-        began_s = self._clock.monotonic_s()
-        try:
-            member.meta.get(member.keys.gc_seq, LOOK_S)
-            answers = True
-        except KVStoreError:
-            answers = False
-        return pb.EtcdHealth(
-            used=True,
-            answers=answers,
-            look_s=self._clock.monotonic_s() - began_s,
-            session_alive=bool(gauges["session_alive"]),
-            protected=bool(gauges["protected"]),
-            lease_margin_s=gauges["lease_margin_seconds"],
-        )
-
-    def _queues(self, gauges: dict[str, float]) -> pb.QueueHealth:
-        limits, tiers = self._service.worker.limits, self._member.node.tiers
-        return pb.QueueHealth(
-            calls=int(gauges["calls_in_flight"]),
-            calls_max=limits.calls_max,
-            bytes_in_flight=int(gauges["bytes_in_flight"]),
-            bytes_in_flight_max=limits.bytes_in_flight_max,
-            root_queue=int(gauges["lane_queue"]),
-            behind_bytes=int(gauges.get("behind_bytes", 0)),
-            behind_bytes_max=tiers.behind.bytes_max if tiers is not None else 0,
-            holds=int(gauges["client_holds"]),
-            operations_running=int(gauges["operations_running"]),
-            operations_waiting=int(gauges["operations_waiting"]),
-        )
+def _worker_health(about: About, gauges: Mapping[str, float], uptime_s: float) -> pb.WorkerHealth:
+    return pb.WorkerHealth(
+        address=about.address,
+        version=about.version,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        uptime_s=uptime_s,
+        serving=about.serving,
+        draining=bool(gauges["draining"]),
+        log_level=logging.getLevelName(_LOGGER.getEffectiveLevel()).lower(),
+    )
 
 
-def _memory(gauges: dict[str, float]) -> pb.MemoryHealth:
+def _root_health(member: Member, gauges: Mapping[str, float]) -> pb.RootHealth:
+    node, space = member.node, Space(None, None)
+    began_s = time.monotonic()
+    try:
+        space = node.space(LOOK_S)
+        answers = True
+    except KVStoreError:
+        answers = False
+    return pb.RootHealth(
+        url=node.root.url,
+        id=node.identity.root,
+        answers=answers,
+        look_s=time.monotonic() - began_s,
+        total_bytes=space.total_bytes or 0,
+        free_bytes=space.free_bytes or 0,
+        full=bool(gauges["root_full"]),
+    )
+
+
+def _etcd_health(member: Member, gauges: Mapping[str, float]) -> pb.EtcdHealth:
+    if member.sharing is not Sharing.CLUSTER:
+        return pb.EtcdHealth()
+    began_s = time.monotonic()
+    try:
+        member.meta.get(member.keys.gc_seq, LOOK_S)
+        answers = True
+    except KVStoreError:
+        answers = False
+    return pb.EtcdHealth(
+        used=True,
+        answers=answers,
+        look_s=time.monotonic() - began_s,
+        session_alive=bool(gauges["session_alive"]),
+        protected=bool(gauges["protected"]),
+        lease_margin_s=gauges["lease_margin_seconds"],
+    )
+
+
+def _queue_health(member: Member, limits: WorkerLimits, gauges: Mapping[str, float]) -> pb.QueueHealth:
+    tiers = member.node.tiers
+    return pb.QueueHealth(
+        calls=int(gauges["calls_in_flight"]),
+        calls_max=limits.calls_max,
+        bytes_in_flight=int(gauges["bytes_in_flight"]),
+        bytes_in_flight_max=limits.bytes_in_flight_max,
+        root_queue=int(gauges["lane_queue"]),
+        behind_bytes=int(gauges.get("behind_bytes", 0)),
+        behind_bytes_max=tiers.behind.bytes_max if tiers is not None else 0,
+        holds=int(gauges["client_holds"]),
+        operations_running=int(gauges["operations_running"]),
+        operations_waiting=int(gauges["operations_waiting"]),
+    )
+
+
+def _memory_health(gauges: Mapping[str, float]) -> pb.MemoryHealth:
     return pb.MemoryHealth(
         size_bytes=int(gauges["memory_size_bytes"]),
         held_bytes=int(gauges["memory_held_bytes"]),
@@ -197,11 +177,8 @@ def problems_of(found: pb.HealthResponse) -> list[str]:
 # The limits that can change while a worker runs: their names, their values, and changing several at once or none.
 
 
-log = logging.getLogger(__name__)
-
 LOG_LEVEL = "log_level"
 LOG_LEVELS = ("debug", "info", "warning", "error")
-_LOGGER = logging.getLogger("kvstore")
 
 OF_WORKER = {
     "calls_max": "calls at once; more are refused",
@@ -314,24 +291,10 @@ def _text(value: float) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-# Lookup: the places of a prompt's chunks, as messages.
+# The places of a prompt's chunks, as messages.
 
 
-def lookup(member: Member, chain: Chain, context: Call) -> Iterator[bytes]:
-    """Yields the encoded messages of one answer. Raises what the root raised; without etcd pins are left out."""
-    node = member.node
-    deadline = Deadline(node.clock, context.left_s(node.limits.read_deadline_s))
-    try:
-        pins: Sequence[int] | None = member.pins_of(chain)
-    except KVStoreError:
-        pins = None
-    for places in node.looking.places(chain, deadline):
-        yield pb.LookupResponse(
-            chunks=[_message(place, None if pins is None else pins[place.index]) for place in places]
-        ).SerializeToString()
-
-
-def _message(place: ChunkPlace, pins: int | None) -> pb.ChunkPlace:
+def _place_message(place: ChunkPlace, pins: int | None) -> pb.ChunkPlace:
     memory = place.memory
     return pb.ChunkPlace(
         index=place.index,
@@ -371,9 +334,6 @@ def _root_message(copy: RootCopy) -> pb.RootCopy:
     )
 
 
-Request = TypeVar("Request", bound=Message)
-Context = grpc.ServicerContext
-
 CLOSE_S = 2.0
 WAIT_S_MAX = 10.0
 """Longest wait of one GetOperation."""
@@ -390,9 +350,7 @@ None means the time that it was started with. Returns that time at once.
 class ControlService:
     """Controls one worker. ``on_drain`` ends its program; without it Drain is refused."""
 
-    def __init__(
-        self, member: Member, service: Service, clock: Clock, about: Callable[[], About], on_drain: Drain | None
-    ) -> None:
+    def __init__(self, member: Member, service: Service, about: Callable[[], About], on_drain: Drain | None) -> None:
         self._member = member
         self._node = member.node
         self._service = service
@@ -403,33 +361,28 @@ class ControlService:
         """The share of the unfinished operations that one tenant may have, where tenants are told apart."""
         self._waiters = threading.Semaphore(max(1, service.worker.limits.calls_max // 2))
         self._limits = LiveLimits(member, service)
-        self._examination = Examination(member, service, clock, about)
+        self._began_s = time.monotonic()
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Returns all calls, for a server."""
-        unary, many = self._service.handlers.unary, self._service.handlers.many
-        return grpc.method_handlers_generic_handler(
-            CONTROL,
-            {
-                "Lookup": many("Control.Lookup", pb.LookupRequest, self._lookup),
-                "Prefetch": unary("Control.Prefetch", UnaryCall(pb.PrefetchRequest, self._prefetch)),
-                "EvictFirst": unary("Control.EvictFirst", UnaryCall(pb.EvictFirstRequest, self._evict_first)),
-                "ClearSelected": unary(
-                    "Control.ClearSelected", UnaryCall(pb.ClearSelectedRequest, self._clear_selected)
-                ),
-                "ListOperations": many("Control.ListOperations", pb.ListOperationsRequest, self._list_operations),
-                "GetOperation": unary(
-                    "Control.GetOperation", UnaryCall(pb.GetOperationRequest, self._get_operation, light=True)
-                ),
-                "CancelOperation": unary(
-                    "Control.CancelOperation", UnaryCall(pb.CancelOperationRequest, self._cancel_operation, light=True)
-                ),
-                "Drain": unary("Control.Drain", UnaryCall(pb.DrainRequest, self._drain, light=True)),
-                "GetLimits": unary("Control.GetLimits", UnaryCall(pb.GetLimitsRequest, self._get_limits, light=True)),
-                "SetLimits": unary("Control.SetLimits", UnaryCall(pb.SetLimitsRequest, self._set_limits, light=True)),
-                "Health": unary("Control.Health", UnaryCall(pb.HealthRequest, self._health, light=True)),
-            },
+        calls: dict[str, UnaryCall[Any]] = {
+            "Prefetch": UnaryCall(pb.PrefetchRequest, self._prefetch),
+            "EvictFirst": UnaryCall(pb.EvictFirstRequest, self._evict_first),
+            "ClearSelected": UnaryCall(pb.ClearSelectedRequest, self._clear_selected),
+            "GetOperation": UnaryCall(pb.GetOperationRequest, self._get_operation, light=True),
+            "CancelOperation": UnaryCall(pb.CancelOperationRequest, self._cancel_operation, light=True),
+            "Drain": UnaryCall(pb.DrainRequest, self._drain, light=True),
+            "GetLimits": UnaryCall(pb.GetLimitsRequest, self._get_limits, light=True),
+            "SetLimits": UnaryCall(pb.SetLimitsRequest, self._set_limits, light=True),
+            "Health": UnaryCall(pb.HealthRequest, self._health, light=True),
+        }
+        handlers = self._service.handlers
+        found = {name: handlers.unary(f"Control.{name}", call) for name, call in calls.items()}
+        found["Lookup"] = handlers.many("Control.Lookup", pb.LookupRequest, self._lookup)
+        found["ListOperations"] = handlers.many(
+            "Control.ListOperations", pb.ListOperationsRequest, self._list_operations
         )
+        return grpc.method_handlers_generic_handler(CONTROL, found)
 
     def close(self) -> None:
         """Cancels all operations. Idempotent."""
@@ -439,7 +392,16 @@ class ControlService:
 
     def _lookup(self, request: pb.LookupRequest, call: Call) -> Iterator[bytes]:
         chain = self._service.worker.chain(request.namespace, request.tokens, call, request.chunks_max)
-        yield from lookup(self._member, chain, call)
+        node = self._node
+        deadline = Deadline(node.clock, call.left_s(node.limits.read_deadline_s))
+        try:
+            pins: Sequence[int] | None = self._member.pins_of(chain)
+        except KVStoreError:
+            pins = None  # without etcd they are left out
+        for places in node.looking.places(chain, deadline):
+            yield pb.LookupResponse(
+                chunks=[_place_message(place, None if pins is None else pins[place.index]) for place in places]
+            ).SerializeToString()
 
     # Operations
 
@@ -561,8 +523,20 @@ class ControlService:
         return _limits_message(self._limits.change(dict(request.limits)))
 
     def _health(self, _: pb.HealthRequest, call: Call) -> Message:
+        """Takes about two looks' time at most."""
         call.allow_every()
-        return self._examination.answer()
+        gauges = self._service.gauges()
+        found = pb.HealthResponse(
+            worker=_worker_health(self._about(), gauges, time.monotonic() - self._began_s),
+            root=_root_health(self._member, gauges),
+            etcd=_etcd_health(self._member, gauges),
+            queues=_queue_health(self._member, self._service.worker.limits, gauges),
+        )
+        if "memory_size_bytes" in gauges:
+            found.memory.CopyFrom(_memory_health(gauges))
+        found.problems.extend(problems_of(found))
+        found.healthy = not found.problems
+        return found
 
 
 def _limits_message(limits: list[LimitValue]) -> pb.LimitsResponse:

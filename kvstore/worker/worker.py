@@ -249,7 +249,6 @@ class Worker:
         self.control = ControlService(
             member,
             self.service,
-            clock,
             lambda: About(self.advertised, self._version, self.is_serving),
             on_drain,
         )
