@@ -38,7 +38,7 @@ from kvstore.sources import Clock, Ids
 from kvstore.text import size
 from kvstore.tracing import REQUEST_ID_KEY, Metadata, accepted
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import Channel
+from kvstore.wire.bulk.channel import Channel, LinkLate
 from kvstore.wire.messages import unpack_descents, unpack_keys, unpack_sizes, unpack_tokens
 from kvstore.wire.statuses import BrokenTransfer, Busy, Draining, Refusal, UnknownNamespace, refusal
 from kvstore.worker.limits import WorkerLimits
@@ -434,6 +434,8 @@ class Calls:
                     yield Call(self, context, path, visit)
             except KVStoreError as error:
                 refused = refusal(error)
+                if isinstance(error, LinkLate):
+                    self.add(WorkerCount.CALLS_IDLE)
                 if context.is_active():
                     code = refused.code
                     if isinstance(error, (Busy, Draining)):

@@ -185,20 +185,14 @@ def serve_get(
     _check_mode(leases, channel, mode, request, call)
     with worker.asked(request, call) as (asked, stop):
         sender = ImageSender(worker, channel, number, asked, call)
-        if asked.memory_only:
-            sender.send(request.first, stop)
-            return
-        if not request.uncounted:
+        if not (asked.memory_only or request.uncounted):
             worker.node.counters.add(NodeCount.REQUESTS_GET)
+        lends, hands_files = mode == Mode.SLOTS, mode != Mode.STREAM and worker.node.hands_files
         try:
-            sender.send(
-                request.first,
-                stop,
-                leases if mode == Mode.SLOTS else None,
-                hands_files=mode != Mode.STREAM and worker.node.hands_files,
-            )
+            sender.send(request.first, stop, leases if lends else None, hands_files)
         finally:
-            _note_use(worker, asked, request.first, sender.sent)
+            if request.first < stop and not asked.memory_only:
+                _note_use(worker, asked, request.first, sender.sent)
 
 
 def _check_mode(leases: Leases | None, channel: Channel, mode: int, request: pb.GetRequest, call: Call) -> None:

@@ -19,8 +19,8 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,7 @@ class BulkRequests:
             if head.kind is Kind.CALL:
                 self._answer(channel, number, request, context)
                 return channel.alive
-            with self._calls.serving(_STREAMS[head.kind], context) as call, self._counting_idle():
+            with self._calls.serving(_STREAMS[head.kind], context) as call:
                 if head.kind is Kind.GET:
                     serve_get(self._worker, self.leases, channel, number, request.flag, request.message, call)
                 else:
@@ -125,15 +125,14 @@ class BulkRequests:
             raise InvalidRequest(f"call {request.flag} is not known: expected 0 to {len(SHORT_CALLS) - 1}")
         name = SHORT_CALLS[request.flag]
         served = self._short[name]
-        with self._counting_idle():
-            try:
-                with self._calls.serving(name, context, light=served.light) as call:
-                    answer = served.answer(parse(served.kind, request.message), call).SerializeToString()
-            except Refused as refused:
-                # Nothing else is on its way: the connection goes on.
-                channel.send(Kind.REFUSED, number, [_message_of(refused.refusal)])
-            else:
-                channel.send(Kind.ANSWER, number, [answer])
+        try:
+            with self._calls.serving(name, context, light=served.light) as call:
+                answer = served.answer(parse(served.kind, request.message), call).SerializeToString()
+        except Refused as refused:
+            # Nothing else is on its way: the connection goes on.
+            channel.send(Kind.REFUSED, number, [_message_of(refused.refusal)])
+        else:
+            channel.send(Kind.ANSWER, number, [answer])
 
     def _hand_memory(self, channel: Channel, number: int) -> None:
         if self.memory is None or not channel.is_unix:
@@ -142,14 +141,6 @@ class BulkRequests:
             )
         arena = self.memory.arena
         channel.send(Kind.MEMORY, number, [encode_arena(arena.size_bytes)], [arena.fd])
-
-    @contextmanager
-    def _counting_idle(self) -> Iterator[None]:
-        try:
-            yield
-        except LinkLate:
-            self._calls.add(WorkerCount.CALLS_IDLE)
-            raise
 
     def _refuse(self, connection: Connection, number: int, refused: Refusal) -> None:
         """Sends the reason and ends the connection: bytes in flight could not be told from a new request."""

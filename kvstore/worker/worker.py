@@ -11,10 +11,17 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import suppress
 from functools import partial
-from importlib import import_module
 from typing import Any, cast
 
 import grpc
+
+try:
+    from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+    from grpc_reflection.v1alpha import reflection
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError(
+        "a worker needs gRPC's health and reflection packages: pip install 'kvstore-llm[server]'"
+    ) from missing
 
 from kvstore.background import Loop
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied
@@ -33,7 +40,7 @@ from kvstore.worker.data_server import BulkListener
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.service import Service
 
-# The standard services beside ours: health and reflection. Imported only by a worker, from the ``server`` extra.
+# The standard services beside ours: health and reflection.
 
 
 HEALTH = "grpc.health.v1.Health"
@@ -41,16 +48,14 @@ REFLECTION = "grpc.reflection."
 STRANGERS_MAX = 16
 WATCHES_MAX = STRANGERS_MAX // 2
 """Maximum of health watches, which last: single checks must still find room."""
-_MISSING = "a worker needs gRPC's health and reflection packages: pip install 'kvstore-llm[server]'"
+_STATUSES = health_pb2.HealthCheckResponse
 
 
 class Health:
-    """The worker's answer of the health service. Raises ModuleNotFoundError if the extra is missing."""
+    """The worker's answer of the health service."""
 
     def __init__(self) -> None:
-        self._health = _imported("grpc_health.v1.health")
-        self._statuses = _imported("grpc_health.v1.health_pb2").HealthCheckResponse
-        self._servicer = self._health.HealthServicer()
+        self._servicer = _KnownServices()
         self.is_serving = False
         self.set(False)
 
@@ -58,45 +63,26 @@ class Health:
         """Sets SERVING or NOT_SERVING, for the worker as a whole and for the store's service."""
         self.is_serving = serving
         for service in ("", SERVICE):
-            self._servicer.set(service, self._statuses.SERVING if serving else self._statuses.NOT_SERVING)
+            self._servicer.set(service, _STATUSES.SERVING if serving else _STATUSES.NOT_SERVING)
 
     def add_to(self, server: grpc.Server) -> None:
         """Serves health and reflection."""
-        reflection = _imported("grpc_reflection.v1alpha.reflection")
-        known = _KnownServices(self._servicer, self._statuses)
-        _imported("grpc_health.v1.health_pb2_grpc").add_HealthServicer_to_server(known, server)
-        reflection.enable_server_reflection(
-            (SERVICE, CONTROL, self._health.SERVICE_NAME, reflection.SERVICE_NAME), server
-        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+        reflection.enable_server_reflection((SERVICE, CONTROL, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
 
 
-class _KnownServices:
+class _KnownServices(health.HealthServicer):  # type: ignore[misc]  # it ships no types
     """A health servicer that only watches existing services.
 
-    The original remembers for ever each name that anybody watched, and strangers may send names of megabytes.
+    The original remembers for ever each name that was ever watched, and any caller may send names of megabytes.
     """
 
-    def __init__(self, servicer: Any, statuses: Any) -> None:
-        self._servicer = servicer
-        self._statuses = statuses
-
-    def __getattr__(self, name: str) -> Any:
-        """Passes on the other calls, which remember nothing; some versions have more of them."""
-        return getattr(self._servicer, name)
-
-    def Watch(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+    def Watch(self, request: Any, context: grpc.ServicerContext, *rest: Any) -> Iterator[Any]:
         """Answers once for an unknown service: there will never be one of that name."""
         if request.service not in ("", SERVICE):
-            return iter([self._statuses(status=self._statuses.SERVICE_UNKNOWN)])
-        watched: Iterator[Any] = self._servicer.Watch(request, context)
+            return iter([_STATUSES(status=_STATUSES.SERVICE_UNKNOWN)])
+        watched: Iterator[Any] = super().Watch(request, context, *rest)
         return watched
-
-
-def _imported(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as missing:
-        raise ModuleNotFoundError(_MISSING) from missing
 
 
 class Door:
@@ -247,10 +233,7 @@ class Worker:
         """The address that discovery returns, once started."""
         self.service = Service(member, self.limits, clock, self.security)
         self.control = ControlService(
-            member,
-            self.service,
-            lambda: About(self.advertised, self._version, self.is_serving),
-            on_drain,
+            member, self.service, lambda: About(self.advertised, self._version, self.is_serving), on_drain
         )
         self.member = member
         self._listen = listen
@@ -265,13 +248,13 @@ class Worker:
         self._space_at_s = 0.0
         self._server: grpc.Server | None = None
         self._threads: DaemonThreads | None = None
-        self._health: Health | None = None
+        self._health = Health()
         self._loop = Loop("kvstore-worker", self._changed, lambda: self._turn)
 
     def start(self) -> str:
         """Listens, serves, and registers in the cluster; returns the bound address.
 
-        Raises InvalidRequest if it cannot listen there, ModuleNotFoundError if the ``server`` extra is missing.
+        Raises InvalidRequest if it cannot listen there.
         """
         assert self._server is None, "a worker is started once"
         host, colon, port = self._listen.rpartition(":")
@@ -280,14 +263,11 @@ class Worker:
             raise InvalidRequest(f"listen={self._listen!r}: expected host:port, [v6]:port or unix:path")
         if is_path and _is_answering(self._listen.removeprefix("unix:").removeprefix("//")):
             raise self._cannot_listen()
-        self._health = Health()
         threads = DaemonThreads(self.limits.threads_max, "kvstore-call")
         server = grpc.server(
             cast(futures.ThreadPoolExecutor, threads),  # the stubs require this type; gRPC only submits to it
             handlers=[self.service.handler(), self.control.handler()],
-            interceptors=[
-                Patience(self.service.watch, self.limits.idle_s, Door(self.service.calls.guard)),
-            ],
+            interceptors=[Patience(self.service.watch, self.limits.idle_s, Door(self.service.calls.guard))],
             options=[*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", self.limits.connections_max)],
             maximum_concurrent_rpcs=self.limits.threads_max,
         )
@@ -324,8 +304,7 @@ class Worker:
         """
         self._leaving = True
         self._settled.set()
-        if self._health is not None:
-            self._health.set(False)
+        self._health.set(False)
         self._deregister()
         self.service.gate.close()
         self.control.close()
@@ -346,8 +325,7 @@ class Worker:
         if self._server is None:
             self.service.close()
             return
-        if self._health is not None:
-            self._health.set(False)
+        self._health.set(False)
         self._deregister()
         if self.service.bulk is not None:
             self.service.bulk.close(LAST_ANSWERS_S)
@@ -360,7 +338,7 @@ class Worker:
     @property
     def is_serving(self) -> bool:
         """True if the health service answers SERVING."""
-        return self._health is not None and self._health.is_serving
+        return self._health.is_serving
 
     def _turn(self) -> None:
         with self._changed:
@@ -370,7 +348,6 @@ class Worker:
 
     def _look_after(self) -> None:
         """Reports NOT_SERVING while the root hangs, so that clients use other workers; ends expired holds."""
-        assert self._health is not None
         self.service.holds.expire()
         self.member.expire()
         self._look_at_space()

@@ -84,8 +84,6 @@ class Speaker:
         self.asked: list[pb.GetRequest] = []
         self.address = ""
         self.dials = 0
-        self.greets = True
-        """True if OpenBulk is answered; else it hangs until the end."""
         self.port = 0
         """Where bulk connections are taken: the listener's own, unless a test puts something in between."""
         self.health = Health()
@@ -123,8 +121,6 @@ def speaking(say: Say) -> Iterator[Speaker]:
 
     def open_bulk(_: bytes, __: grpc.ServicerContext) -> bytes:
         speaker.dials += 1
-        if not speaker.greets:
-            speaker.ended.wait(NEVER_S)
         grant = listener.grant()
         offer = pb.OpenBulkResponse(tcp_port=speaker.port, grant=grant.id, secret=grant.secret, ttl_s=5.0)
         answer: bytes = offer.SerializeToString()

@@ -7,7 +7,7 @@ from random import Random
 from kvstore.address import Address
 from kvstore.meta.keys import SessionId
 from kvstore.meta.workers import AddressTold, DigestTold
-from kvstore.peers.reports import EMPTY, STEP_FIRST, Directory, Told, encode
+from kvstore.peers.reports import STEP_FIRST, Directory, Told, encode
 from tests.kit.peer_reports import addresses_of, shard_of, sorted_prints
 
 A, B, OWN = "10.0.0.1:7", "10.0.0.2:7", "10.0.0.9:7"
@@ -64,12 +64,6 @@ def test_lookups_agree_with_a_dictionary() -> None:
             assert directory.coverage(chunks[first:]) == counts
 
 
-def test_the_empty_directory_knows_nothing() -> None:
-    assert EMPTY.leading(addresses_of(3), 0) == 0
-    assert EMPTY.coverage(addresses_of(3)) == {}
-    assert EMPTY.coverage([]) == {}
-
-
 def test_a_directory_does_not_change_under_a_lookup() -> None:
     """P1: whole immutable structures are replaced."""
     chunks = addresses_of(10)
@@ -110,10 +104,6 @@ def test_digests_count_once_the_address_is_known() -> None:
     assert told.directory().coverage(chunks) == {A: 4}
     told.hear(AddressTold(session(1), B, 1))
     assert told.directory().coverage(chunks) == {B: 4}
-
-
-def test_a_worker_without_a_port_is_left_out() -> None:
-    assert told_of({"unix:/run/kv": addresses_of(3)}).directory().leading(addresses_of(3), 0) == 0
 
 
 def test_who_leaves_is_forgotten_and_numbers_are_used_again() -> None:

@@ -51,11 +51,6 @@ def ground() -> Iterator[Ground]:
     made.roster.close()
 
 
-def test_equals_share_alike(ground: Ground) -> None:
-    shares = ground.shares({A: 3, B: 3, C: 3})
-    assert min(shares.values()) > 250
-
-
 def test_a_slow_one_gets_less_but_not_nothing(ground: Ground) -> None:
     """Or nobody would notice that it is fast again."""
     ground.measured(A, 0.001)
@@ -125,11 +120,3 @@ def test_who_is_not_listed_any_more_is_let_go_of_once_idle(ground: Ground) -> No
     ground.roster.leave(peer)
     ground.roster.look_after([])
     assert not ground.roster._peers
-
-
-def test_nobody_is_chosen_without_a_choice_nor_after_the_end(ground: Ground) -> None:
-    assert ground.ask({}) is None
-    assert ground.ask({A: 1}, {A}) is None
-    ground.roster.close()
-    ground.roster.close()
-    assert ground.ask({A: 1}) is None

@@ -17,14 +17,10 @@ import grpc
 import numpy as np
 import pytest
 
-from kvstore.address import Chain
 from kvstore.errors import PermissionDenied, Unauthenticated
-from kvstore.namespace import Namespace
-from kvstore.node.view import View
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.security.authentication import Account, proof
 from kvstore.security.guard import ServerSecurity
-from kvstore.tokens import TokenArray
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
 from kvstore.wire.query import Caller, Question
@@ -69,28 +65,6 @@ def url(served: Served) -> Iterator[str]:
 def served() -> Iterator[Served]:
     with serving_memory(MemoryRoot(MemoryFiles())) as found:
         yield found
-
-
-def test_a_prompt_that_memory_has_is_found_by_its_tokens_unless_a_sweep_is_in_flight(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node, tokens = served.member.node, list(range(30 * SIZE))
-    with connected(served) as store:
-        store.namespace("m", SMALL).put(tokens, kv_of(SMALL, tokens))
-    questions = Questions(served.worker)
-    hashed, real = list[int](), node.chains.of
-
-    def hashing(namespace: Namespace, ids: TokenArray) -> Chain:
-        hashed.append(len(ids))
-        return real(namespace, ids)
-
-    monkeypatch.setattr(node.chains, "of", hashing)
-    for asked, found, counts in ((tokens, 30, []), (tokens[:-1], 29, []), ([*tokens, *tokens], 30, [60 * SIZE])):
-        answer = questions.answer(question_of(asked), HERE)
-        assert answer["blocks"] == found and hashed == counts
-        assert next(iter(answer["instances"].values()))["CPU"] == found * SIZE
-    monkeypatch.setattr(View, "is_calm", False)
-    assert questions.answer(question_of(tokens), HERE)["blocks"] == 30 and len(hashed) == 2
 
 
 def test_a_question_is_answered_as_match_for_any_prompt(served: Served, url: str) -> None:
@@ -147,24 +121,6 @@ def test_a_question_is_no_use_and_no_hit(served: Served) -> None:
 def test_what_makes_no_sense_says_what_to_do(url: str, body: bytes, says: str) -> None:
     status, found = asked(url, body)
     assert status == 400 and says in found["error"]
-
-
-def test_tokens_alone_are_a_question_too(served: Served, url: str) -> None:
-    tokens = np.arange(4 * SIZE, dtype="<u4")
-    with connected(served) as store:
-        store.namespace("m", SMALL).put(tokens, kv_of(SMALL, tokens))
-    raw = {"Content-Type": "application/octet-stream"}
-    assert asked(f"{url}?model=m", tokens.tobytes(), **raw) == asked(url, body_of(tokens))
-    assert asked(f"{url}?model=m&tenant=other", tokens.tobytes(), **raw)[1]["blocks"] == 0
-    for wrong, says in (("?tenant=other", "which model"), ("?model=m", "4 for each")):
-        status, found = asked(f"{url}{wrong}", tokens.tobytes()[: None if "tenant" in wrong else 7], **raw)
-        assert status == 400 and says in found["error"]
-
-
-def test_metrics_and_health_are_where_they_were(url: str) -> None:
-    for path in ("metrics", "healthz"):
-        with urllib.request.urlopen(url.replace("query", path), timeout=WAIT_S) as answer:
-            assert answer.status == 200
 
 
 def test_x12_without_an_access_file_only_the_workers_account_is_answered(served: Served) -> None:
