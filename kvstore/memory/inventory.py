@@ -126,7 +126,6 @@ class Entry(Chunk):
 
     @property
     def namespace(self) -> NamespaceDigest:
-        """The digest of its namespace."""
         digest: NamespaceDigest = self.run.space.namespace
         return digest
 
@@ -222,7 +221,6 @@ class Queues:
         entry.queue.held_bytes += entry.size_bytes
 
     def leave(self, entry: Entry) -> None:
-        """Counts an entry out."""
         entry.queue.held_bytes -= entry.size_bytes
         self._withdraw(entry)
 
@@ -313,18 +311,14 @@ class Room(Protocol):
     """The bounded space that holds the bytes of entries."""
 
     @property
-    def size_bytes(self) -> int:
-        """Total size."""
+    def size_bytes(self) -> int: ...
 
     @property
-    def free_bytes(self) -> int:
-        """Bytes that are not taken, in however many pieces."""
+    def free_bytes(self) -> int: ...
 
-    def take(self, size_bytes: int) -> int | None:
-        """Takes room; returns its position, or None if there is none."""
+    def take(self, size_bytes: int) -> int | None: ...
 
-    def give(self, offset: int) -> None:
-        """Gives back the room at ``offset``."""
+    def give(self, offset: int) -> None: ...
 
 
 def shard_of(address: Address) -> int:
@@ -400,7 +394,6 @@ class Inventory:
         return len(self._tree)
 
     def find(self, address: Address) -> Entry | None:
-        """Returns the ready entry of this address."""
         entry = self._tree.find(address)
         return entry if entry is not None and entry.is_ready else None
 
@@ -511,7 +504,6 @@ class Inventory:
             self._queues.offer(entry)
 
     def is_pinned(self, address: Address) -> bool:
-        """True if a pin keeps the entry of this address."""
         return address in self._pins
 
     def clean(self, entry: Entry) -> None:

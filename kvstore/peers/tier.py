@@ -236,7 +236,6 @@ class Follower:
         self._show_at_s = 0.0
 
     def start(self) -> None:
-        """Starts the thread."""
         self._loop.start()
 
     def begin(self, session: Session) -> None:
@@ -488,7 +487,6 @@ class Peers:
             self._hear_cleared(namespace)
 
     def stats(self) -> dict[str, int | float]:
-        """See ``Tier``."""
         known = self._follower.directory if self._follower is not None else None
         return {
             "peers_known": len(known.addresses) if known else 0,

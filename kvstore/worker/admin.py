@@ -210,7 +210,6 @@ class LiveLimits:
         self._started = self._now()
 
     def every(self) -> list[LimitValue]:
-        """Returns all limits with their current values."""
         with self._lock:
             return self._told({})
 
@@ -364,7 +363,6 @@ class ControlService:
         self._began_s = time.monotonic()
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """Returns all calls, for a server."""
         calls: dict[str, UnaryCall[Any]] = {
             "Prefetch": UnaryCall(pb.PrefetchRequest, self._prefetch),
             "EvictFirst": UnaryCall(pb.EvictFirstRequest, self._evict_first),

@@ -9,7 +9,7 @@ import ssl
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,7 +60,6 @@ class Gate:
 
     @property
     def inside_count(self) -> int:
-        """Number of calls inside now."""
         return self._inside
 
     @property
@@ -255,7 +254,7 @@ class Refused(Exception):
 
 
 class BulkContext:
-    """The bulk protocol's counterpart of gRPC's context: the time that a request has, and how it is refused."""
+    """The bulk protocol's counterpart of gRPC's context: the client of a request, and the time that it has."""
 
     def __init__(
         self, channel: Channel, timeout_s: float, metadata: Metadata = (), presented: Presented = NOTHING
@@ -265,32 +264,19 @@ class BulkContext:
         """The client's credentials from its request to connect."""
         self._metadata = metadata
         self._ends_s = time.monotonic() + timeout_s
-        self._trailers: tuple[tuple[str, str], ...] = ()
 
     def time_remaining(self) -> float | None:
-        """Seconds that the client still waits."""
         return max(0.0, self._ends_s - time.monotonic())
 
     @property
     def path(self) -> str:
-        """The path that the request came on."""
         return "unix" if self._channel.is_unix else "tcp"
 
     def invocation_metadata(self) -> Metadata:
-        """Metadata of the call that this request belongs to."""
         return self._metadata
 
     def is_active(self) -> bool:
-        """True while the client is connected."""
         return self._channel.alive
-
-    def set_trailing_metadata(self, trailing_metadata: Iterable[tuple[str, str]]) -> None:
-        """Sets the metadata that a refusal carries."""
-        self._trailers = tuple(trailing_metadata)
-
-    def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
-        """Raises Refused."""
-        raise Refused(Refusal(code, details, self._trailers))
 
 
 Context = grpc.ServicerContext | BulkContext
@@ -319,7 +305,9 @@ def request_of(context: grpc.ServicerContext) -> str:
 
 
 def abort(context: Context, refused: Refusal) -> NoReturn:
-    """Ends a call with this status."""
+    """Ends a call with this status, by an exception."""
+    if isinstance(context, BulkContext):
+        raise Refused(refused)
     context.set_trailing_metadata(refused.trailers)
     context.abort(refused.code, refused.message)
     raise AssertionError("abort raises")
@@ -390,7 +378,6 @@ class Calls:
         self._bytes: dict[tuple[str, str], int] = {}
 
     def add(self, counter: WorkerCount, count: int = 1) -> None:
-        """Adds to one of the worker's counters."""
         self._counts.add(counter, count)
 
     def moved(self, counter: WorkerCount, key: tuple[str, str], count: int) -> None:
@@ -400,7 +387,6 @@ class Calls:
             self._bytes[key] = self._bytes.get(key, 0) + count
 
     def counters(self) -> dict[str, int]:
-        """The worker's own counters."""
         return self._counts.snapshot()
 
     def ended(self) -> dict[Ended, int]:
@@ -465,7 +451,6 @@ class Calls:
                 self._observe(Ended(name, code.name, path), time.perf_counter() - began_s)
 
     def _admitted(self, name: str, context: Context) -> Visit:
-        """Admits a call. Raises PermissionDenied."""
         if not self.guard.asks:
             return self.guard.admit(name, NOTHING)
         peer = context.path if isinstance(context, BulkContext) else str(context.peer())
@@ -567,7 +552,6 @@ class ClientHolds:
         return hold is not None
 
     def expire(self) -> None:
-        """Ends expired holds."""
         now_s = self._clock.monotonic_s()
         for hold_id in [hold.id for hold in list(self._live.values()) if hold.ends_s <= now_s]:
             self.release(hold_id)

@@ -409,7 +409,6 @@ class ImageSender:
         return images, end == len(window.indexes)
 
     def _end(self, window: Window) -> None:
-        """Frees a window that was sent."""
         self._count_hot(window.hot)
         window.close()
         if window.buffer is not None and window.is_whole:

@@ -489,7 +489,6 @@ class BulkListener:
         stranger.socket.close()
 
     def _listen_to(self, connection: Connection) -> None:
-        """Waits for the next request on a connection."""
         try:
             self._selector.register(connection.channel, selectors.EVENT_READ, connection)
         except (ValueError, KeyError, OSError):

@@ -60,7 +60,6 @@ class Exposition:
         self._version = version
 
     def collect(self) -> Iterator[Any]:
-        """Yields all metrics with their current values."""
         service = self._worker.service
         yield InfoMetricFamily(
             "kvstore_build", "what runs here", {"version": self._version, "python": sys.version.split(maxsplit=1)[0]}
@@ -227,7 +226,6 @@ class MetricsServer:
         """Its address, as ``host:port``."""
 
     def close(self) -> None:
-        """Stops serving. Idempotent."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(5.0)

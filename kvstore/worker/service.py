@@ -53,7 +53,6 @@ class Handlers:
         self._watch = watch
 
     def unary(self, name: str, served: UnaryCall[Any]) -> Any:
-        """Returns the handler of a call with one message each way."""
 
         def serve(raw: bytes, context: grpc.ServicerContext) -> bytes:
             with self._calls.serving(name, context, light=served.light) as call:
@@ -63,7 +62,6 @@ class Handlers:
         return grpc.unary_unary_rpc_method_handler(serve)
 
     def many(self, name: str, kind: type[Request], answer: Callable[[Request, Call], Iterator[bytes]]) -> Any:
-        """Returns the handler of a call that is answered by a stream."""
 
         def serve(raw: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
             with self._calls.serving(name, context) as call, self._watched(context) as stream:
@@ -72,7 +70,6 @@ class Handlers:
         return grpc.unary_stream_rpc_method_handler(serve)
 
     def put(self, name: str, answer: Callable[[Iterator[pb.PutRequest], Call], bytes]) -> Any:
-        """Returns the handler of a call that sends a stream of chunks."""
 
         def serve(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
             with self._calls.serving(name, context) as call, self._watched(context) as stream:
@@ -171,11 +168,9 @@ class Service:
         self.bulk_requests = BulkRequests(worker, {name: self._unary[name] for name in SHORT_CALLS})
 
     def counters(self) -> dict[str, int]:
-        """Counters of the node and of the worker."""
         return {**self._node.counters.snapshot(), **self.calls.counters()}
 
     def gauges(self) -> dict[str, float]:
-        """Gauges: the current state."""
         counted = self._node.counters.snapshot()
         ends_s = self._certificate.expires_in_s() if self._certificate is not None else None
         space = {"root_free_bytes": self.space.free_bytes, "root_total_bytes": self.space.total_bytes}
@@ -195,11 +190,9 @@ class Service:
 
     @property
     def tiers(self) -> Latencies[Step]:
-        """Timings of the node's tiers."""
         return self._node.counters.tiers
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """Returns all calls, for a server."""
         handlers = {name: self.handlers.unary(name, call) for name, call in self._unary.items()}
         handlers["Put"] = self.handlers.put("Put", partial(stream_put, self.worker))
         handlers["Get"] = self.handlers.many("Get", pb.GetRequest, partial(stream_get, self.worker))

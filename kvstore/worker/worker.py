@@ -66,7 +66,6 @@ class Health:
             self._servicer.set(service, _STATUSES.SERVING if serving else _STATUSES.NOT_SERVING)
 
     def add_to(self, server: grpc.Server) -> None:
-        """Serves health and reflection."""
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
         reflection.enable_server_reflection((SERVICE, CONTROL, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
 
@@ -337,7 +336,6 @@ class Worker:
 
     @property
     def is_serving(self) -> bool:
-        """True if the health service answers SERVING."""
         return self._health.is_serving
 
     def _turn(self) -> None:

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from kvstore.census.selection import Selection
-from kvstore.errors import InvalidRequest, Overloaded
+from kvstore.errors import InvalidRequest
 from kvstore.operations import OperationRun
 from kvstore.v1 import control_pb2 as pb
 from tests.kit.administration import KV, SIZE, TOKENS, raw_control
@@ -129,13 +129,6 @@ def test_operation_is_found_and_cancelled_by_another_client() -> None:
             assert waiting.result() and operation.state == "cancelled"
             assert operation.message == "cancelled by anyone"
             assert store.stats()["operations_cancelled"] == 1
-
-
-def test_operations_beyond_the_limit_are_refused() -> None:
-    with working(faulty(), operations_max=1) as (acting, served), caching(served, acting) as cache:
-        begun(served)
-        with pytest.raises(Overloaded, match="1 operations are unfinished"):
-            cache.prefetch(acting.prompts.tokens(1, 1))
 
 
 def test_draining_worker_cancels_its_operations_with_the_reason() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import mmap
@@ -18,7 +17,7 @@ import pytest
 
 from kvstore.errors import Unavailable
 from kvstore.memory import arena as host
-from kvstore.memory.arena import Arena, follow, map_arena, memory_free_bytes, memory_most_bytes, memory_there_bytes
+from kvstore.memory.arena import Arena, follow, map_arena, memory_most_bytes, memory_there_bytes
 from tests.kit.patience import PATIENCE_S
 
 SIZE = 64 * 4096
@@ -163,19 +162,6 @@ def test_what_a_worker_does_not_hand_over_is_not_mapped() -> None:
         good.close()
 
 
-def test_a_system_without_the_seals_that_readers_need_is_said_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refused(*_: object) -> int:
-        raise OSError(errno.EINVAL, "Invalid argument")
-
-    before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr("fcntl.fcntl", refused)
-    with pytest.raises(Unavailable, match=r"Linux 5\.1 or newer"):
-        Arena(SIZE).open()
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
 def test_pages_are_not_taken_ahead_where_the_system_has_not_as_many_free(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -259,10 +245,3 @@ def test_a_service_is_limited_by_its_cgroup_and_by_those_around_it(cgroups: Path
     assert memory_there_bytes() == 8 * GIB
     limit(cgroups / above / os.path.basename(line) / name, f"{2 * GIB}\n")
     assert memory_there_bytes() == 2 * GIB
-
-
-def test_what_the_system_does_not_say_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(host, "MEMINFO", tmp_path / "meminfo")
-    assert memory_free_bytes() is None
-    (tmp_path / "meminfo").write_text("MemFree: 1 kB\nMemAvailable:    2048 kB\n")
-    assert memory_free_bytes() == 2 << 20

@@ -11,8 +11,7 @@ import pytest
 
 from kvstore.address import NO_PARENT, Address, hashed_block_address
 from kvstore.hints import DEFAULT, Hints
-from kvstore.memory.arena import PAGE_BYTES, Extents
-from kvstore.memory.inventory import EVICTED_TIMES_MAX, Admission, Entry, Inventory, Place, print_of, shard_of
+from kvstore.memory.inventory import Admission, Entry, Inventory, Place, print_of, shard_of
 from kvstore_gc.policy import Order, Uses, ranks
 from tests.kit.memory import NAMESPACES, Bytes, block, chain, fill, lru
 
@@ -93,43 +92,6 @@ def test_i2_room_is_given_back_only_when_nobody_refers_to_it() -> None:
         inventory.unrefer(entry)
     with pytest.raises(AssertionError):
         inventory.refer(entry)
-
-
-def test_claiming_gives_up_where_room_is_in_pieces() -> None:
-    """Every other page is in use: no eviction makes two that touch, until those in use are given up."""
-    count = 64
-    inventory = lru(extents := Extents(count * PAGE_BYTES))
-    entries = [fill(inventory, [block(number)], float(number), PAGE_BYTES)[0] for number in range(count)]
-    for entry in entries[::2]:
-        inventory.refer(entry)
-    assert inventory.claim(block(count), 2 * PAGE_BYTES, 99.0) is None
-    assert inventory.evicted_bytes == EVICTED_TIMES_MAX * 2 * PAGE_BYTES
-    inventory.unrefer(entries[2])
-    assert inventory.claim(block(count), 2 * PAGE_BYTES, 99.0) is not None
-    assert extents.largest_bytes == PAGE_BYTES
-
-
-def test_clearing_a_namespace_takes_all_of_it_and_nothing_else() -> None:
-    inventory = lru(Bytes(100))
-    mine = fill(inventory, chain(3))
-    other = fill(inventory, chain(3, namespace=NAMESPACES[1]))
-    claimed = inventory.claim(block(0), 10, 0.0, dirty=True)
-    assert claimed is not None
-    found = inventory.of_namespace(NAMESPACES[0])
-    assert found == [claimed, *reversed(mine)], "the latest first: children before parents"
-    for entry in found:
-        inventory.drop(entry)
-    assert inventory.entries_count == 3 and inventory.held_bytes == 40, "the claimant still writes"
-    assert not any(entry.is_gone for entry in other)
-
-
-def test_uses_are_noted_and_hints_are_raised_never_lowered() -> None:
-    inventory = lru(Bytes(100))
-    (entry,) = fill(inventory, [block(0)])
-    inventory.used([entry], 5.0, Hints(priority=70, ttl_s=300))
-    assert (entry.uses, entry.used_s, entry.hints) == (1, 5.0, Hints(priority=70, ttl_s=None))
-    inventory.used([entry], 4.0, Hints(priority=10))
-    assert (entry.uses, entry.used_s, entry.priority) == (2, 5.0, 70)
 
 
 def test_retired_entry_is_evicted_first_until_used_again() -> None:

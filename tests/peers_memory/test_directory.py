@@ -76,12 +76,6 @@ def test_a_directory_does_not_change_under_a_lookup() -> None:
     assert (before.entries == entries).all()
 
 
-def test_one_never_finds_oneself() -> None:
-    """Finds neither this node's reports, nor those of an earlier process at the same address."""
-    chunks = addresses_of(4)
-    assert told_of({OWN: chunks}).directory().leading(chunks, 0) == 0
-
-
 def test_a_restarted_worker_speaks_for_its_address() -> None:
     """The old session's digests are still there until its lease ends, and its memory is gone."""
     old, new = addresses_of(4, 1), addresses_of(4, 2)
@@ -93,17 +87,6 @@ def test_a_restarted_worker_speaks_for_its_address() -> None:
     assert (directory.leading(old, 0), directory.leading(new, 0)) == (0, 4)
     told.hear(AddressTold(session(7), None, 0))
     assert told.directory().leading(old, 0) == 4, "the last that is left"
-
-
-def test_digests_count_once_the_address_is_known() -> None:
-    chunks = addresses_of(4)
-    told = Told(OWN, 1 << 20)
-    tell(told, 1, chunks)
-    assert told.directory().leading(chunks, 0) == 0
-    told.hear(AddressTold(session(1), A, 1))
-    assert told.directory().coverage(chunks) == {A: 4}
-    told.hear(AddressTold(session(1), B, 1))
-    assert told.directory().coverage(chunks) == {B: 4}
 
 
 def test_who_leaves_is_forgotten_and_numbers_are_used_again() -> None:
@@ -118,13 +101,6 @@ def test_who_leaves_is_forgotten_and_numbers_are_used_again() -> None:
             told.hear(DigestTold(session(number), shard, None))
     directory = told.directory()
     assert (len(directory.entries), directory.addresses) == (0, {})
-
-
-def test_a_digest_that_cannot_be_read_counts_as_empty() -> None:
-    chunks = addresses_of(1)
-    told = told_of({A: chunks})
-    told.hear(DigestTold(session(0), shard_of(chunks[0]), b"nonsense"))
-    assert told.directory().leading(chunks, 0) == 0
 
 
 def test_what_is_remembered_is_bounded_and_shared_equally() -> None:

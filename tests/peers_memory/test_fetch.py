@@ -289,25 +289,6 @@ def test_a_dead_peer_is_left_alone_until_it_answers() -> None:
         again.close()
 
 
-def test_a_partition_between_workers_is_a_miss() -> None:
-    """The peer's bytes on the bulk connection are swallowed, from the greeting on or in the middle of an answer."""
-    chain = chain_of(2)
-    with speaking(honest(chain)) as speaker, reading(hasty(PATIENT)) as reader:
-        proxy = Proxy(f"127.0.0.1:{speaker.port}")
-        speaker.port = proxy.port
-        reader.hears(speaker.address, chain, range(2))
-        eventually(lambda: reader.get(chain, [0]) == [True])
-        failed = reader.counted("peers_failed")
-        proxy.swallow.set()
-        assert reader.get(chain, [0, 1]) == [False, False]
-        assert reader.counted("peers_failed") == failed + 1
-        proxy.swallow.clear()
-        proxy.cut()
-        eventually(lambda: reader.peers.leading(chain, 0) == 2)
-        eventually(lambda: reader.get(chain, [0, 1]) == [True, True])
-        proxy.close()
-
-
 def test_closing_cuts_what_is_in_progress() -> None:
     chain = chain_of(3)
     box: list[Speaker] = []

@@ -61,13 +61,6 @@ def test_a_slow_one_gets_less_but_not_nothing(ground: Ground) -> None:
     assert ground.shares({A: 1, B: 1})[B] > 400
 
 
-def test_of_two_that_are_drawn_the_idler_is_asked(ground: Ground) -> None:
-    busy = ground.roster.choose({A: 1}, set())
-    assert busy is not None
-    assert ground.shares({A: 1, B: 1})[B] > 650
-    ground.roster.leave(busy)
-
-
 def test_who_has_most_is_asked_before_who_has_little(ground: Ground) -> None:
     shares = ground.shares({A: 10, B: 6, C: 5})
     assert set(shares) == {A, B}

@@ -70,27 +70,6 @@ def test_bytes_per_second_are_bounded_and_what_waits_comes_in_turn() -> None:
     assert passed_s > 1.5, "it was more than one burst"
 
 
-def test_a_new_session_publishes_everything_again() -> None:
-    """The keys of the old one go with its lease, at the latest."""
-    cluster = Cluster(2)
-    a, b = cluster.nodes
-    chunks = addresses_of(20)
-    a.held.add(*chunks)
-    cluster.sync()
-    a.leave()
-    b.meta.keep_alive(b.session.lease)
-    cluster.clock.advance(8)
-    b.meta.keep_alive(b.session.lease)
-    b.session.beat()
-    cluster.clock.advance(8)
-    cluster.store.expire()
-    b.follower.step(0.0)
-    assert b.leading(chunks) == 0, "P1: digests go with the lease"
-    a.join()
-    cluster.sync()
-    assert b.leading(chunks) == 20
-
-
 def test_who_loses_its_session_forgets_what_etcd_said() -> None:
     """P1: without etcd the node goes on alone, and reads everything again in its next session."""
     cluster = Cluster(2)
@@ -152,19 +131,6 @@ def test_while_etcd_does_not_answer_nothing_is_lost() -> None:
     cluster.sync()
     assert a.leading(ours) == 5
     assert max(waited) <= b.limits.meta_deadline_s
-
-
-def test_a_worker_that_stops_is_asked_no_more() -> None:
-    """Before its session ends: a drain takes a while."""
-    cluster = Cluster(2)
-    a, b = cluster.nodes
-    chunks = addresses_of(5)
-    a.held.add(*chunks)
-    cluster.sync()
-    a.publisher.close(1.0)
-    a.publisher.close(1.0)
-    b.follower.step(0.0)
-    assert b.leading(chunks) == 0
 
 
 def test_a_clear_is_heard_once_by_each_and_not_by_who_did_it() -> None:

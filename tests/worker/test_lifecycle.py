@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,8 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import kvstore
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.meta.session import Session
-from kvstore.meta.workers import WorkerRecord, Workers
+from kvstore.meta.workers import Workers
 from kvstore.node.settings import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.v1 import kvstore_pb2 as pb
@@ -67,14 +65,7 @@ def health_of(channel: grpc.Channel, service: str = "") -> int:
 # Listening
 
 
-def test_it_is_registered_when_it_has_started_and_while_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Workers.register
-
-    def slow(workers: Workers, session: Session, record: WorkerRecord) -> None:
-        time.sleep(0.3)
-        real(workers, session, record)
-
-    monkeypatch.setattr(Workers, "register", slow)
+def test_worker_is_listed_from_its_start_to_its_drain() -> None:
     member = member_on(MemoryRoot(MemoryFiles()))
     workers = Workers(member.meta, member.keys)
     worker = Worker(member, "127.0.0.1:0", advertise="kv-7.example:7070", version="1.2.3")
