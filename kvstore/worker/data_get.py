@@ -62,10 +62,6 @@ class Lease:
         self.watched, self.handed = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.slots: list[Slots] = []
 
-    def hand(self) -> list[int]:
-        """Returns the client's end, to send, then close by ``handed_over``; an empty list from the second call on."""
-        return [self.handed] if self.handed >= 0 else []
-
     def handed_over(self) -> None:
         """Closes our copy of the client's end. Idempotent."""
         fd, self.handed = self.handed, -1
@@ -305,7 +301,9 @@ class ImageSender:
         return left
 
     def _announce(self, lent: LentSlots, lease: Lease | None = None) -> None:
-        self._channel.send(Kind.SLOTS, self._number, [encode_slots(lent)], lease.hand() if lease is not None else ())
+        # The client gets its end of the lease with the first slots.
+        files = [lease.handed] if lease is not None and lease.handed >= 0 else []
+        self._channel.send(Kind.SLOTS, self._number, [encode_slots(lent)], files)
         self._is_announced = True
         if lease is not None:
             lease.handed_over()
