@@ -18,7 +18,7 @@ class PutResult:
     """Why the store refused chunks; empty if it refused none.
 
     "full": all of it is held or pinned, the disk is full, or the put is larger than the store. "overload": a queue,
-    memory, or a tenant's quota has no room.
+    memory, or a tenant's quota has no room, or eviction has not caught up.
     """
 
 

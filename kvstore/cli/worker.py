@@ -249,11 +249,11 @@ def worker(options: WorkerOptions, at: Addresses, drain_s: float) -> None:
 def _serve(options: WorkerOptions, at: Addresses, stopper: Stopper, drain_s: float, undo: ExitStack) -> None:
     """Serves until a signal, or a client of the control service, ends it; cleanup is left to ``undo``."""
     from kvstore.peers.tier import join_peers
-    from kvstore.worker.metrics_server import start_metrics
+    from kvstore.worker.metrics import start_metrics
     from kvstore.worker.worker import Worker
 
     def end(within_s: float | None) -> float:
-        """Implements ``kvstore.worker.control.service.Drain``. The first call decides how long calls may take."""
+        """Implements ``kvstore.worker.admin.Drain``. The first call decides how long calls may take."""
         nonlocal drain_s
         if not stopper.asked and within_s is not None:
             drain_s = within_s

@@ -1,8 +1,8 @@
 """The arena: one anonymous file in memory that a node writes images into and that processes of its host map for
 reading.
 
-Separate from the inventory, which is pure: only this module asks the system for memory. Only its two functions know
-which seals protect readers from the writer, and the writer from readers (``MEMORY.md``, A1 and A2).
+Only ``Arena.open`` and ``map_arena`` know which seals protect readers from the writer, and the writer from readers
+(``MEMORY.md``, A1 and A2).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The inventory of a bounded tier: its entries, their users, and which go when room is needed (MEMORY.md, E1 to E4).
 
 Pure: no lock, no clock, no I/O. So the memory and the local disk share it, and a replay needs no bytes. Its owner makes
-one call at a time, and looks at entries only between calls. Queues have the entries in the order in which the policy
-evicts them.
+one call at a time, and looks at entries only between calls. Queues have the entries in the order in which they are
+evicted.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
-from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -32,12 +31,11 @@ USES_MAX = 3
 
 
 class Worth(NamedTuple):
-    """The rank that a policy gives an entry, besides the time of its last use."""
+    """The rank of an entry, besides the time of its last use."""
 
     octaves: float = 0.0
     """Number of times that its age is halved."""
     ttl_s: int | None = None
-    is_on_probation: bool = False
 
 
 class Queue:
@@ -109,7 +107,6 @@ class Entry(Chunk):
 
     @property
     def namespace(self) -> NamespaceDigest:
-        """The digest of its namespace."""
         digest: NamespaceDigest = self.run.space.namespace
         return digest
 
@@ -119,16 +116,14 @@ class Entry(Chunk):
         return self.hints.priority
 
 
-# Policies: which evictable entry goes first, and what is asked for often enough to be brought in.
+# The order of eviction is that of the root (gc/kvstore_gc/policy.py): least recently used, with ages weighted by hints.
 #
-# A policy sorts entries into a few *queues*, by their ``Worth``; within each the one unused for longest is first.
-# When room is needed it compares the heads of the queues, so that ranks may change with time and yet nothing is
-# sorted again. Pure, and separate from the queues, because it is the part that a trace replay judges.
+# Entries are sorted into a few *queues*, by their ``Worth``; within each the one unused for longest is first. When room
+# is needed the heads of the queues are compared, so that ranks may change with time and yet nothing is sorted again.
 
 
-OCTAVES_PER_USE = 0.5
 OCTAVES_PER_PRIORITY = 0.1
-"""Octaves of age that one unit of priority is worth, as in the collector (gc/kvstore_gc/policy.py)."""
+"""Octaves of age that one unit of priority is worth, as in the collector."""
 REPLICA_OCTAVES = 1.0
 """A replica counts as twice as old (P4). It does not go before all others: a full node would then keep no replica until
 its second use, however hot.
@@ -137,87 +132,29 @@ PRIORITY_STEP = 5
 """Priorities are rounded to this, which bounds the number of queues."""
 AGE_LEAST_S = 30.0
 """Added to every age, so that brand-new entries do not outlast everything."""
-PROBATION_SHARE = 0.1
-"""Share of the held bytes that entries never used again may take, in ``TwoQueue``."""
-GHOSTS_MAX = 65_536
+STALE_MAX = 64
+"""Limit on stale turns beyond the number of valid ones, before the heaps are cleaned."""
+RETIRED = Worth(octaves=-math.inf)
+"""The worth of entries that their users said they will not need soon: they go before all others."""
+
+
+def _worth(entry: Entry) -> Worth:
+    if entry.is_retired:
+        return RETIRED
+    steps = round((entry.priority - PRIORITY_DEFAULT) / PRIORITY_STEP)
+    octaves = steps * PRIORITY_STEP * OCTAVES_PER_PRIORITY
+    return Worth(octaves - entry.is_replica * REPLICA_OCTAVES, entry.hints.ttl_s)
+
+
+def _staleness(queue: Queue, now_s: float) -> tuple[bool, float]:
+    """Ranks the head of a queue: the highest goes first, those past their ttl before all others."""
+    octaves, ttl_s = queue.worth
+    age_s = max(now_s - queue.oldest_s, 0.0)
+    return ttl_s is not None and age_s >= ttl_s, (age_s + AGE_LEAST_S) * 2.0**-octaves
+
+
 ASKED_MAX = 65_536
 ASKED_LASTS_S = 3_600.0
-
-
-class Policy(Protocol):
-    """An order of eviction. Each inventory has its own object, which may keep state. There are few different worths."""
-
-    def worth(self, entry: Entry) -> Worth:
-        """Returns which queue an entry belongs to; asked when it becomes ready, and when its uses or hints change."""
-
-    def first(self, candidates: Sequence[Queue], queues: Sequence[Queue], now_s: float) -> Queue:
-        """Returns the queue whose head goes first: one of ``candidates``, the queues with an evictable entry."""
-
-    def evicted(self, entry: Entry) -> None:
-        """Notes that an entry was evicted."""
-
-
-class Aged:
-    """Evicts the oldest, by an age weighted with uses and hints, as on the root.
-
-    An entry used more often outlasts one used once, in proportion to how long entries last here at all. Entries past
-    their ttl go before all others.
-    """
-
-    def __init__(self, octaves_per_use: float = OCTAVES_PER_USE) -> None:
-        self._octaves_per_use = octaves_per_use
-
-    def worth(self, entry: Entry) -> Worth:
-        steps = round((entry.priority - PRIORITY_DEFAULT) / PRIORITY_STEP)
-        octaves = steps * PRIORITY_STEP * OCTAVES_PER_PRIORITY + entry.uses * self._octaves_per_use
-        return Worth(octaves - entry.is_replica * REPLICA_OCTAVES, entry.hints.ttl_s)
-
-    def first(self, candidates: Sequence[Queue], queues: Sequence[Queue], now_s: float) -> Queue:
-        return max(candidates, key=lambda queue: self._staleness(queue, now_s))
-
-    def evicted(self, entry: Entry) -> None:
-        pass
-
-    def _staleness(self, queue: Queue, now_s: float) -> tuple[bool, float]:
-        octaves, ttl_s, _ = queue.worth
-        age_s = max(now_s - queue.oldest_s, 0.0)
-        return ttl_s is not None and age_s >= ttl_s, (age_s + AGE_LEAST_S) * 2.0**-octaves
-
-
-class TwoQueue:
-    """Puts new entries on probation until they are used again.
-
-    They go first while those on probation hold more than their share, so a scan passes through without evicting the
-    rest. Otherwise, and within each part, the order is that of ``Aged``. An entry that was evicted on probation and
-    comes back soon is not put on probation again. After S3-FIFO (Yang et al., SOSP 2023).
-    """
-
-    def __init__(self, share: float = PROBATION_SHARE) -> None:
-        self._share = share
-        self._aged = Aged(octaves_per_use=0.0)
-        self._ghosts = Admission(GHOSTS_MAX, math.inf)
-
-    def worth(self, entry: Entry) -> Worth:
-        is_new = not entry.uses and not self._ghosts.knows(entry.address)
-        return self._aged.worth(entry)._replace(is_on_probation=is_new)
-
-    def first(self, candidates: Sequence[Queue], queues: Sequence[Queue], now_s: float) -> Queue:
-        held_bytes = sum(queue.held_bytes for queue in queues)
-        new_bytes = sum(queue.held_bytes for queue in queues if queue.worth.is_on_probation)
-        is_over = new_bytes > self._share * held_bytes
-        some = [queue for queue in candidates if queue.worth.is_on_probation == is_over]
-        return self._aged.first(some or candidates, queues, now_s)
-
-    def evicted(self, entry: Entry) -> None:
-        if not entry.uses:
-            self._ghosts.asked(entry.address, entry.used_s)
-
-
-POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
-    {"lru": lambda: Aged(octaves_per_use=0.0), "uses": Aged, "two_queue": TwoQueue}
-)
-DEFAULT_POLICY = "lru"
-"""The policy with the most hits in memory and on the disk (MEMORY.md, Which policy)."""
 
 
 class Admission:
@@ -249,17 +186,10 @@ class Admission:
         return address in self._new or address in self._old
 
 
-STALE_MAX = 64
-"""Limit on stale turns beyond the number of valid ones, before the heaps are cleaned."""
-RETIRED = Worth(octaves=-math.inf)
-"""The worth of entries that their users said they will not need soon: they go before all that a policy ranks."""
-
-
 class Queues:
     """The order of eviction. A stale turn stays in its heap until it surfaces, or until most turns are stale."""
 
-    def __init__(self, policy: Policy, is_evictable: Callable[[Entry], bool]) -> None:
-        self._policy = policy
+    def __init__(self, is_evictable: Callable[[Entry], bool]) -> None:
         self._is_evictable = is_evictable
         self._queues: dict[Worth, Queue] = {}
         self._ticket = 0
@@ -268,17 +198,16 @@ class Queues:
 
     def enter(self, entry: Entry) -> None:
         """Counts an entry in; it has no turn yet."""
-        entry.queue = self._queue(self._worth(entry))
+        entry.queue = self._queue(_worth(entry))
         entry.queue.held_bytes += entry.size_bytes
 
     def leave(self, entry: Entry) -> None:
-        """Counts an entry out."""
         entry.queue.held_bytes -= entry.size_bytes
         self._withdraw(entry)
 
     def moved(self, entry: Entry) -> None:
         """Notes that an entry was used, or is valued differently: its turn comes later, if it has one."""
-        worth = self._worth(entry)
+        worth = _worth(entry)
         if worth != entry.queue.worth:
             entry.queue.held_bytes -= entry.size_bytes
             entry.queue = self._queue(worth)
@@ -300,21 +229,18 @@ class Queues:
 
     def pop(self, now_s: float) -> Entry | None:
         """Returns the entry that goes first, without its turn, to be dropped or ``put_back``; None if none may go."""
-        queues = list(self._queues.values())
-        candidates = [queue for queue in queues if self._has_head(queue)]
+        candidates = [queue for queue in list(self._queues.values()) if self._has_head(queue)]
         if not candidates:
             return None
         self._turns_count -= 1
         retired = next((queue for queue in candidates if queue.worth is RETIRED), None)
-        return heappop((retired or self._policy.first(candidates, queues, now_s)).turns)[2]
+        first = retired or max(candidates, key=lambda queue: _staleness(queue, now_s))
+        return heappop(first.turns)[2]
 
     def put_back(self, entry: Entry) -> None:
         """Gives an entry its turn again, before all that came later."""
         heappush(entry.queue.turns, (entry.used_s, entry.ticket, entry))
         self._turns_count += 1
-
-    def _worth(self, entry: Entry) -> Worth:
-        return RETIRED if entry.is_retired else self._policy.worth(entry)
 
     def _queue(self, worth: Worth) -> Queue:
         queue = self._queues.get(worth)
@@ -366,18 +292,14 @@ class Room(Protocol):
     """The bounded space that holds the bytes of entries."""
 
     @property
-    def size_bytes(self) -> int:
-        """Total size."""
+    def size_bytes(self) -> int: ...
 
     @property
-    def free_bytes(self) -> int:
-        """Bytes that are not taken, in however many pieces."""
+    def free_bytes(self) -> int: ...
 
-    def take(self, size_bytes: int) -> int | None:
-        """Takes room; returns its position, or None if there is none."""
+    def take(self, size_bytes: int) -> int | None: ...
 
-    def give(self, offset: int) -> None:
-        """Gives back the room at ``offset``."""
+    def give(self, offset: int) -> None: ...
 
 
 def shard_of(address: Address) -> int:
@@ -429,11 +351,10 @@ class Prints:
 class Inventory:
     """The entries of one tier. Not thread-safe."""
 
-    def __init__(self, room: Room, policy: Policy) -> None:
+    def __init__(self, room: Room) -> None:
         self._room = room
-        self._policy = policy
         self._tree: Tree[Entry] = Tree()
-        self._queues = Queues(policy, self._is_evictable)
+        self._queues = Queues(self._is_evictable)
         self._prints = Prints()
         self._pins: dict[Address, int] = {}
         # The latest time that a caller gave: ages of entries count up to it.
@@ -454,7 +375,6 @@ class Inventory:
         return len(self._tree)
 
     def find(self, address: Address) -> Entry | None:
-        """Returns the ready entry of this address."""
         entry = self._tree.find(address)
         return entry if entry is not None and entry.is_ready else None
 
@@ -565,7 +485,6 @@ class Inventory:
             self._queues.offer(entry)
 
     def is_pinned(self, address: Address) -> bool:
-        """True if a pin keeps the entry of this address."""
         return address in self._pins
 
     def clean(self, entry: Entry) -> None:
@@ -647,7 +566,6 @@ class Inventory:
                 return None
             for entry in found:
                 evicted_bytes += entry.size_bytes
-                self._policy.evicted(entry)
                 self.drop(entry)
             self.evicted_count += len(found)
             offset = self._room.take(size_bytes)
@@ -655,7 +573,7 @@ class Inventory:
         return offset
 
     def _plan(self, bytes_wanted: int) -> list[Entry]:
-        """Takes entries out of the queues in the order of the policy, children before parents."""
+        """Takes entries out of the queues in their order, children before parents."""
         found: list[Entry] = []
         planned_bytes = 0
         while planned_bytes < bytes_wanted and (entry := self._queues.pop(self._now_s)) is not None:

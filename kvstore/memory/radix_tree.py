@@ -3,8 +3,6 @@
 An edge is a *run*: consecutive chunks without a branch between them, their tokens packed into one string. A match
 compares whole runs at the speed of memcmp; only at the beginning of a run does it look up a chunk by its tokens. A run
 is bounded, so that no insertion, split or removal copies much more than ``RUN_BYTES_MAX``.
-
-Separate from the inventory, because it knows nothing of room, use or eviction.
 """
 
 from __future__ import annotations

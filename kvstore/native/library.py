@@ -162,7 +162,7 @@ FUNCTIONS: dict[str, Function] = {
 CHUNK_PERSON = b"kvstore.chunk.1"
 """What sets the hash of a chunk's address apart from others, as in ``addresses.c``."""
 WAYS = 8
-"""Entries in a row of the presence table, as in ``known.c``."""
+"""Entries in a row of the presence table, as in ``shared.c``."""
 ROTATED = ("bfloat16", "float16", "float32")
 """Types of keys that can be rotated, by their numbers in ``rotate.c``."""
 HEADS_AT_ONCE = 1 << 15

@@ -4,14 +4,13 @@
  * caller's memory. `kv_read` never waits for a device; `kv_read_cold` does, and reads into memory of ours. */
 #define _GNU_SOURCE
 #include "copying.h"
-#include "mapping.h"
 #include "native.h"
-#include "pieces.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -235,6 +234,70 @@ KV_PUBLIC int kv_read_turn(const kv_run *run, kv_chunk *chunks, int64_t count, k
     return outcome;
 }
 
+/* Files mapped for reading, as DLPack tensors of bytes (DLManagedTensor of dlpack.h, before version 1): numpy owns
+ * them, and calls `release` when neither they nor any slice of them lives.
+ *
+ * That call is plain C. In Python it would be a finalizer, which the garbage collector can start in the middle of
+ * anything, and which a signal's handler can break off. */
+struct kv_mapping {
+    void *data;
+    int32_t device_type, device_id;
+    int32_t ndim;
+    uint8_t type_code, type_bits;
+    uint16_t type_lanes;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+    void *context;
+    void (*release)(kv_mapping *mapping);
+    /* Fields of ours from here on. */
+    void *start;
+    uint64_t size;
+    int64_t bytes;
+};
+
+enum { ON_CPU = 1, UNSIGNED = 1 };
+
+/* A quarter of the mappings that Linux allows a process (vm.max_map_count): the engine's allocators need mappings as
+ * well. */
+static int64_t mapped_most = 16384;
+static int64_t mapped_count;
+
+/* Sets how many files may be mapped at once, unless `most` is negative; returns how many are. */
+KV_PUBLIC int64_t kv_map_at_most(int64_t most) {
+    if (most >= 0) __atomic_store_n(&mapped_most, most, __ATOMIC_SEQ_CST);
+    return __atomic_load_n(&mapped_count, __ATOMIC_SEQ_CST);
+}
+
+static void unmap(kv_mapping *mapping) {
+    munmap(mapping->start, mapping->size);
+    free(mapping);
+    __atomic_sub_fetch(&mapped_count, 1, __ATOMIC_SEQ_CST);
+}
+
+/* Maps a file of `size` bytes, of which those from `first` on are wanted; NULL if it cannot be mapped, or too many are.
+ */
+static kv_mapping *map_file(int fd, uint64_t size, uint64_t first) {
+    int64_t count = __atomic_add_fetch(&mapped_count, 1, __ATOMIC_SEQ_CST);
+    struct stat found;
+    void *start = MAP_FAILED;
+    /* Accessing a page behind the end of a file kills the process (SIGBUS). */
+    if (KV_CHECK(maps_bounded, count <= __atomic_load_n(&mapped_most, __ATOMIC_SEQ_CST)) && !fstat(fd, &found) &&
+        (uint64_t)found.st_size == size)
+        start = mmap(NULL, size, PROT_READ, MAP_SHARED, fd, 0);
+    kv_mapping *mapping = start == MAP_FAILED ? NULL : malloc(sizeof *mapping);
+    if (!mapping) {
+        if (start != MAP_FAILED) munmap(start, size);
+        __atomic_sub_fetch(&mapped_count, 1, __ATOMIC_SEQ_CST);
+        return NULL;
+    }
+    *mapping = (kv_mapping){
+        .data = (uint8_t *)start + first, .device_type = ON_CPU, .ndim = 1, .type_code = UNSIGNED, .type_bits = 8,
+        .type_lanes = 1, .shape = &mapping->bytes, .release = unmap, .start = start, .size = size,
+        .bytes = (int64_t)(size - first),
+    };
+    return mapping;
+}
+
 /* Verifies chunks and maps the sections of those that are right: sets `mapped` to a mapping of each, or NULL. May wait
  * for the device. It verifies through a small buffer, which costs less than going through the mapping, page by page. */
 KV_PUBLIC void kv_map_files(const kv_run *run, kv_chunk *chunks, int64_t count, kv_mapping **mapped) {
@@ -246,7 +309,7 @@ KV_PUBLIC void kv_map_files(const kv_run *run, kv_chunk *chunks, int64_t count, 
         posix_fadvise(chunk->fd, 0, 0, POSIX_FADV_WILLNEED);
         chunk->status = header ? read_file(run, chunk, header, 0, 0) : KV_OTHER;
         uint64_t size = chunk->header_bytes + kv_payload_bytes(chunk);
-        if (chunk->status == KV_DONE) *mapped = kv_map(chunk->fd, size, chunk->header_bytes);
+        if (chunk->status == KV_DONE) *mapped = map_file(chunk->fd, size, chunk->header_bytes);
         if (!*mapped) chunk->status = KV_OTHER;
         kv_close(chunk, 1);
     }

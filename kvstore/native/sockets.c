@@ -4,7 +4,7 @@
  * Both directions return KV_DONE, KV_BLOCKED if the caller must wait for the socket, or the negative errno. */
 #define _GNU_SOURCE
 #include "copying.h"
-#include "pieces.h"
+#include "native.h"
 
 #include <errno.h>
 #include <sys/socket.h>

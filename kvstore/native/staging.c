@@ -3,7 +3,7 @@
  * Pieces are hashed just after they are written, while they are in the cache; the header, which has the checksums, is
  * written last. */
 #define _GNU_SOURCE
-#include "pieces.h"
+#include "native.h"
 
 #include <errno.h>
 #include <fcntl.h>

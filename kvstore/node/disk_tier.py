@@ -33,8 +33,8 @@ from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, Damage, Damaged, Expected, Header, Kind, decode, incarnation_at
 from kvstore.format.places import Name
 from kvstore.hints import DEFAULT, Hints
-from kvstore.keyset import KeySet
-from kvstore.memory.inventory import DEFAULT_POLICY, DROP_COUNT, POLICIES, Entry, Inventory, Place, Policy
+from kvstore.keyset import KeySet, Place
+from kvstore.memory.inventory import DROP_COUNT, Entry, Inventory
 from kvstore.namespace import NamespaceDigest, NamespaceId
 from kvstore.node.counters import Counters, TierName
 from kvstore.node.encoded import Encodings, NotDecodable
@@ -340,13 +340,12 @@ class FileRoom:
 class DiskShelf:
     """Thread-safe; nothing here waits for the disk. Entries that it returns are referenced for the caller."""
 
-    def __init__(self, size_bytes: int, policy: Policy, counters: Counters, clock: Clock) -> None:
-        self._policy = policy
+    def __init__(self, size_bytes: int, counters: Counters, clock: Clock) -> None:
         self._counters = counters
         self._clock = clock
         self._lock = threading.Lock()
         self._room = FileRoom(size_bytes)
-        self._inventory = Inventory(self._room, policy)
+        self._inventory = Inventory(self._room)
         self._leaving: deque[Leaving] = deque()
         self._leaving_bytes = 0
         """Bytes charged for the leaving entries, and for those whose files are being removed."""
@@ -412,7 +411,6 @@ class DiskShelf:
             if not victims:
                 return False
             for victim in victims:
-                self._policy.evicted(victim)
                 self._inventory.refer(victim)
                 self._leave(victim)
             self._counters.add(NodeCount.DISK_EVICTED, len(victims))
@@ -735,7 +733,7 @@ class DiskTier:
         self._clock = clock
         self._session = ids.fresh()
         self._numbers = itertools.count()
-        self._shelf = DiskShelf(size_bytes, POLICIES[DEFAULT_POLICY](), counters, clock)
+        self._shelf = DiskShelf(size_bytes, counters, clock)
         self._reads, self._writes = Pause(clock), Pause(clock)
         self._readers = Readers(clock)
         self._changed = threading.Condition()

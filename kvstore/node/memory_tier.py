@@ -23,7 +23,7 @@ from kvstore.format.header import FIXED_BYTES, incarnation_at
 from kvstore.hints import DEFAULT, Hints
 from kvstore.keyset import KeySet, leading
 from kvstore.memory.arena import Arena, Extents
-from kvstore.memory.inventory import DEFAULT_POLICY, DROP_COUNT, POLICIES, Admission, Entry, Inventory, Place, Policy
+from kvstore.memory.inventory import DROP_COUNT, Admission, Entry, Inventory, Place
 from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.node.counters import Counters
 from kvstore.node.images import Images, ImagesIn, Mask, take_images, verify_images
@@ -158,12 +158,11 @@ class MemoryTier:
         counters: Counters,
         clock: Clock,
         *,
-        policy: Policy | None = None,
         admission: Admission | None = None,
     ) -> None:
         self.arena = arena
         self._room = Extents(arena.size_bytes)
-        self._inventory = Inventory(self._room, policy or POLICIES[DEFAULT_POLICY]())
+        self._inventory = Inventory(self._room)
         self._admission = admission or Admission()
         self._counters = counters
         self._clock = clock

@@ -305,7 +305,7 @@ class Node:
     def view(self, hold: Hold, deadline_s: float | None = None) -> list[npt.NDArray[Any]]:
         """The held chunks as read-only arrays of shape ``(layers, 2, chunk_tokens, kv_heads, head_dim)``.
 
-        Without a copy where they are in memory, or where native code can map the root, as many at once as ``mapping.c``
+        Without a copy where they are in memory, or where native code can map the root, as many at once as ``reading.c``
         allows.  Verified; fewer than held where one was lost.  An array stays readable after the hold ends, and one in
         memory keeps its chunk there.  Nobody may truncate a file
         that is mapped: whoever touches what it lost is killed (SIGBUS), as with any mapping.

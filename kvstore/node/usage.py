@@ -28,7 +28,7 @@ REPORT_SHARE = 1 / 4
 REPEAT_S = 1.0
 """A node with puts that wait reports again after this: a restored etcd may have lost its report."""
 PACE_S_MIN = 0.02
-WAITS = "no space for this put: the store is at capacity and eviction has not caught up; retry shortly"
+WAITS = "no credit for this put: eviction (or etcd) has not caught up; retry shortly"
 
 
 @dataclass(slots=True)
@@ -121,8 +121,9 @@ class NodeUsage:
     ) -> Reserved:
         """Reserves credit for a put, of at least one byte where its size is not known.
 
-        Waits while there is none, at most ``wait_s`` and WAIT_S; then raises Overloaded. ``missing_bytes`` is called
-        before that, and returns how many bytes of the put are not stored yet. Nothing is reserved for no bytes.
+        Waits while there is none, at most ``wait_s`` and WAIT_S; then raises Overloaded, or StoreFull if collectors
+        publish that nothing can be evicted. ``missing_bytes`` is called before the wait, and returns how many bytes of
+        the put are not stored yet. Nothing is reserved for no bytes.
         """
         with self._lock:
             self._largest = max(self._largest, size_bytes)
@@ -144,7 +145,8 @@ class NodeUsage:
                 self._waiting.remove(put)
                 self._lock.notify_all()
         self._refused()
-        raise StoreFull(WAITS)
+        # Without credit the root may still have space: collectors, or etcd, are late. Only they know that it is full.
+        raise (StoreFull if self.is_full else Overloaded)(WAITS)
 
     def refusal(self, full: DiskFull) -> Overloaded:
         return full

@@ -143,7 +143,6 @@ class Directory:
         return {self.addresses[number]: count for number, count in covered.items()}
 
     def _spans(self, spots: Spots) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-        """Returns where the entries of each spot begin and end."""
         starts = np.searchsorted(self.entries, spots << _PEER_BITS)
         return starts, np.searchsorted(self.entries, (spots << _PEER_BITS) + _PEER, "right")
 
@@ -307,9 +306,7 @@ class Source(Protocol):
         """Returns the shards in which chunks came or went since the last call."""
         ...
 
-    def prints(self, shard: int) -> npt.NDArray[np.uint32]:
-        """Returns the sorted prints of a shard's chunks."""
-        ...
+    def prints(self, shard: int) -> npt.NDArray[np.uint32]: ...
 
 
 class Publisher:
@@ -349,7 +346,6 @@ class Publisher:
         self._filled_s = clock.monotonic_s()
 
     def start(self) -> None:
-        """Starts the thread."""
         self._loop.start()
 
     def begin(self, session: Session) -> None:

@@ -1,7 +1,4 @@
-"""This node's experience with its peers: how fast each is, which are left alone, and which one is asked next (P3).
-
-Separate from the peers' reports, because it changes with each fetch of this node.
-"""
+"""This node's experience with its peers: how fast each is, which are left alone, and which one is asked next (P3)."""
 
 from __future__ import annotations
 

@@ -9,14 +9,13 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from random import Random
 from threading import Lock
 
 import grpc
 
 from kvstore.address import Address
-from kvstore.background import Decision, Loop
+from kvstore.background import Loop, Tasks
 from kvstore.client.bulk.links import BulkRefused, Link
 from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.endpoints import Endpoint
@@ -111,37 +110,6 @@ def _received(
             channel.receive_into([image])
             at += 1
             yield at
-
-
-# The thread that drops cleared namespaces here: dropping may wait for a disk, and the follower must not.
-
-
-class Clearing:
-    """Calls ``drop`` for each namespace that it is given, one at a time; repeats are merged while they wait."""
-
-    def __init__(self, drop: Callable[[NamespaceDigest], None]) -> None:
-        self._drop = drop
-        self._changed = threading.Condition()  # guards the cleared namespaces that wait
-        self._waiting: dict[NamespaceDigest, None] = {}
-        self._loop = Loop("kvstore-peers-clear", self._changed, self._next)
-
-    def add(self, namespace: NamespaceDigest) -> None:
-        """Queues a namespace to be dropped soon."""
-        with self._changed:
-            self._waiting[namespace] = None
-            self._loop.start()
-            self._changed.notify_all()
-
-    def close(self, timeout_s: float) -> None:
-        """Ends the thread. Namespaces that wait are left; the next start hears of them again. Idempotent."""
-        self._loop.close(timeout_s)
-
-    def _next(self) -> Decision:
-        if not self._waiting:
-            return None
-        namespace = next(iter(self._waiting))
-        del self._waiting[namespace]
-        return partial(self._drop, namespace)
 
 
 # One fetch: chooses which peer to ask for which run of chunks, and continues after a failure.
@@ -272,7 +240,6 @@ class Follower:
         self._show_at_s = 0.0
 
     def start(self) -> None:
-        """Starts the thread."""
         self._loop.start()
 
     def begin(self, session: Session) -> None:
@@ -399,6 +366,8 @@ class Follower:
 # The tier of peers: chunks that other nodes have in memory, by their reports in etcd, read over bulk connections.
 
 
+CLEARED_MAX = 1 << 16
+"""Limit on cleared namespaces that wait to be dropped here; the next start drops the rest."""
 GIVEN_MAX = 4096
 """Limit on chunks whose giver is remembered, in case they prove wrong."""
 
@@ -437,13 +406,14 @@ class Peers:
         self._lock = Lock()  # guards who gave which chunk, and the cleared namespaces
         self._given: OrderedDict[Address, str] = OrderedDict()
         self._cleared: dict[NamespaceDigest, float] = {}
-        self._clearing = Clearing(self._hear_cleared)
+        # Of its own: dropping a namespace may wait for a disk, and the follower must not.
+        self._clearing = Tasks("kvstore-peers-clear", 1, CLEARED_MAX)
 
     def start(self, address: str | None) -> None:
         """Follows others from now on, and tells them where they can read this node's memory; None: nowhere."""
         assert self._follower is None, "peers are started once"
         follower = self._follower = Follower(
-            self._digests, address, self.limits, self._counters, self._clock, self._clearing.add, self._turn
+            self._digests, address, self.limits, self._counters, self._clock, self._clear_soon, self._turn
         )
         follower.start()
         self._presence.attach(follower.begin, follower.end)
@@ -522,7 +492,6 @@ class Peers:
             self._hear_cleared(namespace)
 
     def stats(self) -> dict[str, int | float]:
-        """See ``Tier``."""
         known = self._follower.directory if self._follower is not None else None
         return {
             "peers_known": len(known.addresses) if known else 0,
@@ -538,6 +507,9 @@ class Peers:
             self._follower.close(timeout_s)
         self._clearing.close(timeout_s)
         self._roster.close()
+
+    def _clear_soon(self, namespace: NamespaceDigest) -> None:
+        self._clearing.submit(lambda: self._hear_cleared(namespace))
 
     def _hear_cleared(self, namespace: NamespaceDigest) -> None:
         """Stops reads of a namespace, then drops it: a peer that has not heard of the clear must not give it back."""

@@ -11,37 +11,36 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import suppress
 from functools import partial
-from importlib import import_module
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import grpc
 
-from kvstore import tracing
+try:
+    from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+    from grpc_reflection.v1alpha import reflection
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError(
+        "a worker needs gRPC's health and reflection packages: pip install 'kvstore-llm[server]'"
+    ) from missing
+
 from kvstore.background import Loop
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied
-from kvstore.keyset import chunk_count
 from kvstore.meta.session import Session
 from kvstore.meta.workers import WorkerRecord, Workers
-from kvstore.namespace import Namespace
 from kvstore.node.member import Member
-from kvstore.security.access import Presented
 from kvstore.security.guard import Guard, ServerSecurity
-from kvstore.security.tls import is_loopback
 from kvstore.sources import SystemClock
-from kvstore.tokens import TokenArray
 from kvstore.wire.credentials import server_credentials
 from kvstore.wire.limits import CONTROL, SERVER_OPTIONS, SERVICE
-from kvstore.wire.query import Caller, Question, answer_document
 from kvstore.wire.statuses import Busy, refusal
 from kvstore.wire.watch import Watch
-from kvstore.worker.bulk.listener import BulkListener
-from kvstore.worker.calls import peer_of, presented_by, request_of
-from kvstore.worker.control.service import About, ControlService, Drain
+from kvstore.worker.admin import About, ControlService, Drain
+from kvstore.worker.context import DaemonThreads, abort, presented_by, request_of
+from kvstore.worker.data_server import BulkListener
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.service import Service
-from kvstore.worker.threads import DaemonThreads
 
-# The standard services beside ours: health and reflection. Imported only by a worker, from the ``server`` extra.
+# The standard services beside ours: health and reflection.
 
 
 HEALTH = "grpc.health.v1.Health"
@@ -49,16 +48,14 @@ REFLECTION = "grpc.reflection."
 STRANGERS_MAX = 16
 WATCHES_MAX = STRANGERS_MAX // 2
 """Maximum of health watches, which last: single checks must still find room."""
-_MISSING = "a worker needs gRPC's health and reflection packages: pip install 'kvstore-llm[server]'"
+_STATUSES = health_pb2.HealthCheckResponse
 
 
 class Health:
-    """The worker's answer of the health service. Raises ModuleNotFoundError if the extra is missing."""
+    """The worker's answer of the health service."""
 
     def __init__(self) -> None:
-        self._health = _imported("grpc_health.v1.health")
-        self._statuses = _imported("grpc_health.v1.health_pb2").HealthCheckResponse
-        self._servicer = self._health.HealthServicer()
+        self._servicer = _KnownServices()
         self.is_serving = False
         self.set(False)
 
@@ -66,45 +63,25 @@ class Health:
         """Sets SERVING or NOT_SERVING, for the worker as a whole and for the store's service."""
         self.is_serving = serving
         for service in ("", SERVICE):
-            self._servicer.set(service, self._statuses.SERVING if serving else self._statuses.NOT_SERVING)
+            self._servicer.set(service, _STATUSES.SERVING if serving else _STATUSES.NOT_SERVING)
 
     def add_to(self, server: grpc.Server) -> None:
-        """Serves health and reflection."""
-        reflection = _imported("grpc_reflection.v1alpha.reflection")
-        known = _KnownServices(self._servicer, self._statuses)
-        _imported("grpc_health.v1.health_pb2_grpc").add_HealthServicer_to_server(known, server)
-        reflection.enable_server_reflection(
-            (SERVICE, CONTROL, self._health.SERVICE_NAME, reflection.SERVICE_NAME), server
-        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+        reflection.enable_server_reflection((SERVICE, CONTROL, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
 
 
-class _KnownServices:
+class _KnownServices(health.HealthServicer):  # type: ignore[misc]  # it ships no types
     """A health servicer that only watches existing services.
 
-    The original remembers for ever each name that anybody watched, and strangers may send names of megabytes.
+    The original remembers for ever each name that was ever watched, and any caller may send names of megabytes.
     """
 
-    def __init__(self, servicer: Any, statuses: Any) -> None:
-        self._servicer = servicer
-        self._statuses = statuses
-
-    def __getattr__(self, name: str) -> Any:
-        """Passes on the other calls, which remember nothing; some versions have more of them."""
-        return getattr(self._servicer, name)
-
-    def Watch(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+    def Watch(self, request: Any, context: grpc.ServicerContext, *rest: Any) -> Iterator[Any]:
         """Answers once for an unknown service: there will never be one of that name."""
         if request.service not in ("", SERVICE):
-            return iter([self._statuses(status=self._statuses.SERVICE_UNKNOWN)])
-        watched: Iterator[Any] = self._servicer.Watch(request, context)
+            return iter([_STATUSES(status=_STATUSES.SERVICE_UNKNOWN)])
+        watched: Iterator[Any] = super().Watch(request, context, *rest)
         return watched
-
-
-def _imported(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as missing:
-        raise ModuleNotFoundError(_MISSING) from missing
 
 
 class Door:
@@ -132,28 +109,24 @@ class Door:
                 # Authorisation follows where the tenant is known; authentication comes before anybody waits for the
                 # caller.
                 method = name if service == SERVICE else f"Control.{name}"
-                self._guard.identify(method, presented_by(context), peer_of(context), request_of(context))
+                self._guard.identify(method, presented_by(context), str(context.peer()), request_of(context))
             else:
                 method = "Reflection" if service.startswith(REFLECTION) else f"{service}/{name}"
-                self._guard.admit(method, presented_by(context), peer_of(context), request_of(context))
+                self._guard.admit(method, presented_by(context), str(context.peer()), request_of(context))
         except PermissionDenied as error:
-            _abort(context, error)
+            abort(context, refusal(error))
 
     def _admit_to_health(self, name: str, context: grpc.ServicerContext) -> None:
         if self._guard.knows(presented_by(context)):
             return
         strangers = self._watching if name == "Watch" else self._asking
         if not strangers.acquire(blocking=False):
-            _abort(context, Busy("too many health checks without a token are in progress: back off, or show a token"))
+            abort(
+                context,
+                refusal(Busy("too many health checks without a token are in progress: back off, or show a token")),
+            )
         if not context.add_callback(strangers.release):
             strangers.release()  # the call has already ended
-
-
-def _abort(context: grpc.ServicerContext, error: KVStoreError) -> NoReturn:
-    refused = refusal(error)
-    context.set_trailing_metadata(refused.trailers)
-    context.abort(refused.code, refused.message)
-    raise AssertionError("abort raises")
 
 
 class Patience(grpc.ServerInterceptor):
@@ -216,102 +189,15 @@ class Patience(grpc.ServerInterceptor):
         return message
 
 
-# Answers for routers that ask a worker: how long a prefix it can read, and how much of that its memory has.
-#
-# The access rules are those of the worker's calls. The port is plain HTTP, so a worker with TLS answers its host
-# alone.
-
-
-METHOD = "Match"
-"""The call that a question is: it asks for the same."""
-STORAGE, MEMORY = "STORAGE", "CPU"
-"""Media as routers know them."""
-AGAIN_S = 1.0
-NAMES_S = 60.0
-"""The root's namespaces are read again after so long; for a name that is not known, after ``AGAIN_S``."""
-
-
-class Questions:
-    """Answers questions about one member's store. Thread-safe."""
-
-    def __init__(self, member: Member, guard: Guard, instance: str, *, for_host_alone: bool) -> None:
-        """``instance`` is the worker's name in answers."""
-        self._member = member
-        self._guard = guard
-        self._instance = instance
-        self._for_host_alone = for_host_alone
-        self._lock = threading.Condition()  # guards names
-        self._names: dict[tuple[str, str], list[Namespace]] = {}
-        self._named_s = float("-inf")
-
-    def identify(self, caller: Caller) -> None:
-        """Raises KVStoreError for a caller who may ask nothing, whatever the question is."""
-        self._guard.identify(METHOD, self._presented(caller), caller.address, tracing.request_id())
-
-    def answer(self, question: Question, caller: Caller) -> dict[str, Any]:
-        """Answers one question. Raises KVStoreError if it makes no sense, or the caller may not ask it."""
-        visit = self._guard.admit(METHOD, self._presented(caller), caller.address, tracing.request_id())
-        outcome = "failed"
-        try:
-            visit.allow(question.tenant, question.model)
-            found = self._answer(question)
-            outcome = "OK"
-        finally:
-            visit.end(outcome)
-        return found
-
-    def _presented(self, caller: Caller) -> Presented:
-        """Returns what a caller presents. Raises PermissionDenied for one who may not send that over plain HTTP."""
-        if self._for_host_alone and not is_loopback(f"{caller.address}:0"):
-            raise PermissionDenied("questions are plain HTTP: ask from this worker's host, or through a proxy with TLS")
-        return Presented(token=caller.token, account=caller.account)
-
-    def _answer(self, question: Question) -> dict[str, Any]:
-        if question.tokens is None:
-            raise InvalidRequest("a worker knows no hashes of events: give token_ids, or ask kvstore events")
-        best = (0, 0, 0)
-        for namespace in self._named(question):
-            blocks, in_memory = self._leading(namespace, question.tokens)
-            best = max(best, (blocks, in_memory, namespace.layout.chunk_tokens), key=lambda each: each[0] * each[2])
-        blocks, in_memory, size = best
-        return answer_document(question, size, blocks, self._instance, {MEMORY: in_memory, STORAGE: blocks})
-
-    def _leading(self, namespace: Namespace, tokens: TokenArray) -> tuple[int, int]:
-        """Returns how many leading chunks can be read, and how many of them memory has."""
-        node = self._member.node
-        if node.memory is not None and node.gc_view.is_calm:
-            in_memory = node.memory.leading_of(namespace, tokens)
-            if in_memory == chunk_count(namespace, tokens):
-                return in_memory, in_memory
-        chain = node.chains.of(namespace, tokens)
-        blocks = node.match(chain, node.limits.match_deadline_s, counts=False)
-        if node.memory is None or not blocks:
-            return blocks, 0
-        return blocks, min(blocks, node.memory.leading(chain))
-
-    def _named(self, question: Question) -> list[Namespace]:
-        """Returns the namespaces of that name and tenant. Raises the root's errors."""
-        wanted = (question.tenant, question.model)
-        with self._lock:
-            names, age_s = self._names, time.monotonic() - self._named_s
-        if age_s >= (NAMES_S if wanted in names else AGAIN_S):
-            names = {}
-            for namespace in self._member.node.namespaces():
-                names.setdefault((namespace.tenant, namespace.name), []).append(namespace)
-            with self._lock:
-                self._names, self._named_s = names, time.monotonic()
-        return names.get(wanted, [])
-
-
 log = logging.getLogger(__name__)
 
 DEREGISTER_S = 2.0
 REGISTER_S = 2.0
 """How long a start waits to be listed in etcd; without an answer it serves, and is listed later."""
 LAST_ANSWERS_S = 5.0
-ROOM_PERIOD_S = 10.0
-ROOM_S = 1.0
-"""How long the root may take to report its room."""
+SPACE_PERIOD_S = 10.0
+SPACE_S = 1.0
+"""How long the root may take to report its space."""
 
 
 class Worker:
@@ -339,20 +225,16 @@ class Worker:
     ) -> None:
         self.limits = limits or WorkerLimits()
         clock = SystemClock()
-        self._security = security or ServerSecurity()
+        self.security = security or ServerSecurity()
         self.address = ""
         """The bound address, once started."""
         self.advertised = advertise or ""
         """The address that discovery returns, once started."""
-        self.service = Service(member, self.limits, clock, self._security)
+        self.service = Service(member, self.limits, clock, self.security)
         self.control = ControlService(
-            member,
-            self.service,
-            clock,
-            lambda: About(self.advertised, self._version, self.is_serving),
-            on_drain,
+            member, self.service, lambda: About(self.advertised, self._version, self.is_serving), on_drain
         )
-        self._member = member
+        self.member = member
         self._listen = listen
         self._bulk_port = bulk_port
         self._version = version
@@ -362,16 +244,16 @@ class Worker:
         self._changed = threading.Condition()  # guards that the worker stops
         self._leaving = False
         self._deregistered = False
-        self._room_at_s = 0.0
+        self._space_at_s = 0.0
         self._server: grpc.Server | None = None
         self._threads: DaemonThreads | None = None
-        self._health: Health | None = None
+        self._health = Health()
         self._loop = Loop("kvstore-worker", self._changed, lambda: self._turn)
 
     def start(self) -> str:
         """Listens, serves, and registers in the cluster; returns the bound address.
 
-        Raises InvalidRequest if it cannot listen there, ModuleNotFoundError if the ``server`` extra is missing.
+        Raises InvalidRequest if it cannot listen there.
         """
         assert self._server is None, "a worker is started once"
         host, colon, port = self._listen.rpartition(":")
@@ -380,14 +262,11 @@ class Worker:
             raise InvalidRequest(f"listen={self._listen!r}: expected host:port, [v6]:port or unix:path")
         if is_path and _is_answering(self._listen.removeprefix("unix:").removeprefix("//")):
             raise self._cannot_listen()
-        self._health = Health()
         threads = DaemonThreads(self.limits.threads_max, "kvstore-call")
         server = grpc.server(
             cast(futures.ThreadPoolExecutor, threads),  # the stubs require this type; gRPC only submits to it
             handlers=[self.service.handler(), self.control.handler()],
-            interceptors=[
-                Patience(self.service.watch, self.limits.idle_s, Door(self.service.calls.guard)),
-            ],
+            interceptors=[Patience(self.service.watch, self.limits.idle_s, Door(self.service.calls.guard))],
             options=[*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", self.limits.connections_max)],
             maximum_concurrent_rpcs=self.limits.threads_max,
         )
@@ -400,24 +279,20 @@ class Worker:
             raise self._cannot_listen()
         if self._bulk_port is not None:
             service = self.service
+            bulk_host, tls = None if is_path else host, self.security.tls
             service.bulk = BulkListener(
-                service.bulk_requests,
-                service.calls,
-                self.limits,
-                None if is_path else host,
-                self._bulk_port,
-                tls=self._security.tls,
+                service.bulk_requests, service.calls, self.limits, bulk_host, self._bulk_port, tls
             )
             service.bulk.start()
         server.start()
         self._server, self._threads = server, threads
         self.address = self._listen if is_path else f"{host}:{bound}"
         self.advertised = self.advertised or self._reachable(host, bound, is_path)
-        if self._security.account is not None:
-            self._security.account.serve(self.address, self.advertised)
+        if self.security.account is not None:
+            self.security.account.serve(self.address, self.advertised)
         self._health.set(True)
         self._loop.start()
-        self._member.presence.attach(self._register)
+        self.member.presence.attach(self._register)
         self._settled.wait(REGISTER_S)  # a client that is told of this worker looks it up
         return self.address
 
@@ -428,8 +303,7 @@ class Worker:
         """
         self._leaving = True
         self._settled.set()
-        if self._health is not None:
-            self._health.set(False)
+        self._health.set(False)
         self._deregister()
         self.service.gate.close()
         self.control.close()
@@ -450,8 +324,7 @@ class Worker:
         if self._server is None:
             self.service.close()
             return
-        if self._health is not None:
-            self._health.set(False)
+        self._health.set(False)
         self._deregister()
         if self.service.bulk is not None:
             self.service.bulk.close(LAST_ANSWERS_S)
@@ -463,13 +336,7 @@ class Worker:
 
     @property
     def is_serving(self) -> bool:
-        """True if the health service answers SERVING."""
-        return self._health is not None and self._health.is_serving
-
-    def questions(self) -> Questions:
-        """Returns what answers routers over plain HTTP, once the worker is started."""
-        guard = self.service.calls.guard
-        return Questions(self._member, guard, self.advertised, for_host_alone=self._security.tls is not None)
+        return self._health.is_serving
 
     def _turn(self) -> None:
         with self._changed:
@@ -479,28 +346,27 @@ class Worker:
 
     def _look_after(self) -> None:
         """Reports NOT_SERVING while the root hangs, so that clients use other workers; ends expired holds."""
-        assert self._health is not None
         self.service.holds.expire()
-        self._member.expire()
-        self._look_at_room()
-        serving = not self._member.node.stats()["root_hangs"] and not self._leaving
+        self.member.expire()
+        self._look_at_space()
+        serving = not self.member.node.stats()["root_hangs"] and not self._leaving
         if serving != self._health.is_serving and not self._loop.closed:
             log.warning("worker.serving %s", serving)
             self._health.set(serving)
 
-    def _look_at_room(self) -> None:
-        """Reads the root's room now and then, for metrics. Without an answer the last value stays."""
+    def _look_at_space(self) -> None:
+        """Reads the root's space now and then, for metrics. Without an answer the last value stays."""
         now_s = time.monotonic()
-        if now_s >= self._room_at_s:
-            self._room_at_s = now_s + ROOM_PERIOD_S
+        if now_s >= self._space_at_s:
+            self._space_at_s = now_s + SPACE_PERIOD_S
             with suppress(KVStoreError):
-                self.service.room = self._member.node.space(ROOM_S)
+                self.service.space = self.member.node.space(SPACE_S)
 
     def _bind(self, server: grpc.Server) -> int:
-        tls = self._security.tls
+        tls = self.security.tls
         if tls is None:
             return server.add_insecure_port(self._listen)
-        credentials = server_credentials(tls, asks_certificates=self._security.asks_certificates)
+        credentials = server_credentials(tls, asks_certificates=self.security.asks_certificates)
         return server.add_secure_port(self._listen, credentials)
 
     def _register(self, session: Session) -> None:
@@ -519,7 +385,7 @@ class Worker:
             if self._deregistered:
                 return
             self._deregistered = True
-            self._workers.deregister(self._member.presence.current(), DEREGISTER_S)
+            self._workers.deregister(self.member.presence.current(), DEREGISTER_S)
         except KVStoreError as error:
             log.info("worker.not_deregistered %s", error)
         finally:

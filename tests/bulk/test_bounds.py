@@ -27,8 +27,8 @@ from kvstore.root.posix import PosixReader
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import SILENCE_S
 from kvstore.wire.bulk.frames import FILES_MAX, Kind, encode_arena, encode_request, encode_span
-from kvstore.worker.bulk import listener as folder
-from kvstore.worker.bulk.listener import BulkListener
+from kvstore.worker import data_server as folder
+from kvstore.worker.data_server import BulkListener
 from kvstore.worker.limits import WorkerLimits
 from tests.kit.patience import NEVER_S, returns, slowness
 from tests.kit.transports import MEDIUM, bulk_files_of, greeted, is_closed, same, send_head, tokens_and_kv

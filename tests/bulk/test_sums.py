@@ -17,7 +17,7 @@ from kvstore.keyset import ChunkKeys
 from kvstore.wire.bulk.channel import Channel, LinkBroken
 from kvstore.wire.bulk.frames import Kind, decode_head, decode_request, encode_arena, encode_head
 from kvstore.wire.images import fill_verified
-from kvstore.worker.bulk.connection import Connection
+from kvstore.worker.data_put import Connection
 from tests.kit.images import chain_of, made
 from tests.kit.stores import SMALL, kv_of
 from tests.kit.transports import shared_memory

@@ -22,6 +22,7 @@ import kvstore
 from kvstore.meta.embedded_etcd import packaged_etcd
 from tests.cli.conftest import KVSTORE, PATIENCE_S, SOURCE, Running, descendants, eventually, gone, parsed, serving
 from tests.kit.cases import for_each
+from tests.kit.etcd import frozen
 
 pytestmark = pytest.mark.slow
 
@@ -61,6 +62,21 @@ def test_it_serves_ends_on_sigterm_and_leaves_only_the_root(tmp_root: Path) -> N
     assert list((root / "staging").iterdir()) == [], "the worker removed its staging folder"
     with kvstore.open(str(root)) as store:
         assert store.namespace("model", LAYOUT).match(tokens) == 8
+
+
+def test_put_while_etcd_is_frozen_is_refused_as_overload(tmp_root: Path) -> None:
+    at = ("up", "--root", str(tmp_root / "root"), "--listen", "127.0.0.1:0", "--max-bytes", "256MiB")
+    large = kvstore.Layout(layers=16, kv_heads=8, head_dim=128, dtype="float16", chunk_tokens=16)
+    array = np.ones(large.shape(64), np.float16)
+    with serving(tmp_root, *at) as running, kvstore.connect(running.grpc) as store:
+        cache = store.namespace("model", large)
+        assert cache.put(range(64), array).reason == ""
+        (etcd,) = (pid for pid, command in descendants(running.child.pid).items() if "etcd" in command.split()[0])
+        with frozen(etcd):
+            reasons = (cache.put(range(start, start + 64), array).reason for start in range(1000, 9000, 100))
+            assert next(filter(None, reasons)) == "overload", "its credit is used up, and the root has space"
+            assert cache.match(range(64)) == 64
+        eventually(lambda: cache.put(range(64, 128), array).reason == "", "puts are stored again")
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["no folder", "an empty folder"])

@@ -63,17 +63,6 @@ def test_a_node_that_did_not_answer_makes_exit_code_1(nodes: tuple[RolledOut, Ro
         assert operation.wait(WAIT_S) and operation.counts["unconfirmed"] == 1
 
 
-def test_a_node_that_did_not_answer_is_named_where_a_namespace_is_cleared(
-    nodes: tuple[RolledOut, RolledOut, Worker],
-) -> None:
-    _, bad, worker = nodes
-    silence(bad)
-    result = clear(worker, "m")
-    said = json.loads(result.stdout)
-    assert (said["chunks"], said["unconfirmed"], result.exit_code) == (4, 1, 1)
-    assert bad.session.hex() in said["message"]
-
-
 def test_chunks_that_could_not_be_deleted_make_exit_code_1_and_the_next_one_0(
     nodes: tuple[RolledOut, RolledOut, Worker],
 ) -> None:

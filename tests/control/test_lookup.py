@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import grpc
 import numpy as np
 import pytest
 
@@ -15,7 +14,7 @@ from tests.kit.administration import KV, SIZE, TOKENS, damage_payload, raw_contr
 from tests.kit.memory_workers import working
 from tests.kit.stores import SMALL, TINY, chunk_files, kv_of
 from tests.kit.tiers import faulty, held
-from tests.kit.workers import WAIT_S, connected, eventually, packed, refused, serving
+from tests.kit.workers import WAIT_S, connected, eventually, packed, serving
 
 pytestmark = pytest.mark.slow
 
@@ -81,14 +80,3 @@ def test_a_long_prompt_is_told_in_several_messages_up_to_the_first_chunk_that_is
         messages = list(stub.Lookup(request, timeout=WAIT_S))
         assert len(messages) > 1 and sum(len(each.chunks) for each in messages) == 600
         assert max(each.ByteSize() for each in messages) < 4 << 20
-
-
-def test_a_foreign_client_looks_up_with_the_proto_alone() -> None:
-    with serving() as served, connected(served) as store, raw_control(served) as stub:
-        store.namespace("m", SMALL).put(TOKENS, KV)
-        digest = store.namespace("m", SMALL).namespace.digest
-        answer = list(stub.Lookup(pb.LookupRequest(namespace=digest, tokens=packed(TOKENS)), timeout=WAIT_S))
-        assert [each.index for message in answer for each in message.chunks] == [0, 1, 2, 3]
-        request = pb.LookupRequest(namespace=bytes(32), tokens=packed(TOKENS))
-        code, _, kind = refused(lambda: list(stub.Lookup(request, timeout=WAIT_S)))
-        assert (code, kind) == (grpc.StatusCode.NOT_FOUND, "UnknownNamespace")

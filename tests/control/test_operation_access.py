@@ -76,24 +76,6 @@ def test_operation_is_listed_for_those_who_may_read_its_tenant(worker: Secured) 
     }
 
 
-def test_clear_without_the_role_begins_nothing(worker: Secured) -> None:
-    before = worker.denied
-    for identity, selection in (
-        ("rita", Selection(tenant="acme")),
-        ("wanda", Selection(tenant="acme")),
-        ("bob", Selection(tenant="acme")),
-        ("alice", Selection(older_than_s=1e-9)),
-        ("alice", Selection(fingerprint="sha")),
-        ("ward", Selection(tenant="acme")),
-    ):
-        with connected(worker, identity) as store, pytest.raises(PermissionDenied):
-            store.clear(selection)
-    assert worker.denied == before + 6
-    with connected(worker, "olga") as olga:
-        assert olga.operations() == []
-        assert ended(olga.clear(Selection(older_than_s=1e-9), dry_run=True)).counts["chunks"] == 4
-
-
 def test_operation_is_cancelled_by_those_who_may_begin_it(worker: Secured) -> None:
     def endless(run: OperationRun) -> str:
         while True:

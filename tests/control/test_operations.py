@@ -8,13 +8,9 @@ import grpc
 import pytest
 
 from kvstore.census.selection import Selection
-from kvstore.client.cache import Cache
-from kvstore.client.limits import ClientLimits
-from kvstore.errors import InvalidRequest, Overloaded, Unavailable
-from kvstore.namespace import Namespace
-from kvstore.operations import NoOperation, OperationRun
+from kvstore.errors import InvalidRequest
+from kvstore.operations import OperationRun
 from kvstore.v1 import control_pb2 as pb
-from kvstore.worker.worker import Worker
 from tests.kit.administration import KV, SIZE, TOKENS, raw_control
 from tests.kit.memory_workers import caching, running, waiters, working
 from tests.kit.stores import SMALL, same
@@ -118,13 +114,6 @@ def test_worker_without_memory_says_what_to_do() -> None:
         cache.evict_first([1, 2, 3])
 
 
-def test_prefetch_without_a_worker_raises_unavailable() -> None:
-    with connected("127.0.0.1:1", limits=ClientLimits(pin_s=0.5)) as store:
-        cache = Cache(store._port, Namespace.of("m", LARGE))
-        with pytest.raises(Unavailable):
-            cache.prefetch([1, 2, 3])
-
-
 def test_operation_is_found_and_cancelled_by_another_client() -> None:
     with working(faulty()) as (_, served):
         id = begun(served)
@@ -140,53 +129,6 @@ def test_operation_is_found_and_cancelled_by_another_client() -> None:
             assert waiting.result() and operation.state == "cancelled"
             assert operation.message == "cancelled by anyone"
             assert store.stats()["operations_cancelled"] == 1
-
-
-def test_operations_beyond_the_limit_are_refused() -> None:
-    with working(faulty(), operations_max=1) as (acting, served), caching(served, acting) as cache:
-        begun(served)
-        with pytest.raises(Overloaded, match="1 operations are unfinished"):
-            cache.prefetch(acting.prompts.tokens(1, 1))
-
-
-def test_unknown_operation_is_not_found() -> None:
-    with serving() as served, raw_control(served) as stub:
-        for call in (
-            lambda: stub.GetOperation(pb.GetOperationRequest(id="no", wait_s=10), timeout=WAIT_S),
-            lambda: stub.CancelOperation(pb.CancelOperationRequest(id=""), timeout=WAIT_S),
-        ):
-            code, _, kind = refused(call)
-            assert (code, kind) == (grpc.StatusCode.NOT_FOUND, NoOperation.__name__)
-
-
-def test_restarted_worker_has_forgotten_its_operations() -> None:
-    with serving() as served, connected(served) as store:
-        begun(served)
-        (operation,) = store.operations()
-        served.worker.stop()
-        served.member.node.operations._runs.clear()
-        again = Worker(served.member, served.address)
-        try:
-            again.start()
-            eventually(lambda: operation.wait(0))
-            assert operation.state == "failed" and "no record" in operation.message
-        finally:
-            again.stop()
-
-
-def test_waiters_leave_threads_to_other_calls() -> None:
-    """Beyond half of the calls, a waiter is answered immediately."""
-    with working(faulty()) as (_, served), raw_control(served) as stub, connected(served) as store:
-        id = begun(served)
-        waiters = served.worker.control._waiters
-        while waiters.acquire(blocking=False):
-            pass
-        request = pb.GetOperationRequest(id=id, wait_s=10)
-        assert stub.GetOperation(request, timeout=WAIT_S).operation.state in ("waiting", "running")
-        (operation,) = store.operations()
-        assert not operation.wait(0.3)
-        operation.cancel()
-        assert operation.wait(WAIT_S)
 
 
 def test_draining_worker_cancels_its_operations_with_the_reason() -> None:

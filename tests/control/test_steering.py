@@ -136,13 +136,6 @@ def test_operations_are_listed_and_cancelled_by_command(run: Run, up: Running) -
     assert none.exit_code == 2 and "give its id" in none.stderr
 
 
-def test_a_root_that_a_command_opens_itself_has_no_workers_to_steer(run: Run, tmp_root: Path) -> None:
-    with kvstore.open(f"file://{tmp_root}"):
-        for command in (["health"], ["limits"], ["ops"], ["drain"], ["lookup", "m", "1"]):
-            result = run(*command, "--root", str(tmp_root))
-            assert result.exit_code == 2 and "give --connect" in result.stderr, command
-
-
 def test_a_drained_worker_finishes_what_it_accepted_and_ends_and_stays_away(run: Run, up: Running) -> None:
     # The last one here: it takes a worker from those that the others share.
     first, second = workers(up)

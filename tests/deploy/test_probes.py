@@ -5,7 +5,7 @@ from __future__ import annotations
 import urllib.error
 import urllib.request
 
-from kvstore.worker.metrics_server import start_metrics
+from kvstore.worker.metrics import start_metrics
 from tests.kit.workers import serving
 
 PATIENCE_S = 30.0

@@ -29,7 +29,7 @@ LATE = {
     ("wire/bulk/channel.py", "Channel._again"),
     ("wire/bulk/channel.py", "Channel._wait"),
     ("wire/bulk/channel.py", "Channel.give_back"),
-    ("worker/bulk/listener.py", "BulkListener._turn"),
+    ("worker/data_server.py", "BulkListener._turn"),
 }
 """Entered or not by how the bytes of a message happen to arrive, or by how long a round takes: a busy machine
 decides."""

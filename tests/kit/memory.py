@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvstore.address import NO_PARENT, chunk_address, hashed_block_address
-from kvstore.memory.inventory import POLICIES, Entry, Inventory, Place, Room
+from kvstore.memory.inventory import Entry, Inventory, Place, Room
 from kvstore.namespace import NamespaceDigest
 
 NAMESPACES = [NamespaceDigest(bytes([number]) * 32) for number in (1, 2)]
@@ -62,4 +62,4 @@ def fill(inventory: Inventory, places: Iterable[Place], now_s: float = 0.0, size
 
 
 def lru(room: Room) -> Inventory:
-    return Inventory(room, POLICIES["lru"]())
+    return Inventory(room)

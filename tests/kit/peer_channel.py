@@ -21,11 +21,9 @@ from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
 from kvstore.wire.bulk.frames import Kind, LentSlots, Mode, decode_request, encode_slots, encode_span
 from kvstore.wire.limits import method
 from kvstore.wire.messages import parse
-from kvstore.worker.admission import Gate
-from kvstore.worker.bulk.connection import Connection
-from kvstore.worker.bulk.listener import BulkListener
-from kvstore.worker.bulk.serving import BulkRequests
-from kvstore.worker.calls import Calls
+from kvstore.worker.context import Calls, Gate
+from kvstore.worker.data_put import Connection
+from kvstore.worker.data_server import BulkListener, BulkRequests
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.worker import Health
 from tests.kit.patience import NEVER_S, PATIENCE_S
@@ -86,8 +84,6 @@ class Speaker:
         self.asked: list[pb.GetRequest] = []
         self.address = ""
         self.dials = 0
-        self.greets = True
-        """True if OpenBulk is answered; else it hangs until the end."""
         self.port = 0
         """Where bulk connections are taken: the listener's own, unless a test puts something in between."""
         self.health = Health()
@@ -125,8 +121,6 @@ def speaking(say: Say) -> Iterator[Speaker]:
 
     def open_bulk(_: bytes, __: grpc.ServicerContext) -> bytes:
         speaker.dials += 1
-        if not speaker.greets:
-            speaker.ended.wait(NEVER_S)
         grant = listener.grant()
         offer = pb.OpenBulkResponse(tcp_port=speaker.port, grant=grant.id, secret=grant.secret, ttl_s=5.0)
         answer: bytes = offer.SerializeToString()

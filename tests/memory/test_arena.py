@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import mmap
@@ -16,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.errors import Unavailable
 from kvstore.memory import arena as host
-from kvstore.memory.arena import Arena, follow, map_arena
+from kvstore.memory.arena import Arena, follow, map_arena, memory_most_bytes, memory_there_bytes
 from tests.kit.patience import PATIENCE_S
 
 SIZE = 64 * 4096
@@ -129,15 +128,6 @@ def test_pages_are_taken_in_the_background_and_keep_what_is_written_meanwhile() 
     arena.close()
 
 
-def test_a_closed_arena_takes_no_more_pages() -> None:
-    arena = Arena(256 << 20).open()
-    filling, watching = arena._filling, os.dup(arena.fd)
-    arena.close()
-    assert filling is not None and not filling.is_alive()
-    assert os.fstat(watching).st_blocks * 512 < 256 << 20
-    os.close(watching)
-
-
 def test_a_view_outlives_the_arena() -> None:
     arena = Arena(SIZE).open()
     arena.memory[4096:4101] = b"alive"
@@ -170,33 +160,6 @@ def test_what_a_worker_does_not_hand_over_is_not_mapped() -> None:
         for fd in files:
             os.close(fd)
         good.close()
-
-
-def test_a_size_that_cannot_be_is_refused_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for size in (0, -4096, 4095, 4097):
-        with pytest.raises(InvalidRequest):
-            Arena(size)
-    before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(InvalidRequest, match=r"memory of 1024.00 PiB: .* at most [\d.]+ .iB for it; give less"):
-        Arena(1 << 60).open()
-    monkeypatch.setattr(host, "CGROUPS", Path("/nowhere"))
-    monkeypatch.setattr("os.sysconf", lambda name: 1 << 60 if name == "SC_PHYS_PAGES" else 4096)
-    with pytest.raises(Unavailable):
-        Arena(1 << 60).open()
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_a_system_without_the_seals_that_readers_need_is_said_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refused(*_: object) -> int:
-        raise OSError(errno.EINVAL, "Invalid argument")
-
-    before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr("fcntl.fcntl", refused)
-    with pytest.raises(Unavailable, match=r"Linux 5\.1 or newer"):
-        Arena(SIZE).open()
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_pages_are_not_taken_ahead_where_the_system_has_not_as_many_free(
@@ -240,15 +203,45 @@ def test_pages_of_another_are_never_taken_and_its_file_is_let_go_of() -> None:
         os.close(fd)
 
 
-def test_pages_that_are_all_there_are_followed_at_once() -> None:
-    fd = os.memfd_create("kvstore-other", os.MFD_CLOEXEC)
-    try:
-        os.pwrite(fd, bytes(SIZE), 0)
-        mapped = memoryview(mmap.mmap(fd, SIZE, mmap.MAP_SHARED, mmap.PROT_READ))
-        follow(mapped, fd, threading.Event())
-        for each in threading.enumerate():
-            if each.name == "kvstore-pages":
-                each.join(PATIENCE_S)
-                assert not each.is_alive()
-    finally:
-        os.close(fd)
+# The memory of this host, or the lowest limit of a cgroup of this process.
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def cgroups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(host, "CGROUPS", tmp_path)
+    monkeypatch.setattr(host, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr("os.sysconf", lambda name: 4096 if name == "SC_PAGE_SIZE" else 64 * GIB // 4096)
+    return tmp_path
+
+
+def limit(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_without_limits_it_is_the_hosts_less_what_is_left_to_others(cgroups: Path) -> None:
+    assert (memory_there_bytes(), memory_most_bytes()) == (64 * GIB, 63 * GIB)
+    limit(cgroups / "memory.max", "max\n")
+    limit(cgroups / "memory/memory.limit_in_bytes", "9223372036854771712\n")
+    assert memory_there_bytes() == 64 * GIB
+
+
+@pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])
+def test_a_container_sees_its_own_limit_at_the_top(cgroups: Path, name: str) -> None:
+    limit(cgroups / name, f"{4 * GIB}\n")
+    assert (memory_there_bytes(), memory_most_bytes()) == (4 * GIB, 7 * GIB // 2)
+
+
+@pytest.mark.parametrize(
+    ("line", "above"),
+    [("0::/a.slice/b.service", "a.slice"), ("4:memory:/a/b", "memory/a"), ("4:cpu:/x\n0::/a/b", "a")],
+)
+def test_a_service_is_limited_by_its_cgroup_and_by_those_around_it(cgroups: Path, line: str, above: str) -> None:
+    limit(cgroups / "membership", f"{line}\n")
+    name = "memory.limit_in_bytes" if ":memory:" in line else "memory.max"
+    limit(cgroups / above / name, f"{8 * GIB}\n")
+    assert memory_there_bytes() == 8 * GIB
+    limit(cgroups / above / os.path.basename(line) / name, f"{2 * GIB}\n")
+    assert memory_there_bytes() == 2 * GIB

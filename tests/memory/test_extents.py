@@ -60,16 +60,6 @@ def test_a1_only_what_was_taken_is_given_back() -> None:
         assert extents.free_bytes == (PAGES - 2) * PAGE_BYTES
 
 
-def test_a1_giving_back_twice_is_refused() -> None:
-    extents = Extents(PAGES * PAGE_BYTES)
-    offset = extents.take(1)
-    assert offset is not None
-    extents.give(offset)
-    with pytest.raises(InvalidRequest, match="once"):
-        extents.give(offset)
-    assert extents.free_bytes == extents.size_bytes
-
-
 def test_sizes_that_make_no_sense_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="at least one page"):
         Extents(PAGE_BYTES - 1)

@@ -10,7 +10,7 @@ import pytest
 from kvstore.address import Address, chunk_address
 from kvstore.hints import Hints
 from kvstore.memory.arena import PAGE_BYTES, Extents
-from kvstore.memory.inventory import EVICTED_TIMES_MAX, POLICIES, Entry, Inventory, Place, Room, print_of, shard_of
+from kvstore.memory.inventory import EVICTED_TIMES_MAX, Entry, Inventory, Place, Room, print_of, shard_of
 from tests.kit.memory import NAMESPACES, Bytes, block, chain
 
 STEPS = (
@@ -240,14 +240,13 @@ def some_places(choose: random.Random) -> list[Place]:
     return list(places.values())
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("in_pieces", [False, True], ids=["bytes", "extents"])
-def test_e_random_operations_against_a_model(policy: str, in_pieces: bool) -> None:
+def test_e_random_operations_against_a_model(in_pieces: bool) -> None:
     for seed in range(3):
         choose = random.Random(seed)
         unit_bytes = PAGE_BYTES if in_pieces else 7
         room: Room = Extents(40 * unit_bytes) if in_pieces else Bytes(40 * unit_bytes)
-        model = Model(Inventory(room, POLICIES[policy]()), room, choose, unit_bytes, some_places(choose))
+        model = Model(Inventory(room), room, choose, unit_bytes, some_places(choose))
         for number in range(3_000):
             model.step()
             if number % 10 == 0:

@@ -130,33 +130,6 @@ def test_long_chains_with_branches_that_come_and_go_in_any_order(run_bytes_max: 
     assert not twin.tree._waiting and not twin.tree._spaces, "nothing is left behind"
 
 
-def test_a_chunk_without_its_parent_is_found_by_address_and_by_tokens_once_the_parent_comes() -> None:
-    twin = Twin(Tree())
-    for path in [(0, 1, 2), (0, 1, 1), (0,)]:
-        twin.add(NAMESPACES[0], path)
-        twin.show(NAMESPACES[0], path)
-    twin.check_all()
-    assert len(twin.tree.match(NAMESPACES[0], memoryview(TOKENS[0] + TOKENS[1] + TOKENS[2]))) == 1
-    twin.add(NAMESPACES[0], (0, 1))
-    assert twin.chunks[NAMESPACES[0], (0, 1)].children_count == 2
-    assert len(twin.tree.match(NAMESPACES[0], memoryview(TOKENS[0] + TOKENS[1] + TOKENS[2]))) == 1
-    twin.show(NAMESPACES[0], (0, 1))
-    assert len(twin.tree.match(NAMESPACES[0], memoryview(TOKENS[0] + TOKENS[1] + TOKENS[2]))) == 3
-
-
-def test_a_damaged_chunk_within_a_chain_may_go_and_come_back() -> None:
-    twin = Twin(Tree())
-    for end in range(1, 7):
-        twin.add(NAMESPACES[0], (0,) * end)
-        twin.show(NAMESPACES[0], (0,) * end)
-    twin.remove(NAMESPACES[0], (0, 0, 0))
-    twin.check_all()
-    twin.add(NAMESPACES[0], (0, 0, 0))
-    twin.check_all()
-    twin.show(NAMESPACES[0], (0, 0, 0))
-    assert len(twin.tree.match(NAMESPACES[0], memoryview(TOKENS[0] * 6))) == 6
-
-
 def test_chunks_that_come_last_first_still_make_one_run() -> None:
     """A tier that is filled again from files meets chunks in any order."""
     twin = Twin(Tree())
@@ -181,15 +154,3 @@ def test_blocks_without_tokens_are_found_by_address_alone() -> None:
     for block in blocks:
         tree.remove(block)
     assert not len(tree) and not tree._spaces
-
-
-def test_ten_thousand_prompts_that_share_nothing() -> None:
-    tree: Tree[Chunk] = Tree()
-    for number in range(10_000):
-        tokens = number.to_bytes(4, "little")
-        chunk = Chunk(chunk_address(NAMESPACES[0], NO_PARENT, tokens), NO_PARENT)
-        tree.add(NAMESPACES[0], chunk, tokens)
-        tree.show(chunk)
-    for number in (0, 5_000, 9_999):
-        (found,) = tree.match(NAMESPACES[0], memoryview(number.to_bytes(4, "little") * 2))
-        assert found.address == chunk_address(NAMESPACES[0], NO_PARENT, number.to_bytes(4, "little"))

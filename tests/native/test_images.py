@@ -12,24 +12,12 @@ from kvstore.buffers import Borrowed, Planes
 from kvstore.keyset import ChunkKeys
 from kvstore.namespace import Namespace
 from kvstore.native import is_available
-from kvstore.native import library as native
 from kvstore.node.images import ImagesIn, make_images, take_images
 from kvstore.sources import RandomIds
 from tests.kit.patience import PATIENCE_S
-from tests.kit.stores import LARGE, TINY
+from tests.kit.stores import LARGE
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
-
-
-def test_a_chunk_without_an_image_is_left_to_python() -> None:
-    for name in ("kv_images_make", "kv_images_take", "kv_images_verify"):
-        chain = ChunkKeys.of(Namespace.of("m", TINY), np.arange(8, dtype=np.uint32))
-        items = np.zeros(2, native.CHUNK)
-        alive = chain.describe(range(2), items)
-        assert alive and (items["status"] == native.DONE).all(), "DONE is 0: it must not be what nobody has looked at"
-        images = np.zeros(2, np.uint64)
-        getattr(native.library, name)(native.Common(), items.ctypes.data, 2, images.ctypes.data)
-        assert (items["status"] == native.OTHER).all()
 
 
 def test_i1_bytes_that_are_replaced_while_they_are_taken_are_not_said_to_be_right() -> None:

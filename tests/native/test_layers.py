@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import resource
-import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from kvstore.client.store import Store
 from kvstore.errors import HoldBroken
-from kvstore.layout import Layout
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.node.layers import LayerReader, LayerRun
+from kvstore.node.layers import LayerRun
 from kvstore.node.settings import Limits
 from tests.kit.native_modes import Paused, open_files, opened
 from tests.kit.patience import PATIENCE_S, returns, slowness
-from tests.kit.stores import LARGE, MANY, SMALL, TINY, UNALIGNED, chunk_files, fresh, in_turn, kv_of, same
+from tests.kit.stores import LARGE, MANY, SMALL, TINY, UNALIGNED, fresh, kv_of, same
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
 
@@ -59,14 +54,14 @@ def check(store: Store, layout: Any, tokens: Any, kv: Any) -> None:
 def test_layers_are_right_with_however_few_files_open(
     tmp_root: Path, layout: Any, runs: list[LayerRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_case(files_max: int) -> None:
+    for files_max in (1, 256):
         root = fresh(tmp_root)
         tokens = np.arange(12 * layout.chunk_tokens)
         kv = kv_of(layout, tokens)
         most, before = 0, open_files(root)
         real = native.library.kv_read_parts
 
-        def read(*arguments: object) -> None:
+        def read(*arguments: object, root: Path = root, real: Any = real) -> None:
             nonlocal most
             real(*arguments)
             most = max(most, open_files(root))
@@ -85,80 +80,6 @@ def test_layers_are_right_with_however_few_files_open(
             check(store, layout, tokens, kv)
         assert len(runs) == 1
         runs.clear()
-
-    for files_max in (1, 3, 256):
-        run_case(files_max)
-
-
-def test_files_that_are_read_one_by_one_are_all_closed(tmp_root: Path) -> None:
-    layout = Layout(layers=8, kv_heads=2, head_dim=8, dtype="float16", chunk_tokens=16)
-    tokens = np.arange(40 * layout.chunk_tokens)
-    kv = kv_of(layout, tokens)
-    with opened(tmp_root, native=False) as store:
-        store.namespace("m", layout).put(tokens, kv)
-        before = open_files(tmp_root)
-        for _ in range(5):
-            check(store, layout, tokens, kv)
-        assert open_files(tmp_root) == before
-
-
-def test_between_two_layers_no_more_files_are_open_than_allowed(tmp_root: Path) -> None:
-    tokens = np.arange(40 * SMALL.chunk_tokens)
-    kv = kv_of(SMALL, tokens)
-    with opened(tmp_root, native=True, limits=Limits(open_files_max=8)) as store:
-        cache = store.namespace("m", SMALL)
-        cache.put(tokens, kv)
-        before = open_files(tmp_root)
-        with cache.hold(tokens) as hold:
-            for layer, k, _ in hold.layers():
-                if layer == SMALL.layers - 1:
-                    assert open_files(tmp_root) <= before + 8  # nothing is read meanwhile
-                assert same(k, kv[layer, 0])
-        assert open_files(tmp_root) == before
-
-
-def test_a_process_that_may_have_few_files_keeps_few_open(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = np.arange(100 * TINY.chunk_tokens)
-    kv = kv_of(TINY, tokens)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (96, 96))
-    with opened(tmp_root, native=True) as store:
-        cache = store.namespace("m", TINY)
-        cache.put(tokens, kv)
-        before = open_files(tmp_root)
-        with cache.hold(tokens) as hold:
-            for layer, k, _ in hold.layers():
-                assert open_files(tmp_root) <= before + 96 // 2
-                assert same(k, kv[layer, 0])
-
-
-def test_a_file_that_went_between_two_layers_ends_them_there(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = replace(SMALL, layers=4)
-    tokens = np.arange(6 * SMALL.chunk_tokens)
-    kv = kv_of(layout, tokens)
-    real, left, first_is_read = LayerReader._read_group, set(range(6)), threading.Event()
-
-    def read_layers(
-        self: LayerReader, run: LayerRun, band: int, layers: range, start: int, stop: int, *rest: Any
-    ) -> npt.NDArray[np.bool_]:
-        if band == 1:  # before any of it is read
-            assert first_is_read.wait(PATIENCE_S)
-            for file in chunk_files(tmp_root):
-                file.unlink(missing_ok=True)
-        done = real(self, run, band, layers, start, stop, *rest)
-        if band == 0:
-            left.difference_update(range(start, stop))
-            if not left:
-                first_is_read.set()
-        return done
-
-    monkeypatch.setattr(LayerReader, "_read_group", read_layers)
-    with opened(tmp_root, native=True, limits=Limits(open_files_max=1)) as store:
-        cache = store.namespace("m", layout)
-        cache.put(tokens, kv)
-        with cache.hold(tokens) as hold, pytest.raises(HoldBroken) as broken:
-            for layer, k, v in hold.layers(in_turn(layout, len(tokens))):
-                assert layer == 0 and same(k, kv[layer, 0]) and same(v, kv[layer, 1])
-    assert broken.value.tokens_valid == 0 or broken.value.tokens_valid == SMALL.chunk_tokens, "one file stays open"
 
 
 @pytest.fixture

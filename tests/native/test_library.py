@@ -98,25 +98,6 @@ def test_every_function_is_declared_as_the_header_has_it() -> None:
     assert wrong(native.FUNCTIONS) == []
 
 
-def test_every_declaration_is_compared() -> None:
-    """Changes each type of each function in turn."""
-    for name, (result, arguments) in native.FUNCTIONS.items():
-        others: list[native.Function] = [(ctypes.c_int16, arguments), (result, (*arguments, ctypes.c_int))]
-        for at in range(len(arguments)):
-            others.append((result, (*arguments[:at], ctypes.POINTER(ctypes.c_int16), *arguments[at + 1 :])))
-        for other in others:
-            assert wrong({**native.FUNCTIONS, name: other}) == [name]
-    assert wrong({name: each for name, each in native.FUNCTIONS.items() if name != "kv_read"}) == ["kv_read"]
-
-
-@pytest.mark.skipif(not native.is_available(), reason="the native library was not built, or is turned off")
-@pytest.mark.parametrize("found", [native.library, native.brief], ids=["library", "brief"])
-def test_ctypes_was_told(found: Any) -> None:
-    for name, (result, arguments) in native.FUNCTIONS.items():
-        function = getattr(found, name)
-        assert (function.restype, tuple(function.argtypes)) == (result, arguments), name
-
-
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_every_structure_has_the_fields_of_the_header(name: str) -> None:
     fields = [(field[0], field[1]) for field in STRUCTURES[name]._fields_]

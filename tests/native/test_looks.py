@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,21 +10,16 @@ import numpy.typing as npt
 import pytest
 
 import kvstore
-from kvstore.address import Address, block_addresses
+from kvstore.address import block_addresses
 from kvstore.client.cache import BlockCache
 from kvstore.client.store import Store
-from kvstore.errors import Unavailable
 from kvstore.format.places import Name
-from kvstore.hints import PRESETS
 from kvstore.native import is_available, library
 from kvstore.node.chunk_store import Mask, Run
-from kvstore.node.settings import Limits
-from kvstore.recency import decode as decode_mtime
-from kvstore.root import posix
 from kvstore.root.interface import Stat
 from kvstore.root.posix import PosixRoot
 from tests.kit.native_modes import chunks_of, opened
-from tests.kit.stores import TINY, chunk_files, member_of
+from tests.kit.stores import TINY, member_of
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
 
@@ -129,46 +123,6 @@ def test_a_block_that_only_a_second_look_finds_is_there(tmp_root: Path, asked: l
         assert blocks.match(keys) == 40
 
 
-@pytest.mark.parametrize("forgets", [True, False], ids=["NFS", "local"])
-def test_a_mount_that_remembers_absence_is_known(
-    tmp_root: Path, forgets: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(posix, "remembers_absence", lambda mount: forgets)
-    files = PosixRoot(tmp_root).local_files
-    assert files is not None and files.knows_absence != forgets
-
-
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_a_look_that_fails_is_one_miss_and_no_more(
-    tmp_root: Path, native: bool, monkeypatch: pytest.MonkeyPatch, late: None
-) -> None:
-    keys, there = some_blocks(tmp_root)
-    stat = PosixRoot.stat
-
-    def failing(root: PosixRoot, name: Name) -> Stat | None:
-        if os.path.isdir(f"{root.path}/{name}"):
-            raise Unavailable("the device failed")
-        return stat(root, name)
-
-    monkeypatch.setattr(PosixRoot, "stat", failing)
-    with opened(tmp_root, native=native) as store:
-        blocks = forgetful(store) if native else store.namespace("m", TINY).blocks
-        assert blocks.present(keys) == there and blocks.match(keys[42:]) == 18
-        assert store.stats()["miss_unreadable"] == 2
-
-
-def test_what_nobody_could_read_is_not_found_by_its_name_alone(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys, there = some_blocks(tmp_root)
-    with opened(tmp_root, native=True) as store:
-        blocks, chunks = store.namespace("m", TINY).blocks, chunks_of(store)
-        address = block_addresses(blocks._namespace, keys)[7]
-        chunks.suspects.failed(address)
-        settled: list[Address] = []
-        monkeypatch.setattr(chunks, "settle", lambda address, name: settled.append(address))
-        assert blocks.present(keys) == there
-        assert settled == [address]
-
-
 @pytest.mark.parametrize("memory", [0, 64 << 20], ids=["root", "memory"])
 def test_h1_condemned_blocks_count_as_absent(tmp_root: Path, memory: int) -> None:
     keys, there = some_blocks(tmp_root)
@@ -187,24 +141,6 @@ def test_h1_condemned_blocks_count_as_absent(tmp_root: Path, memory: int) -> Non
         assert (blocks.match(keys), blocks.match(keys[61:])) == (5, 9)
 
 
-def test_blocks_that_only_memory_has_are_there_and_those_that_only_the_root_has(tmp_root: Path) -> None:
-    keys, block = [bytes([at]) * 16 for at in range(40)], np.zeros(999, np.uint8)
-    with opened(tmp_root, native=True) as store:
-        assert all(store.namespace("m", TINY).blocks.put(keys[::2], [block] * 20))
-    on_root = set(chunk_files(tmp_root))
-    with kvstore.open(tmp_root, memory=64 << 20) as store:
-        blocks = store.namespace("m", TINY).blocks
-        assert all(blocks.put(keys[1::2], [block] * 20, write="behind"))
-        member_of(store).node.drain()
-        for file in set(chunk_files(tmp_root)) - on_root:
-            file.unlink()
-        known = member_of(store).node._chunks.known
-        known.clear()
-        assert blocks.match(keys) == len(keys)
-        known.clear()
-        assert all(blocks.present(keys))
-
-
 def test_h1_what_is_condemned_while_somebody_looks_is_not_remembered(
     tmp_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,14 +157,3 @@ def test_h1_what_is_condemned_while_somebody_looks_is_not_remembered(
         monkeypatch.setattr(Run, "look", condemned)
         assert any(blocks.present(keys))
         assert not known.present(addresses, chunks_of(store).known.quantum()).any()
-
-
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_a_put_of_blocks_that_are_there_raises_their_hints(tmp_root: Path, native: bool) -> None:
-    keys, blocks = [bytes([at]) * 16 for at in range(20)], [np.full(99, at, np.uint8) for at in range(20)]
-    for preset in ("batch", "rag"):
-        with opened(tmp_root, native=native) as store:  # opened anew, it remembers nothing
-            assert all(store.namespace("m", TINY).blocks.put(keys, blocks, preset=preset))
-            member_of(store).node.drain()
-    said = [decode_mtime(file.stat().st_mtime_ns, Limits().quantum_s).hints for file in chunk_files(tmp_root)]
-    assert said == [PRESETS["rag"]] * 20

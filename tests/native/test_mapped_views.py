@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import kvstore
 from kvstore import Layout
 from kvstore.client.store import Store
 from kvstore.native import is_available
@@ -88,51 +85,6 @@ def test_more_than_may_be_mapped_are_copies(tmp_root: Path, ten_at_most: None) -
             assert (mapped_files(tmp_root), mapped_count()) == (0, 0)
 
 
-def test_a_garbage_collection_in_the_middle_of_a_view_lets_go_of_others(tmp_root: Path) -> None:
-    """Views in a cycle are freed in any thread: a lock taken there could be held by the thread it interrupts."""
-    with opened(tmp_root, native=True) as store:
-        store.namespace("m", LAYOUT).put(TOKENS, KV)
-        before = gc.get_threshold()
-        gc.set_threshold(5)
-        try:
-            for _ in range(100):
-                cycle: list[object] = views_of(store)  # type: ignore[assignment]
-                assert len(cycle) == CHUNKS
-                cycle.append(cycle)
-                del cycle
-        finally:
-            gc.set_threshold(*before)
-        gc.collect()
-        assert (mapped_files(tmp_root), mapped_count()) == (0, 0)
-
-
-class Broken(Exception):
-    """The exception of a signal's handler."""
-
-
-def test_a_signal_while_views_are_let_go_of_leaks_none(tmp_root: Path) -> None:
-    def handler(*_: object) -> None:
-        raise Broken
-
-    def interrupted(store: Store, after_s: float) -> None:
-        views = views_of(store)
-        signal.setitimer(signal.ITIMER_REAL, after_s)
-        del views  # or at the end of this function, where the signal came before
-        signal.sigtimedwait([], 0.05)
-
-    with opened(tmp_root, native=True) as store:
-        store.namespace("m", LAYOUT).put(TOKENS, KV)
-        before = signal.signal(signal.SIGALRM, handler)
-        try:
-            for number in range(30):
-                with suppress(Broken):
-                    interrupted(store, 1e-5 * (1 + number % 10))
-                assert (mapped_files(tmp_root), mapped_count()) == (0, 0)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-
-
 def test_a_damaged_chunk_ends_the_view_and_none_stays_mapped(tmp_root: Path) -> None:
     with opened(tmp_root, native=True) as store:
         store.namespace("m", LAYOUT).put(TOKENS, KV)
@@ -141,19 +93,5 @@ def test_a_damaged_chunk_ends_the_view_and_none_stays_mapped(tmp_root: Path) -> 
         views = views_of(store)
         assert len(views) < CHUNKS and mapped_files(tmp_root) == len(views)
         assert all(same(view, KV[:, :, 8 * at : 8 * at + 8]) for at, view in enumerate(views))
-        del views
-        assert (mapped_files(tmp_root), mapped_count()) == (0, 0)
-
-
-def test_a_view_of_what_memory_has_some_of_maps_the_rest(tmp_root: Path) -> None:
-    with kvstore.open(str(tmp_root), memory=16 << 20) as store:
-        cache = store.namespace("m", layout=LAYOUT)
-        half = len(TOKENS) // 2
-        cache.put(TOKENS[:half], KV[:, :, :half], cache=False)
-        cache.put(TOKENS, KV[:, :, half:], prefix=half, write="through")
-        with cache.hold(TOKENS) as hold:
-            views = hold.view()
-        assert same(np.concatenate(views, axis=2), KV)
-        assert (mapped_files(tmp_root), open_chunks(tmp_root)) == (CHUNKS // 2, 0)
         del views
         assert (mapped_files(tmp_root), mapped_count()) == (0, 0)

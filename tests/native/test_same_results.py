@@ -11,18 +11,13 @@ import pytest
 
 import kvstore
 from kvstore import Layout
-from kvstore.address import Address
-from kvstore.buffers import Buffers, planes_of
 from kvstore.client.store import Store
 from kvstore.errors import WrongSize
 from kvstore.format.header import decode
 from kvstore.hints import PRESETS
-from kvstore.keyset import BlockKeys, ChunkKeys
 from kvstore.native import is_available
 from kvstore.node.settings import Limits
 from kvstore.recency import decode as decode_mtime
-from kvstore.root.interface import local_files
-from kvstore.root.open import open_root
 from tests.kit.images import DAMAGES
 from tests.kit.native_modes import chunks_of, opened
 from tests.kit.stores import LARGE, MANY, SMALL, TINY, UNALIGNED, chunk_files, fresh, kv_of, member_of, same
@@ -93,32 +88,6 @@ def test_a_chunk_that_vanished_before_the_prefix_of_a_put_is_a_hole(tmp_root: Pa
         assert (result.tokens_present, result.chunks_written) == (37 * TINY.chunk_tokens, 0)
         assert cache.put(tokens, kv).chunks_written == 11
         assert same(cache.get(tokens)[1], kv)
-
-
-def test_an_array_whose_layers_lie_backwards(tmp_root: Path) -> None:
-    tokens = np.arange(3 * MANY.chunk_tokens)
-    kv = kv_of(MANY, tokens)[::-1]
-    with opened(tmp_root, native=True) as store:
-        cache = store.namespace("m", MANY)
-        cache.put(tokens, kv)
-        out = np.zeros_like(kv)[::-1]
-        assert cache.get(tokens, out) == len(tokens)
-        assert same(out, kv) and same(cache.get(tokens)[1], kv)
-
-
-def test_a_slice_of_a_larger_array_and_a_prefix(tmp_root: Path) -> None:
-    size = SMALL.chunk_tokens
-    tokens = np.arange(6 * size)
-    kv = kv_of(SMALL, tokens)
-    with opened(tmp_root, native=True) as store:
-        cache = store.namespace("m", SMALL)
-        cache.put(tokens[: 2 * size], kv[:, :, : 2 * size])
-        result = cache.put(tokens, kv[:, :, 2 * size :], prefix=2 * size)
-        assert (result.chunks_written, result.tokens_present) == (4, len(tokens))
-        out = np.zeros(SMALL.shape(8 * size), SMALL.numpy_dtype)
-        assert cache.get(tokens, out[:, :, size : 7 * size]) == len(tokens)
-        assert same(out[:, :, size : 7 * size], kv)
-        assert not out[:, :, :size].any() and not out[:, :, 7 * size :].any()
 
 
 @pytest.mark.parametrize("memory", [0, 64 << 20], ids=["root", "memory"])
@@ -226,25 +195,3 @@ def test_what_is_not_cached_is_read_from_the_device(tmp_path: Path, layout: Layo
             assert count == (len(tokens) if spoil is None else 0)
             assert same(out[:, :, :count], kv[:, :, :count])
         assert store.stats()["miss_damaged"] >= 1
-
-
-def test_memory_that_is_read_only_is_never_written_to(tmp_root: Path) -> None:
-    tokens = np.arange(SMALL.chunk_tokens)
-    with opened(tmp_root, native=True) as store:
-        cache = store.namespace("m", SMALL)
-        cache.put(tokens, kv_of(SMALL, tokens))
-        frozen = np.zeros(SMALL.shape(len(tokens)), SMALL.numpy_dtype)
-        frozen.flags.writeable = False
-        chain = ChunkKeys.of(cache.namespace, tokens.astype(np.uint32))
-        runs = chunks_of(store).runs
-        assert runs.of(chain, 0, 1, planes_of(frozen, SMALL), fills=True) is None
-        assert runs.of(chain, 0, 2, planes_of(frozen.copy(), SMALL)) is None, "it has no room for two"
-        key = b"k" * 16
-        blocks = BlockKeys(cache.namespace, [key], [Address(key)], [5])
-        assert runs.of(blocks, 0, 1, Buffers([memoryview(b"bytes")]), fills=True) is None
-
-
-def test_the_option_direct_reaches_the_root(tmp_root: Path) -> None:
-    for options, direct in ((None, False), ({"direct": True}, True)):
-        files = local_files(open_root(str(tmp_root), options))
-        assert files is not None and files.direct == direct

@@ -115,14 +115,6 @@ def test_i1_a_bit_that_turned_on_the_way_is_noticed_wherever_it_is(layout: Layou
             natively.receive(channel, 3)
 
 
-def test_the_chunk_of_another_index_is_not_taken() -> None:
-    kv, out = kv_of(SMALL), np.zeros_like(kv_of(SMALL))
-    natively = Natively(chain_of(SMALL), 3, 4, Planes(out, SMALL.section_bytes))
-    with fed(image_of(SMALL, kv, 2), 1) as channel, pytest.raises(Damaged):
-        natively.receive(channel, 3)
-    assert not out.any(), "its header came first"
-
-
 def test_a_peer_that_goes_away_in_the_middle_breaks_the_connection() -> None:
     for came_bytes in (0, 10, 9000, 400_000):
         kv, out = kv_of(LARGE), np.zeros_like(kv_of(LARGE))
@@ -169,17 +161,6 @@ def test_what_is_sent_is_the_run_and_its_sums_are_those_of_its_planes(layout: La
 
     for first, count in ((0, COUNT), (2, 1), (1, 3)):
         run_case(first, count)
-
-
-def test_a_peer_that_closes_while_it_is_sent_to_breaks_the_connection_and_sends_no_signal() -> None:
-    kv = kv_of(LARGE)
-    ours, theirs = socket.socketpair()
-    theirs.close()
-    channel = Channel(ours, WAIT_S)
-    with pytest.raises(LinkBroken, match="sending failed"):
-        send_run(channel, Planes(kv, LARGE.section_bytes), 0, COUNT)
-    assert not channel.alive
-    channel.close()
 
 
 @pytest.mark.parametrize("natively", [True, False])

@@ -11,7 +11,6 @@ import resource
 import struct
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -163,28 +162,6 @@ def test_i1_another_chunks_file_is_not_read(tmp_root: Path, way: str) -> None:
     with filled(tmp_root, LARGE) as (_, run, _):
         file_of(tmp_root, 2).write_bytes(file_of(tmp_root, 1).read_bytes())
         assert run.read(0, COUNT, Borrowed()).tolist() == [True, True, False, True]
-
-
-def test_memory_that_others_write_into_meanwhile_is_no_damage(tmp_root: Path, way: str) -> None:
-    """A file must not be set aside because somebody changed the bytes that were read from it."""
-    ended = threading.Event()
-    with filled(tmp_root, LARGE) as (_, run, out):
-        words = out.reshape(-1).view(np.uint64)
-
-        def change() -> None:
-            while not ended.is_set():
-                np.bitwise_not(words, out=words)
-
-        others = threading.Thread(target=change)
-        others.start()
-        try:
-            for _ in range(50):
-                assert run.read(0, COUNT, Borrowed()).all()
-        finally:
-            ended.set()
-            others.join()
-        assert run.read(0, COUNT, Borrowed()).all()
-        assert same(out, kv_of(LARGE, np.arange(COUNT * LARGE.chunk_tokens)))
 
 
 def test_i1_a_layer_of_another_chunks_file_is_not_read(tmp_root: Path) -> None:

@@ -116,21 +116,6 @@ def test_memory_taken_back_at_any_moment_is_not_written_afterwards(tmp_root: Pat
         assert open_files(tmp_root) == before
 
 
-def test_a_thousand_reads_and_misses_leave_no_file_open(tmp_root: Path) -> None:
-    with opened(tmp_root, native=True) as store:
-        cache = store.namespace("m", SMALL)
-        kv = kv_of(SMALL, TOKENS)
-        cache.put(TOKENS, kv)
-        cache.get(TOKENS)
-        before = open_files(tmp_root)
-        for number in range(30):
-            assert cache.get(TOKENS)[0] == len(TOKENS)
-            assert cache.get(TOKENS + number + 1)[0] == 0
-            with cache.hold(TOKENS) as hold:
-                assert len(hold.view()) == CHUNKS
-        assert open_files(tmp_root) == before
-
-
 def put_for_ever(root: str) -> None:
     """Runs in a separate process until it is killed."""
     with opened(Path(root), native=True) as store:

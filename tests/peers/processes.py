@@ -51,23 +51,6 @@ def poll(root: str, count: int) -> None:
     print(json.dumps({"wrong": wrong, "seen": seen, "damaged": damaged}))
 
 
-def look_for(root: str, number: int) -> None:
-    """Prints how much of a prompt is there: once at the beginning, then after each line of standard input."""
-    store, cache = open_cache(root)
-    with store:
-        print(cache.match(prompt(number)), flush=True)
-        for _ in sys.stdin:
-            matched, kv = cache.get(prompt(number))
-            print(matched if is_kv_of(kv, prompt(number)[:matched]) else "wrong bytes", flush=True)
-
-
-def match_once(root: str, number: int) -> None:
-    """Prints a match and a hash that differs from process to process."""
-    store, cache = open_cache(root)
-    with store:
-        print(json.dumps({"hash": hash("prompt"), "matched": cache.match(prompt(number))}))
-
-
 def put_and_die(root: str, number: int) -> None:
     """Puts one prompt, begins another, and ends without closing anything."""
     _, cache = open_cache(root)

@@ -9,24 +9,17 @@ import itertools
 import json
 import shutil
 import subprocess
-import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-import kvstore
-from kvstore import Layout, errors
+from kvstore import Layout
 from kvstore.client import Cache, Store
-from kvstore.native import library as native
-from kvstore.node import puts
-from kvstore.node.chunk_store import ChunkRuns, Places, SharedPut
-from kvstore.node.writer import RootWrite
 from kvstore.recency import QUANTUM_S, is_fresh
 from tests.kit.heartbeat import others_run_during
-from tests.kit.patience import PATIENCE_S
-from tests.kit.peers import CHUNK, command, files_under, finish, is_kv_of, kv_of, open_cache, prompt, start
+from tests.kit.peers import CHUNK, files_under, finish, is_kv_of, kv_of, open_cache, prompt, start
 
 pytestmark = pytest.mark.slow
 
@@ -94,59 +87,6 @@ def test_other_threads_run_during_put_and_get(store: Store) -> None:
     assert others_run_during(lambda: cache.get(np.full(512, 0), out=kv))
 
 
-def test_put_on_a_full_disk_keeps_space_for_its_first_chunk(small_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first chunk finds no room, and the lanes that took it are still at work."""
-    layout = Layout(layers=1, kv_heads=1, head_dim=65_536, dtype="int8", chunk_tokens=4)  # chunks of 512 KiB
-    is_full, needs_room = threading.Event(), threading.Event()
-    really_stage, make_room = ChunkRuns.stage, RootWrite.make_room
-
-    def stage(self: ChunkRuns, put: SharedPut) -> tuple[Places, bool]:
-        taken, more = really_stage(self, put)
-        if native.OTHER in put.taken(taken)["status"]:
-            is_full.set()
-        if 0 in taken:
-            assert is_full.wait(PATIENCE_S)
-            put.run.items["status"][taken] = native.OTHER
-        else:
-            assert needs_room.wait(PATIENCE_S)
-        return taken, more
-
-    def told_to_make_room(self: RootWrite, index: int) -> bool:
-        needs_room.set()
-        return make_room(self, index)
-
-    monkeypatch.setattr(puts, "STEP_BYTES", 4 * layout.chunk_bytes)
-    monkeypatch.setattr(puts, "TURN_BYTES_MAX", 4 * layout.chunk_bytes)
-    monkeypatch.setattr(puts, "ROOM_S", PATIENCE_S)
-    monkeypatch.setattr(ChunkRuns, "stage", stage)
-    monkeypatch.setattr(RootWrite, "make_room", told_to_make_room)
-    with kvstore.open(str(small_root), max_bytes=None) as store:
-        cache = store.namespace("model", layout)
-        with pytest.raises(errors.Overloaded, match="No space left"):
-            cache.put(list(range(64)), np.zeros(layout.shape(64), np.int8), required=True)
-        assert 0 < cache.match(list(range(64))) < 64
-
-
-def test_more_than_65536_tokens_are_stored_and_found(store: Store) -> None:
-    layout = Layout(layers=1, kv_heads=1, head_dim=4, dtype="int8", chunk_tokens=512)
-    cache = store.namespace("long", layout)
-    tokens = np.arange(70_144)
-    kv = np.random.default_rng(8).integers(-128, 128, layout.shape(len(tokens)), dtype=np.int8)
-    assert cache.put(tokens, kv).tokens_present == 70_144
-    assert cache.match(tokens) == 70_144
-    matched, found = cache.get(tokens)
-    assert matched == 70_144
-    assert np.array_equal(found, kv)
-
-
-def test_another_process_sees_a_put_when_put_returns(tmp_root: Path, cache: Cache) -> None:
-    reader = start("look_for", str(tmp_root), 1)
-    assert reader.stdout is not None
-    assert reader.stdout.readline() == "0\n"
-    cache.put(prompt(1), kv_of(prompt(1)))
-    assert finish(reader, "\n") == "12\n"
-
-
 def test_queries_never_fail_while_another_process_puts(tmp_root: Path, cache: Cache) -> None:
     count = 200
     reader = start("query_while_updated", str(tmp_root), count)
@@ -159,31 +99,3 @@ def test_queries_never_fail_while_another_process_puts(tmp_root: Path, cache: Ca
     seen = json.loads(finish(reader))
     assert seen == sorted(seen)
     assert seen[-1] == len(tokens)
-
-
-def test_no_file_outside_the_chunks_grows_with_them(tmp_root: Path, cache: Cache) -> None:
-    def outside() -> dict[str, int]:
-        found = (path for path in files_under(tmp_root) if "chunks" not in path.relative_to(tmp_root).parts)
-        return {str(path.relative_to(tmp_root)): path.stat().st_size for path in found}
-
-    cache.put(prompt(0), kv_of(prompt(0)))
-    before = outside()
-    for number in range(1, 60):
-        cache.put(prompt(number), kv_of(prompt(number)))
-    assert outside() == before
-
-
-def test_processes_with_other_hash_seeds_find_the_same_keys(tmp_root: Path, cache: Cache) -> None:
-    cache.put(prompt(1), kv_of(prompt(1)))
-    started = [start("match_once", str(tmp_root), 1, PYTHONHASHSEED=seed) for seed in ("1", "2", "random")]
-    reports = [json.loads(finish(process)) for process in started]
-    assert {report["matched"] for report in reports} == {12}
-    assert len({report["hash"] for report in reports}) > 1
-
-
-def test_process_of_these_tests_that_fails_is_reported(tmp_root: Path) -> None:
-    """So that a typing slip in one of them is no silent pass."""
-    done = subprocess.run(
-        command("no_such_function", str(tmp_root)), cwd=tmp_root, capture_output=True, timeout=60, check=False
-    )
-    assert done.returncode != 0

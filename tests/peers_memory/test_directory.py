@@ -7,7 +7,7 @@ from random import Random
 from kvstore.address import Address
 from kvstore.meta.keys import SessionId
 from kvstore.meta.workers import AddressTold, DigestTold
-from kvstore.peers.reports import EMPTY, STEP_FIRST, Directory, Told, encode
+from kvstore.peers.reports import STEP_FIRST, Directory, Told, encode
 from tests.kit.peer_reports import addresses_of, shard_of, sorted_prints
 
 A, B, OWN = "10.0.0.1:7", "10.0.0.2:7", "10.0.0.9:7"
@@ -64,12 +64,6 @@ def test_lookups_agree_with_a_dictionary() -> None:
             assert directory.coverage(chunks[first:]) == counts
 
 
-def test_the_empty_directory_knows_nothing() -> None:
-    assert EMPTY.leading(addresses_of(3), 0) == 0
-    assert EMPTY.coverage(addresses_of(3)) == {}
-    assert EMPTY.coverage([]) == {}
-
-
 def test_a_directory_does_not_change_under_a_lookup() -> None:
     """P1: whole immutable structures are replaced."""
     chunks = addresses_of(10)
@@ -80,12 +74,6 @@ def test_a_directory_does_not_change_under_a_lookup() -> None:
     after = told.directory()
     assert (before.leading(chunks, 0), after.leading(chunks, 0)) == (10, 0)
     assert (before.entries == entries).all()
-
-
-def test_one_never_finds_oneself() -> None:
-    """Finds neither this node's reports, nor those of an earlier process at the same address."""
-    chunks = addresses_of(4)
-    assert told_of({OWN: chunks}).directory().leading(chunks, 0) == 0
 
 
 def test_a_restarted_worker_speaks_for_its_address() -> None:
@@ -101,21 +89,6 @@ def test_a_restarted_worker_speaks_for_its_address() -> None:
     assert told.directory().leading(old, 0) == 4, "the last that is left"
 
 
-def test_digests_count_once_the_address_is_known() -> None:
-    chunks = addresses_of(4)
-    told = Told(OWN, 1 << 20)
-    tell(told, 1, chunks)
-    assert told.directory().leading(chunks, 0) == 0
-    told.hear(AddressTold(session(1), A, 1))
-    assert told.directory().coverage(chunks) == {A: 4}
-    told.hear(AddressTold(session(1), B, 1))
-    assert told.directory().coverage(chunks) == {B: 4}
-
-
-def test_a_worker_without_a_port_is_left_out() -> None:
-    assert told_of({"unix:/run/kv": addresses_of(3)}).directory().leading(addresses_of(3), 0) == 0
-
-
 def test_who_leaves_is_forgotten_and_numbers_are_used_again() -> None:
     told = Told(OWN, 1 << 20)
     chunks = addresses_of(8)
@@ -128,13 +101,6 @@ def test_who_leaves_is_forgotten_and_numbers_are_used_again() -> None:
             told.hear(DigestTold(session(number), shard, None))
     directory = told.directory()
     assert (len(directory.entries), directory.addresses) == (0, {})
-
-
-def test_a_digest_that_cannot_be_read_counts_as_empty() -> None:
-    chunks = addresses_of(1)
-    told = told_of({A: chunks})
-    told.hear(DigestTold(session(0), shard_of(chunks[0]), b"nonsense"))
-    assert told.directory().leading(chunks, 0) == 0
 
 
 def test_what_is_remembered_is_bounded_and_shared_equally() -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
 
-from kvstore.errors import Overloaded
 from kvstore.keyset import ChunkKeys
 from kvstore.meta.memory import MemoryMeta, MemoryStore
 from kvstore.meta.session import Presence, Session
@@ -25,7 +23,6 @@ from kvstore.sources import RandomIds, SystemClock
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import SPAN_BYTES, Kind, encode_span
-from kvstore.wire.statuses import UnknownNamespace, refusal
 from tests.kit.etcd import Proxy
 from tests.kit.patience import NEVER_S, PATIENCE_S, eventually, returns, slowness
 from tests.kit.peer_channel import (
@@ -154,49 +151,6 @@ def test_what_one_lacks_another_gives() -> None:
         assert reader.get(chain, range(9)) == [True] * 6 + [False, True, False]
 
 
-def test_a_lost_chunk_is_asked_of_the_next_peer() -> None:
-    chain = chain_of(3)
-    with speaking(honest(chain, set())) as empty, speaking(honest(chain)) as full, reading() as reader:
-        reader.hears(empty.address, chain, range(3))
-        reader.hears(full.address, chain, range(3))
-        for _ in range(10):
-            assert reader.get(chain, range(3)) == [True] * 3
-
-
-def test_nobody_known_is_a_miss_without_a_wait() -> None:
-    chain = chain_of(3)
-    with reading() as reader:
-        assert reader.peers.leading(chain, 0) == 0
-        assert reader.get(chain, range(3)) == [False] * 3
-        assert reader.get(chain, []) == []
-
-
-def refusing(error: Exception) -> Say:
-    def say(channel: Channel, number: int, _: pb.GetRequest) -> None:
-        refused = refusal(error)  # type: ignore[arg-type]
-        message = pb.BulkRefusal(code=refused.code.value[0], message=refused.message, trailers=dict(refused.trailers))
-        channel.send(Kind.REFUSED, number, [message.SerializeToString()])
-        channel.close()
-
-    return say
-
-
-def test_a_namespace_that_is_unknown_there_is_a_miss() -> None:
-    chain = chain_of(2)
-    with speaking(refusing(UnknownNamespace("never opened"))) as speaker, reading() as reader:
-        reader.hears(speaker.address, chain, range(2))
-        assert reader.get(chain, range(2)) == [False, False]
-        assert reader.peers.stats()["peers_aside"] == 0
-
-
-def test_a_peer_that_is_full_is_left_alone() -> None:
-    chain = chain_of(2)
-    with speaking(refusing(Overloaded("full"))) as speaker, reading(LASTING) as reader:
-        reader.hears(speaker.address, chain, range(2))
-        assert reader.get(chain, range(2)) == [False, False]
-        assert reader.peers.leading(chain, 0) == 0
-
-
 def wrong_index(channel: Channel, number: int, request: pb.GetRequest) -> None:
     start(channel, number, request.chunks_max)
     send_file(channel, number, request.first + 1, image_of(chain_of(3), request.first + 1))
@@ -247,19 +201,6 @@ def test_a_lying_peer_is_a_miss_and_is_left_alone() -> None:
             assert reader.counted("peers_failed") == 1
 
 
-def test_more_than_was_asked_for_does_no_harm() -> None:
-    chain = chain_of(4)
-
-    def say(channel: Channel, number: int, request: pb.GetRequest) -> None:
-        request.chunks_max = 4
-        honest(chain)(channel, number, request)
-
-    with speaking(say) as speaker, reading() as reader:
-        reader.hears(speaker.address, chain, range(2))
-        assert reader.get(chain, [0, 1]) == [True, True]
-        assert reader.peers.stats()["peers_aside"] == 1
-
-
 def test_a_peer_whose_chunks_prove_wrong_is_left_alone() -> None:
     """I1: the caller verifies, and reports the peer."""
     chain = chain_of(2)
@@ -279,20 +220,6 @@ def silent(speaker: list[Speaker]) -> Say:
         speaker[0].ended.wait(NEVER_S)
 
     return say
-
-
-def test_what_came_before_a_peer_broke_off_counts() -> None:
-    chain = chain_of(3)
-
-    def say(channel: Channel, number: int, request: pb.GetRequest) -> None:
-        start(channel, number, request.chunks_max)
-        send_file(channel, number, 0, image_of(chain, 0))
-        channel.close()
-
-    with speaking(say) as speaker, reading(LASTING) as reader:
-        reader.hears(speaker.address, chain, range(3))
-        assert reader.get(chain, range(3)) == [True, False, False]
-        assert reader.peers.stats()["peers_aside"] == 1
 
 
 def test_a_peer_that_falls_silent_costs_one_bounded_wait() -> None:
@@ -362,36 +289,6 @@ def test_a_dead_peer_is_left_alone_until_it_answers() -> None:
         again.close()
 
 
-def test_a_peer_that_does_not_greet_costs_one_bounded_wait() -> None:
-    """A frozen process takes connections, as the kernel does that for it, and says nothing."""
-    chain = chain_of(1)
-    with speaking(honest(chain)) as speaker, reading(hasty()) as reader:
-        speaker.greets = False
-        reader.hears(speaker.address, chain, [0])
-        assert reader.get(chain, [0]) == [False]
-        assert reader.peers.leading(chain, 0) == 0
-        assert reader.get(chain, [0]) == [False] and speaker.dials <= 1
-
-
-def test_a_partition_between_workers_is_a_miss() -> None:
-    """The peer's bytes on the bulk connection are swallowed, from the greeting on or in the middle of an answer."""
-    chain = chain_of(2)
-    with speaking(honest(chain)) as speaker, reading(hasty(PATIENT)) as reader:
-        proxy = Proxy(f"127.0.0.1:{speaker.port}")
-        speaker.port = proxy.port
-        reader.hears(speaker.address, chain, range(2))
-        eventually(lambda: reader.get(chain, [0]) == [True])
-        failed = reader.counted("peers_failed")
-        proxy.swallow.set()
-        assert reader.get(chain, [0, 1]) == [False, False]
-        assert reader.counted("peers_failed") == failed + 1
-        proxy.swallow.clear()
-        proxy.cut()
-        eventually(lambda: reader.peers.leading(chain, 0) == 2)
-        eventually(lambda: reader.get(chain, [0, 1]) == [True, True])
-        proxy.close()
-
-
 def test_closing_cuts_what_is_in_progress() -> None:
     chain = chain_of(3)
     box: list[Speaker] = []
@@ -426,26 +323,3 @@ def test_a_cleared_namespace_is_not_read_back_from_who_has_not_heard_yet() -> No
             reader.clock.added_s += NEVER_S
             eventually(lambda reader=reader: reader.get(chain, [0, 1]) == [True, True])  # type: ignore[misc]
         assert one.cleared == [chain.namespace.digest], "it does not hear itself"
-
-
-def test_replicas_share_the_load_and_a_slow_one_gets_less() -> None:
-    """P3: by chance, weighted against those that were slow."""
-    chain = chain_of(2)
-
-    def slow(channel: Channel, number: int, request: pb.GetRequest) -> None:
-        time.sleep(0.02 * slowness())
-        honest(chain)(channel, number, request)
-
-    with (
-        speaking(honest(chain)) as a,
-        speaking(honest(chain)) as b,
-        speaking(slow) as c,
-        reading() as reader,
-    ):
-        for each in (a, b, c):
-            reader.hears(each.address, chain, range(2))
-        for _ in range(100):
-            assert reader.get(chain, [0, 1]) == [True, True]
-        counts = [len(each.asked) for each in (a, b, c)]
-        assert min(counts[:2]) >= 3, "both fast ones"
-        assert counts[2] < 100 / 3, "not its share"

@@ -26,7 +26,7 @@ from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import Kind
 from tests.kit.etcd import eventually
 from tests.kit.patience import PATIENCE_S
-from tests.kit.peer_channel import LAYOUT, Say, chain_of, honest, image_of, send_file, speaking, start
+from tests.kit.peer_channel import LAYOUT, Say, chain_of, image_of, send_file, speaking, start
 from tests.kit.peer_reports import shard_of, sorted_prints
 
 CLOCK = SystemClock()
@@ -107,18 +107,6 @@ def other_chunk(channel: Channel, number: int, request: pb.GetRequest) -> None:
     channel.send(Kind.END, number)
 
 
-def test_what_a_peer_has_is_matched_and_read(reader: Reader) -> None:
-    """R1, R4: and kept here, so that it is asked once."""
-    chain = chain_of(3)
-    with speaking(honest(chain)) as speaker:
-        reader.hears(speaker.address, chain)
-        assert reader.cache.match(chain.tokens) == 3 * LAYOUT.chunk_tokens
-        assert reader.get(chain) == 3
-        asked = len(speaker.asked)
-        assert reader.get(chain) == 3
-        assert len(speaker.asked) == asked
-
-
 @pytest.mark.parametrize("say", [altered(0), altered(200), altered(-1), other_chunk], ids=lambda say: say.__qualname__)
 def test_a_wrong_image_is_a_miss(reader: Reader, say: Say) -> None:
     """I1: whatever is wrong with it; the liar is left alone, and its chunk is in nobody's memory."""
@@ -128,12 +116,4 @@ def test_a_wrong_image_is_a_miss(reader: Reader, say: Say) -> None:
         assert reader.get(chain) == 1
         assert reader.counted("peers_damaged") >= 1
         assert reader.peers.leading(chain, 1) == 0
-        assert reader.get(chain) == 1
-
-
-def test_a_peer_that_lost_it_all_is_a_miss(reader: Reader) -> None:
-    chain = chain_of(3)
-    with speaking(honest(chain, {0})) as speaker:
-        reader.hears(speaker.address, chain)
-        assert reader.cache.match(chain.tokens) == 3 * LAYOUT.chunk_tokens, "as it was said"
         assert reader.get(chain) == 1

@@ -51,11 +51,6 @@ def ground() -> Iterator[Ground]:
     made.roster.close()
 
 
-def test_equals_share_alike(ground: Ground) -> None:
-    shares = ground.shares({A: 3, B: 3, C: 3})
-    assert min(shares.values()) > 250
-
-
 def test_a_slow_one_gets_less_but_not_nothing(ground: Ground) -> None:
     """Or nobody would notice that it is fast again."""
     ground.measured(A, 0.001)
@@ -64,13 +59,6 @@ def test_a_slow_one_gets_less_but_not_nothing(ground: Ground) -> None:
     assert 20 < shares[B] < 200
     ground.measured(B, 0.001)
     assert ground.shares({A: 1, B: 1})[B] > 400
-
-
-def test_of_two_that_are_drawn_the_idler_is_asked(ground: Ground) -> None:
-    busy = ground.roster.choose({A: 1}, set())
-    assert busy is not None
-    assert ground.shares({A: 1, B: 1})[B] > 650
-    ground.roster.leave(busy)
 
 
 def test_who_has_most_is_asked_before_who_has_little(ground: Ground) -> None:
@@ -125,11 +113,3 @@ def test_who_is_not_listed_any_more_is_let_go_of_once_idle(ground: Ground) -> No
     ground.roster.leave(peer)
     ground.roster.look_after([])
     assert not ground.roster._peers
-
-
-def test_nobody_is_chosen_without_a_choice_nor_after_the_end(ground: Ground) -> None:
-    assert ground.ask({}) is None
-    assert ground.ask({A: 1}, {A}) is None
-    ground.roster.close()
-    ground.roster.close()
-    assert ground.ask({A: 1}) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.workers import ClearedTold, Digests
 from kvstore.namespace import NamespaceDigest
 from kvstore.peers.limits import PeerLimits
 from kvstore.peers.reports import BURST_BYTES_MIN
@@ -71,46 +70,6 @@ def test_bytes_per_second_are_bounded_and_what_waits_comes_in_turn() -> None:
     assert passed_s > 1.5, "it was more than one burst"
 
 
-def test_nodes_share_what_etcd_bears() -> None:
-    """Each may write its part of what all together may, by how many it sees."""
-    chunks = addresses_of(80_000)
-    written = []
-    for count in (1, 4):
-        cluster = Cluster(count, PeerLimits(all_bytes_per_s=80_000))
-        node = cluster.nodes[0]
-        for other in cluster.nodes[1:]:
-            other.held.add(chunks[0])
-        cluster.sync()
-        node.held.add(*chunks)
-        before = digest_bytes(node)
-        for _ in range(3):
-            node.publisher.step()
-            cluster.clock.advance(1)
-        written.append(digest_bytes(node) - before)
-    assert 0.2 < (written[1] - BURST_BYTES_MIN) / (written[0] - BURST_BYTES_MIN) < 0.4
-
-
-def test_a_new_session_publishes_everything_again() -> None:
-    """The keys of the old one go with its lease, at the latest."""
-    cluster = Cluster(2)
-    a, b = cluster.nodes
-    chunks = addresses_of(20)
-    a.held.add(*chunks)
-    cluster.sync()
-    a.leave()
-    b.meta.keep_alive(b.session.lease)
-    cluster.clock.advance(8)
-    b.meta.keep_alive(b.session.lease)
-    b.session.beat()
-    cluster.clock.advance(8)
-    cluster.store.expire()
-    b.follower.step(0.0)
-    assert b.leading(chunks) == 0, "P1: digests go with the lease"
-    a.join()
-    cluster.sync()
-    assert b.leading(chunks) == 20
-
-
 def test_who_loses_its_session_forgets_what_etcd_said() -> None:
     """P1: without etcd the node goes on alone, and reads everything again in its next session."""
     cluster = Cluster(2)
@@ -174,19 +133,6 @@ def test_while_etcd_does_not_answer_nothing_is_lost() -> None:
     assert max(waited) <= b.limits.meta_deadline_s
 
 
-def test_a_worker_that_stops_is_asked_no_more() -> None:
-    """Before its session ends: a drain takes a while."""
-    cluster = Cluster(2)
-    a, b = cluster.nodes
-    chunks = addresses_of(5)
-    a.held.add(*chunks)
-    cluster.sync()
-    a.publisher.close(1.0)
-    a.publisher.close(1.0)
-    b.follower.step(0.0)
-    assert b.leading(chunks) == 0
-
-
 def test_a_clear_is_heard_once_by_each_and_not_by_who_did_it() -> None:
     cluster = Cluster(3)
     a, b, c = cluster.nodes
@@ -204,18 +150,6 @@ def test_a_clear_is_heard_once_by_each_and_not_by_who_did_it() -> None:
     assert [len(node.cleared) for node in cluster.nodes] == [1, 2, 1]
 
 
-def test_two_clears_by_one_node_before_it_hears_of_the_first_are_its_own() -> None:
-    """Otherwise it would drop what was put between them."""
-    cluster = Cluster(2)
-    a, b = cluster.nodes
-    for mark in (b"mark 1", b"mark 2"):
-        a.follower.expect_cleared(mark)
-    for mark in (b"mark 1", b"mark 2"):
-        a.digests.mark_cleared(NAMESPACE, mark, 1.0)
-        cluster.sync()
-    assert not a.cleared and len(b.cleared) == 2
-
-
 def test_a_node_that_was_away_hears_of_the_clear_when_it_comes() -> None:
     """The mark has no lease: a refilled disk tier may still have chunks that were cleared meanwhile."""
     cluster = Cluster(1)
@@ -223,27 +157,3 @@ def test_a_node_that_was_away_hears_of_the_clear_when_it_comes() -> None:
     late = Node("10.0.0.7:1", MemoryMeta(cluster.store, cluster.clock), cluster.clock)
     late.follower.step(0.0)
     assert late.cleared == [NAMESPACE]
-
-
-def test_keys_of_other_versions_are_left_alone() -> None:
-    for key in (
-        "x",
-        "/y",
-        f"{'0' * 32}/40",
-        f"{'0' * 32}/3",
-        f"{'0' * 32}/zz",
-        f"{'0' * 31}/01",
-        "cleared/00",
-        "cleared/zz",
-        "",
-    ):
-        digests = Digests(MemoryMeta(), KEYS)
-        assert digests.read(f"{KEYS.peers}{key}", None) is None
-
-
-def test_keys_say_what_they_are() -> None:
-    store = MemoryMeta()
-    digests = Digests(store, KEYS)
-    digests.mark_cleared(NAMESPACE, b"m", 1.0)
-    found = digests.snapshot(1.0).items[0]
-    assert digests.read(found.key, found) == ClearedTold(NAMESPACE, b"m")

@@ -152,21 +152,6 @@ def test_a_frozen_peer_costs_one_bounded_wait(cluster: Cluster) -> None:
     eventually(lambda: b.do("stat", "peers_aside") == 0)
 
 
-def test_without_etcd_gets_go_on_and_wait_for_nothing(cluster: Cluster) -> None:
-    """P1: frozen, and then killed until sessions are over."""
-    a, b, _ = cluster.actors
-    a.do("put", 1, CHUNKS)
-    b.knows(1)
-    etcd = cluster.etcd.pid
-    with frozen(etcd):
-        cluster.wipe()
-        found, took_s = b.timed("get", 1, CHUNKS)
-        assert (found, took_s < META_S / 2) == (CHUNKS, True)
-        assert a.do("put", 2, CHUNKS) == CHUNKS
-        assert b.timed("known", 2, CHUNKS)[1] < META_S / 2
-    b.knows(2)
-
-
 def test_a_clear_reaches_the_memory_of_others(cluster: Cluster) -> None:
     a, b, _ = cluster.actors
     a.do("put", 1, CHUNKS)

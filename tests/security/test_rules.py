@@ -27,8 +27,7 @@ from kvstore.security.guard import Guard
 from kvstore.security.tls import Watched, read_secret, read_trusted
 from kvstore.sources import SystemClock
 from kvstore.wire.statuses import Busy
-from kvstore.worker.admission import BytesInFlight
-from kvstore.worker.prompts import ClientHolds
+from kvstore.worker.context import BytesInFlight, ClientHolds
 from tests.kit.cases import for_each
 from tests.kit.stores import SMALL
 
@@ -249,18 +248,15 @@ def test_concurrent_calls_are_bounded() -> None:
 
 
 def test_one_tenant_leaves_half_of_the_memory_to_others() -> None:
-    whose: list[str | None] = ["acme"]
-    in_flight = BytesInFlight(100, lambda: whose[0])
+    in_flight = BytesInFlight(100)
     with ExitStack() as reserved:
-        reserved.enter_context(in_flight.reserved(1000))  # alone among its own: a large chunk must be reachable
-        with pytest.raises(Busy, match="of tenant 'acme'"), in_flight.reserved(1):
+        reserved.enter_context(in_flight.reserved(1000, "acme"))  # alone among its own: a large chunk must be reachable
+        with pytest.raises(Busy, match="of tenant 'acme'"), in_flight.reserved(1, "acme"):
             pass
-        whose[0] = "globex"
-        reserved.enter_context(in_flight.reserved(30))
-        with pytest.raises(Busy, match="of tenant 'globex'"), in_flight.reserved(30):
+        reserved.enter_context(in_flight.reserved(30, "globex"))
+        with pytest.raises(Busy, match="of tenant 'globex'"), in_flight.reserved(30, "globex"):
             pass
         assert in_flight.count == 80
-        whose[0] = None
         with pytest.raises(Busy), in_flight.reserved(30):
             pass
     assert in_flight.count == 0

@@ -15,8 +15,7 @@ from kvstore.meta.memory import MemoryMeta
 from kvstore.node.opening import open_member
 from kvstore.node.settings import TierSettings
 from kvstore.sources import SystemClock
-from kvstore.worker.exposition import Exposition
-from kvstore.worker.metrics_server import start_metrics
+from kvstore.worker.metrics import Exposition, start_metrics
 from kvstore.worker.worker import Worker
 from kvstore_gc.capacity import Pressure
 from kvstore_gc.config import Config

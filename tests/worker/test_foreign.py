@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import grpc
 import numpy as np
 import pytest
 
@@ -29,7 +28,6 @@ from tests.kit.workers import (
     packed,
     put_messages,
     raw_stub,
-    refused,
     sections_of,
     serving,
 )
@@ -128,43 +126,6 @@ def test_a_chunk_that_vanishes_ends_the_stream_between_two_chunks(
     assert count == 6
     assert len(found) < 6
     assert found == dict(enumerate(CHUNKS[: len(found)]))
-
-
-def test_hold_read_and_release(stub: KVStoreStub, digest: bytes) -> None:
-    put(stub, digest)
-    held = stub.Hold(pb.HoldRequest(namespace=digest, tokens=packed(TOKENS), ttl_s=30), timeout=WAIT_S)
-    assert (len(held.hold), held.chunks, held.tokens) == (16, 6, 6 * SIZE)
-    request = pb.GetRequest(hold=held.hold)
-    assert got(stub.Get(request, timeout=WAIT_S))[1] == dict(enumerate(CHUNKS))
-    assert stub.Release(pb.ReleaseRequest(hold=held.hold), timeout=WAIT_S).released
-    assert not stub.Release(pb.ReleaseRequest(hold=held.hold), timeout=WAIT_S).released
-    code, message, kind = refused(lambda: list(stub.Get(request, timeout=WAIT_S)))
-    assert (code, kind) == (grpc.StatusCode.ABORTED, "HoldBroken")
-    assert "match again" in message
-
-
-def test_pin_count_list_and_unpin(stub: KVStoreStub, digest: bytes) -> None:
-    put(stub, digest)
-    request = pb.PinRequest(namespace=digest, tokens=packed(TOKENS), ttl_s=60, owner="elsewhere")
-    pin = stub.Pin(request, timeout=WAIT_S).pin
-    assert (pin.owner, pin.namespace, pin.tokens) == ("elsewhere", "m", 6 * SIZE)
-    (listed,) = (each.pin for each in stub.ListPins(pb.ListPinsRequest(), timeout=WAIT_S))
-    assert (listed.id, listed.owner, listed.namespace, listed.tokens) == (pin.id, "elsewhere", "m", 6 * SIZE)
-    assert abs(listed.expires_s - pin.expires_s) < 1
-    counting = pb.CountRefsRequest(namespace=digest, tokens=packed(TOKENS))
-    assert stub.CountRefs(counting, timeout=WAIT_S).refs == 1
-    assert stub.Unpin(pb.UnpinRequest(id=pin.id), timeout=WAIT_S).found
-    assert not stub.Unpin(pb.UnpinRequest(id=pin.id), timeout=WAIT_S).found
-    assert stub.CountRefs(counting, timeout=WAIT_S).refs == 0
-
-
-def test_put_skips_what_is_there_and_says_where_it_is_not(stub: KVStoreStub, digest: bytes) -> None:
-    assert put(stub, digest, first=3).tokens_present == 0
-    head = pb.PutStart(namespace=digest, tokens=packed(TOKENS[: 3 * SIZE]))
-    stub.Put(iter(put_messages(head, IMAGES[:3])), timeout=WAIT_S)
-    assert put(stub, digest, first=5).tokens_present == 3 * SIZE
-    answer = put(stub, digest, first=3)
-    assert (answer.tokens_present, answer.chunks_written) == (6 * SIZE, 3)
 
 
 def test_blocks(stub: KVStoreStub, digest: bytes) -> None:

@@ -5,15 +5,11 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from kvstore.client.endpoints import Endpoint
 from kvstore.client.remote import RemotePort
 from kvstore.client.remote_hold import RemoteHold
 from kvstore.client.store import Store
@@ -132,21 +128,6 @@ def test_what_the_worker_has_let_go_says_so() -> None:
                 assert hold.tokens == len(TOKENS)
 
 
-def test_a_hold_that_is_released_soon_or_forgotten_is_not_renewed() -> None:
-    with serving(worker_limits=WorkerLimits(hold_lease_s=LEASE_S)) as served, connected(served) as store:
-        cache = store.namespace("m", SMALL)
-        cache.put(TOKENS, kv_of(SMALL, TOKENS))
-        port = store._port
-        assert isinstance(port, RemotePort)
-        with cache.hold(TOKENS):
-            assert port._tools.renewing.step() is not None
-        assert port._tools.renewing.step() is None
-        with pytest.warns(ResourceWarning, match="a hold was dropped"):
-            cache.hold(TOKENS)  # dropped at once
-        eventually(lambda: port._tools.renewing.step() is None, "another thread releases it")
-        assert renewals(served) == 0
-
-
 @for_each("bulk", ["grpc", "tcp", "shared"])
 def test_a_store_that_is_closed_ends_its_holds(bulk: str) -> None:
     with serving() as served:
@@ -158,21 +139,3 @@ def test_a_store_that_is_closed_ends_its_holds(bulk: str) -> None:
             assert len(served.member.node.holds) == 21
         eventually(lambda: len(served.member.node.holds) == 0, "long before their lease")
         del holds
-
-
-def test_an_answer_that_is_no_message_is_none_and_renewing_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    garbage: Future[bytes] = Future()
-    garbage.set_result(b"\xff")
-    with serving(worker_limits=WorkerLimits(hold_lease_s=LEASE_S)) as served, connected(served) as store:
-        cache, port = store.namespace("m", SMALL), store._port
-        cache.put(TOKENS, kv_of(SMALL, TOKENS))
-        assert isinstance(port, RemotePort)
-        with cache.hold(TOKENS) as hold:
-            lease: Any = lease_of(store, hold)
-            lease.renewed_s -= LEASE_S
-            with monkeypatch.context() as patched:
-                patched.setattr(Endpoint, "unary", lambda *_: SimpleNamespace(future=lambda *_, **__: garbage))
-                assert port._tools.renewing.step() is not None and not lease.ended
-            lease.renewed_s -= LEASE_S
-            port._tools.renewing.step()
-            assert renewals(served) >= 1 and hold.read_into(np.empty(SMALL.shape(len(TOKENS)), SMALL.numpy_dtype))

@@ -6,8 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,14 +17,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import kvstore
-from kvstore.client.limits import ClientLimits
-from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
-from kvstore.meta.session import Session
-from kvstore.meta.workers import WorkerRecord, Workers
+from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.meta.workers import Workers
 from kvstore.node.settings import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.worker.metrics_server import start_metrics
 from kvstore.worker.worker import Worker
 from tests.kit.etcd import running_etcd
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
@@ -70,21 +65,7 @@ def health_of(channel: grpc.Channel, service: str = "") -> int:
 # Listening
 
 
-def test_a_unix_socket(tmp_root: Path) -> None:
-    address = f"unix:{tmp_root}/socket"
-    with serving(listen=address) as served, connected(served) as store:
-        assert served.address == address
-        assert store.namespace("m", SMALL).match(TOKENS) == 0
-
-
-def test_it_is_registered_when_it_has_started_and_while_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Workers.register
-
-    def slow(workers: Workers, session: Session, record: WorkerRecord) -> None:
-        time.sleep(0.3)
-        real(workers, session, record)
-
-    monkeypatch.setattr(Workers, "register", slow)
+def test_worker_is_listed_from_its_start_to_its_drain() -> None:
     member = member_on(MemoryRoot(MemoryFiles()))
     workers = Workers(member.meta, member.keys)
     worker = Worker(member, "127.0.0.1:0", advertise="kv-7.example:7070", version="1.2.3")
@@ -95,32 +76,6 @@ def test_it_is_registered_when_it_has_started_and_while_it_serves(monkeypatch: p
     assert worker.drain(WAIT_S)
     assert workers.list() == {}
     member.close()
-
-
-def test_it_is_taken_off_the_list_once_even_if_etcd_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each try takes its whole time then, so a worker whose ``up`` was killed looked as if it was left behind."""
-    tries = list[float]()
-
-    def gone(self: Workers, session: Session, timeout_s: float) -> None:
-        tries.append(timeout_s)
-        raise Unavailable("etcd is gone")
-
-    monkeypatch.setattr(Workers, "deregister", gone)
-    with serving() as served:
-        served.worker.drain(WAIT_S)
-        served.worker.stop()
-    assert len(tries) == 1
-
-
-def test_it_serves_although_etcd_does_not_list_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(*_: object) -> None:
-        raise Unavailable("etcd does not answer")
-
-    monkeypatch.setattr(Workers, "register", refuses)
-    began_s = time.monotonic()
-    with serving() as served, raw_channel(served) as channel:
-        assert time.monotonic() - began_s < WAIT_S / 2
-        assert health_of(channel) == SERVING
 
 
 # Health, reflection, metrics
@@ -145,34 +100,6 @@ def test_reflection_lists_the_services_and_describes_ours() -> None:
         names = {service.name for service in listed.list_services_response.service}
         assert {"kvstore.v1.KVStore", "grpc.health.v1.Health"} <= names
         assert pb.DESCRIPTOR.serialized_pb in described.file_descriptor_response.file_descriptor_proto
-
-
-def test_metrics_tell_what_was_done() -> None:
-    with serving() as served, connected(served, limits=ClientLimits(probe_s=WAIT_S)) as store:
-        cache = store.namespace("m", SMALL)
-        cache.put(TOKENS, KV)
-        cache.get(TOKENS)
-        metrics = start_metrics(served.worker, "127.0.0.1:0")
-        try:
-            # A call is counted when it has ended at the worker: the client may have its answer before.
-            calls = served.worker.service.calls
-            eventually(lambda: {name for name, _ in calls.latencies()} >= {"Put", "Get"}, "both are counted")
-            with urllib.request.urlopen(f"http://{metrics.address}/metrics", timeout=WAIT_S) as answer:
-                lines = answer.read().decode().splitlines()
-            with pytest.raises(InvalidRequest, match="could not serve metrics"):
-                start_metrics(served.worker, metrics.address)
-        finally:
-            metrics.close()
-        values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-        assert float(values["kvstore_chunks_written_total"]) == 4
-        sent = sum(float(value) for name, value in values.items() if 'wire_bytes_total{direction="out"' in name)
-        assert sent == 4 * SMALL.chunk_bytes
-        assert float(values["kvstore_serving"]) == 1
-        assert float(values["kvstore_bytes_in_flight"]) == 0
-        assert float(values['kvstore_calls_total{code="OK",method="Put",path="unix"}']) == 1
-        assert float(values['kvstore_call_seconds_bucket{le="+Inf",method="Get",path="unix"}']) == 1
-        assert float(values['kvstore_call_seconds_count{method="Get",path="unix"}']) == 1
-        assert "# HELP kvstore_chunks_written_total chunks this node published" in lines
 
 
 # Draining
@@ -250,13 +177,6 @@ def test_no_acknowledged_put_is_lost_by_draining(tmp_root: Path) -> None:
         for number in acknowledged:
             tokens = tokens_of(number, len(TOKENS))
             assert same(cache.get(tokens)[1], kv_of(SMALL, tokens))
-
-
-def test_stop_and_drain_are_idempotent() -> None:
-    with serving() as served:
-        assert served.worker.drain(WAIT_S)
-        assert served.worker.drain(WAIT_S)
-        served.worker.stop()
 
 
 # A root that hangs

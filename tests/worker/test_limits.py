@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from kvstore.errors import HoldBroken, InvalidRequest, Overloaded
+from kvstore.errors import HoldBroken, Overloaded
 from kvstore.keyset import ChunkKeys
 from kvstore.meta.keys import Keys
 from kvstore.namespace import Namespace
@@ -18,9 +18,7 @@ from kvstore.node.known import Known
 from kvstore.node.settings import Limits
 from kvstore.sources import RandomIds
 from kvstore.wire.statuses import Busy, Draining
-from kvstore.worker.admission import BytesInFlight, Gate
-from kvstore.worker.prompts import ClientHolds
-from kvstore_gc.site import Timings
+from kvstore.worker.context import BytesInFlight, ClientHolds, Gate
 from tests.kit.fake_meta import FakeClock
 from tests.kit.stores import SMALL
 
@@ -103,10 +101,3 @@ def test_a_node_has_no_more_holds_than_allowed() -> None:
         holds.take(CHAIN)
     holds.release(first)
     holds.take(CHAIN)
-
-
-def test_timings_of_a_collector_agree() -> None:
-    with pytest.raises(InvalidRequest, match="must outlast"):
-        Timings(announce_lag_max_s=400.0, grace_max_s=400.0)
-    with pytest.raises(InvalidRequest):
-        Timings(poll_s_min=2.0, poll_s_max=1.0)

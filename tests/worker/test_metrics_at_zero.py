@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-import kvstore_gc
 from kvstore.meta.memory import MemoryMeta
 from kvstore.sources import SystemClock
-from kvstore.worker.exposition import Exposition
-from kvstore_gc import execute, leftovers, metrics
+from kvstore.worker.metrics import Exposition
+from kvstore_gc import metrics
 from kvstore_gc.capacity import Pressure
 from tests.kit.clusters import site_of
-from tests.kit.watch_queries import DASHBOARDS, RULES, panels, used
+from tests.kit.watch_queries import DASHBOARDS, panels, used
 from tests.kit.workers import serving
 
 GRAFANA = Path(__file__).resolve().parents[2] / "deploy" / "grafana"
@@ -72,34 +71,3 @@ def test_every_metric_of_a_panel_is_there_on_a_worker_without_memory_and_disk(ex
     assert names - there == ELSEWHERE
     tiers = [line for line in exported if re.match(r"kvstore_(memory|behind|disk|peers)_\w+ ", line)]
     assert len(tiers) > 40 and all(line.endswith(" 0.0") for line in tiers)
-
-
-def test_the_methods_that_a_panel_of_latency_names_are_there(exported: list[str]) -> None:
-    files = [*DASHBOARDS, RULES]
-    named = {
-        each
-        for file in files
-        for each in re.findall(r'call_seconds_bucket\{[^}]*method=~\\?"([^"\\]+)', file.read_text())
-    }
-    assert named == {"Match|Hold"}
-    lines = [line for line in exported if line.startswith("kvstore_call_seconds_count{")]
-    assert {*re.findall(r'method="(\w+)"', "".join(lines))} == {"Match", "Hold"}
-    assert len([line for line in exported if line.startswith("kvstore_call_seconds_")]) <= 80
-
-
-def test_the_collector_counts_by_no_other_label() -> None:
-    folder = Path(kvstore_gc.__file__).parent
-    code = (folder / "execute.py").read_text()
-    spared = re.findall(r'spared\["([^"]+)"\] \+=', code)
-    assert "spared[USED] +=" in code
-    assert {*spared, execute.USED, "swept by another collector", "condemned too slowly"} == {*execute.SPARED}
-    kinds = {
-        each for name in ("leftovers",) for each in re.findall(r'done\["(\w+)"\]', (folder / f"{name}.py").read_text())
-    }
-    assert kinds == {*leftovers.ORPHANS}
-    phases = {
-        each
-        for name in ("execute", "cycle")
-        for each in re.findall(r'(?:_spent\(report|_timed\(summary), "(\w+)"', (folder / f"{name}.py").read_text())
-    }
-    assert phases == {*metrics.PHASES}

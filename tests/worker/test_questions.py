@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import random
-import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -13,23 +12,16 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 
 from kvstore.errors import PermissionDenied, Unauthenticated
-from kvstore.keyset import ChunkKeys
-from kvstore.namespace import Namespace
-from kvstore.node.gc_state import View
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.security.authentication import Account, proof
-from kvstore.security.guard import Guard
-from kvstore.tokens import TokenArray
-from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
+from kvstore.security.guard import ServerSecurity
 from kvstore.wire.query import Caller, Question
-from kvstore.worker.metrics_server import start_metrics
-from kvstore.worker.worker import Questions
+from kvstore.worker.metrics import Questions, start_metrics
+from kvstore.worker.worker import Worker
 from tests.kit.arenas import serving_memory
 from tests.kit.cases import for_each
 from tests.kit.secured import secured
@@ -71,28 +63,6 @@ def served() -> Iterator[Served]:
         yield found
 
 
-def test_a_prompt_that_memory_has_is_found_by_its_tokens_unless_a_sweep_is_in_flight(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node, tokens = served.member.node, list(range(30 * SIZE))
-    with connected(served) as store:
-        store.namespace("m", SMALL).put(tokens, kv_of(SMALL, tokens))
-    questions = served.worker.questions()
-    hashed, real = list[int](), node.chains.of
-
-    def hashing(namespace: Namespace, ids: TokenArray) -> ChunkKeys:
-        hashed.append(len(ids))
-        return real(namespace, ids)
-
-    monkeypatch.setattr(node.chains, "of", hashing)
-    for asked, found, counts in ((tokens, 30, []), (tokens[:-1], 29, []), ([*tokens, *tokens], 30, [60 * SIZE])):
-        answer = questions.answer(question_of(asked), HERE)
-        assert answer["blocks"] == found and hashed == counts
-        assert next(iter(answer["instances"].values()))["CPU"] == found * SIZE
-    monkeypatch.setattr(View, "is_calm", False)
-    assert questions.answer(question_of(tokens), HERE)["blocks"] == 30 and len(hashed) == 2
-
-
 def test_a_question_is_answered_as_match_for_any_prompt(served: Served, url: str) -> None:
     chance, stem = random.Random(5), [number % 50 for number in range(40 * SIZE)]
     with connected(served) as store:
@@ -115,7 +85,7 @@ def test_memory_is_a_medium_beside_the_root(tmp_root: Path) -> None:
         store.namespace("m", SMALL).put(tokens, kv_of(SMALL, tokens))
     with serving_memory(tmp_root) as served, connected(served) as store:
         cache, instance = store.namespace("m", SMALL), served.worker.advertised
-        questions = served.worker.questions()
+        questions = Questions(served.worker)
         before = questions.answer(question_of(tokens), HERE)
         assert before["instances"] == {instance: {"longest_matched": 6 * SIZE, "STORAGE": 6 * SIZE, "CPU": 0}}
         assert before["scores"] == {instance: {"0": 6 * SIZE}}
@@ -131,7 +101,7 @@ def test_a_question_is_no_use_and_no_hit(served: Served) -> None:
     with connected(served) as store:
         store.namespace("m", SMALL).put(tokens, kv_of(SMALL, tokens))
         before = served.member.node.stats()["requests_match"]
-        assert served.worker.questions().answer(question_of(tokens), HERE)["blocks"] == 4
+        assert Questions(served.worker).answer(question_of(tokens), HERE)["blocks"] == 4
         assert served.member.node.stats()["requests_match"] == before
 
 
@@ -149,28 +119,10 @@ def test_what_makes_no_sense_says_what_to_do(url: str, body: bytes, says: str) -
     assert status == 400 and says in found["error"]
 
 
-def test_tokens_alone_are_a_question_too(served: Served, url: str) -> None:
-    tokens = np.arange(4 * SIZE, dtype="<u4")
-    with connected(served) as store:
-        store.namespace("m", SMALL).put(tokens, kv_of(SMALL, tokens))
-    raw = {"Content-Type": "application/octet-stream"}
-    assert asked(f"{url}?model=m", tokens.tobytes(), **raw) == asked(url, body_of(tokens))
-    assert asked(f"{url}?model=m&tenant=other", tokens.tobytes(), **raw)[1]["blocks"] == 0
-    for wrong, says in (("?tenant=other", "which model"), ("?model=m", "4 for each")):
-        status, found = asked(f"{url}{wrong}", tokens.tobytes()[: None if "tenant" in wrong else 7], **raw)
-        assert status == 400 and says in found["error"]
-
-
-def test_metrics_and_health_are_where_they_were(url: str) -> None:
-    for path in ("metrics", "healthz"):
-        with urllib.request.urlopen(url.replace("query", path), timeout=WAIT_S) as answer:
-            assert answer.status == 200
-
-
 def test_x12_without_an_access_file_only_the_workers_account_is_answered(served: Served) -> None:
     account = Account(b"s" * 32)
     account.serve("127.0.0.1:7070")
-    questions = Questions(served.member, Guard(lambda _: None, account=account), "w", for_host_alone=False)
+    questions = Questions(Worker(served.member, "127.0.0.1:0", security=ServerSecurity(account=account)))
     with pytest.raises(Unauthenticated):
         questions.answer(question_of(range(8)), HERE)
     shown = Caller("127.0.0.1", account=proof(b"s" * 32, "127.0.0.1:7070"))
@@ -179,7 +131,7 @@ def test_x12_without_an_access_file_only_the_workers_account_is_answered(served:
 
 def test_a_worker_with_tls_answers_its_host_alone_and_whoever_may_read_the_tenant(tmp_path: Path) -> None:
     with secured(tmp_path, {"router": {"a": "read"}}) as cell:
-        questions, token = cell.worker.questions(), cell.issuer.token("router")
+        questions, token = Questions(cell.worker), cell.issuer.token("router")
         assert questions.answer(question_of(range(8), tenant="a"), Caller("127.0.0.1", token))["blocks"] == 0
         with pytest.raises(PermissionDenied):
             questions.answer(question_of(range(8), tenant="b"), Caller("127.0.0.1", token))
@@ -196,17 +148,3 @@ def test_nobody_who_may_ask_nothing_has_a_question_read(tmp_path: Path) -> None:
         assert asked(url, b"{", **token)[0] == 400
         for body in (b"{", long, bytes(900_000)):
             assert asked(url, body)[0] == 401, "and not 400, as what is read is answered"
-
-
-def test_each_denial_in_the_audit_log_has_a_request_id(tmp_path: Path) -> None:
-    with secured(tmp_path, {"router": {"a": "read"}}) as cell, closing(start_metrics(cell.worker, "127.0.0.1:0")) as at:
-        url, token = f"http://{at.address}/query", {"Authorization": f"Bearer {cell.issuer.token('router')}"}
-        assert asked(url, body_of([1]), **{"kvstore-request-id": "mine"})[0] == 401
-        assert asked(url, body_of([1], tenant="b"), **token, **{"kvstore-request-id": "mine too"})[0] == 403
-        with cell.channel(cell.authority.client("c")) as channel, pytest.raises(grpc.RpcError):
-            KVStoreStub(channel).Stats(pb.StatsRequest(), timeout=WAIT_S)
-        said = [(line["method"], line["request"]) for line in cell.audited()]
-    assert [method for method, _ in said] == ["Match", "Match", "Stats"] and said[0][1] == "mine"
-    assert all(re.fullmatch("[0-9a-f]{16}", id) for _, id in said[1:]), (
-        "an id of our own where none is given, or is valid"
-    )

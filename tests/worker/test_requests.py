@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -159,41 +158,18 @@ def test_image_of_other_tokens_is_not_stored(stub: KVStoreStub, digest: bytes) -
     assert not stub.Match(pb.MatchRequest(namespace=digest, tokens=tokens), timeout=WAIT_S).chunks
 
 
-def unary_calls(digest: bytes, tokens: bytes) -> dict[str, Callable[[KVStoreStub], object]]:
-    """Every call that names a prompt."""
-    return {
-        "Match": lambda stub: stub.Match(pb.MatchRequest(namespace=digest, tokens=tokens), timeout=WAIT_S),
-        "Get": lambda stub: list(stub.Get(pb.GetRequest(namespace=digest, tokens=tokens), timeout=WAIT_S)),
-        "Hold": lambda stub: stub.Hold(pb.HoldRequest(namespace=digest, tokens=tokens), timeout=WAIT_S),
-        "Pin": lambda stub: stub.Pin(pb.PinRequest(namespace=digest, tokens=tokens, ttl_s=60), timeout=WAIT_S),
-        "CountRefs": lambda stub: stub.CountRefs(pb.CountRefsRequest(namespace=digest, tokens=tokens), timeout=WAIT_S),
-        "Put": lambda stub: stub.Put(
-            iter([pb.PutRequest(start=pb.PutStart(namespace=digest, tokens=tokens))]), timeout=WAIT_S
-        ),
+@for_each("name", ["Match", "Get", "Put", "Clear"])
+def test_call_about_an_unknown_namespace_is_not_found(stub: KVStoreStub, name: str) -> None:
+    unknown, tokens = bytes(range(32)), packed(TOKENS)
+    calls: dict[str, Callable[[], object]] = {
+        "Match": lambda: stub.Match(pb.MatchRequest(namespace=unknown, tokens=tokens), timeout=WAIT_S),
+        "Get": lambda: list(stub.Get(pb.GetRequest(namespace=unknown, tokens=tokens), timeout=WAIT_S)),
+        "Put": lambda: stub.Put(iter([pb.PutRequest(start=start(unknown))]), timeout=WAIT_S),
+        "Clear": lambda: stub.Clear(pb.ClearRequest(namespace=unknown), timeout=WAIT_S),
     }
-
-
-NAMES = list(unary_calls(b"", b""))
-
-
-@for_each("name", [*NAMES, "Clear", "MatchBlocks"])
-def test_an_unknown_namespace(stub: KVStoreStub, name: str) -> None:
-    unknown = bytes(range(32))
-    calls = unary_calls(unknown, packed(TOKENS)) | {
-        "Clear": lambda stub: stub.Clear(pb.ClearRequest(namespace=unknown), timeout=WAIT_S),
-        "MatchBlocks": lambda stub: stub.MatchBlocks(pb.MatchBlocksRequest(namespace=unknown), timeout=WAIT_S),
-    }
-    code, message, kind = refused(lambda: calls[name](stub))
+    code, message, kind = refused(calls[name])
     assert (code, kind) == (grpc.StatusCode.NOT_FOUND, "UnknownNamespace")
     assert "call OpenNamespace" in message
-
-
-@for_each("name", NAMES)
-def test_tokens_and_namespaces_that_are_none(stub: KVStoreStub, digest: bytes, name: str) -> None:
-    for namespace, tokens, says in ((digest, b"12345", "5 bytes: expected 4 for each"), (b"short", b"", "has 5 bytes")):
-        code, message, _ = refused(lambda n=namespace, t=tokens: unary_calls(n, t)[name](stub))  # type: ignore[misc]
-        assert code is INVALID
-        assert says in message
 
 
 OTHERS: dict[str, tuple[Callable[[KVStoreStub, bytes], object], str]] = {
@@ -259,16 +235,6 @@ def test_a_message_that_is_too_large(served: Served, size: int) -> None:
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_connections_that_say_nothing(served: Served, cache: Cache) -> None:
-    host, port = served.address.split(":")
-    silent = [socket.create_connection((host, int(port)), timeout=WAIT_S) for _ in range(50)]
-    try:
-        assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
-    finally:
-        for connection in silent:
-            connection.close()
-
-
 def test_a_defect_of_ours_leaks_nothing(
     served: Served, stub: KVStoreStub, digest: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -306,12 +272,3 @@ def test_more_calls_than_allowed_are_refused_and_others_go_on() -> None:
         assert stub.Stats(pb.StatsRequest(), timeout=WAIT_S).gauges["calls_in_flight"] == 3
         go_on.set()
         assert [each.result().tokens_present for each in puts] == 3 * [len(TOKENS)]
-
-
-def test_holds_of_clients_that_vanished_end_by_themselves() -> None:
-    with serving() as served, raw_stub(served) as stub, connected(served) as store:
-        store.namespace("m", SMALL).put(TOKENS, KV)
-        request = pb.HoldRequest(namespace=opened(stub, SMALL), tokens=packed(TOKENS), ttl_s=0.01)
-        stub.Hold(request, timeout=WAIT_S)
-        eventually(lambda: len(served.worker.service.holds) == 0, "the hold is over")
-        assert len(served.member.node.holds) == 0

@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvstore import Layout
 from kvstore.root.memory import MemoryFiles, MemoryRoot
@@ -150,25 +149,6 @@ def test_work_of_our_own_is_not_the_clients_silence() -> None:
         hang.release.set()
         assert call.result().tokens_present == len(TOKENS)
         assert served.worker.service.watch.expired_count == 0
-
-
-def test_streams_of_reflection_end_too() -> None:
-    ended = threading.Event()
-
-    def silent() -> Iterator[reflection_pb2.ServerReflectionRequest]:
-        ended.wait(WAIT_S)
-        yield from ()
-
-    with serving(worker_limits=impatient(calls_max=1, spare_calls_max=3)) as served, raw_channel(served) as channel:
-        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
-        calls = [reflection.ServerReflectionInfo(silent(), timeout=WAIT_S) for _ in range(4)]
-        eventually(lambda: served.worker.service.watch.expired_count >= 4, "all were given up")
-        for call in calls:
-            with pytest.raises(grpc.RpcError):
-                list(call)
-        ended.set()  # only now: a request that ends in time is answered
-        with raw_stub(served) as stub:
-            assert opened(stub, SMALL)
 
 
 def test_calls_that_never_send_their_one_message_let_go_of_their_threads() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.errors import InvalidRequest
 from kvstore.results import PutResult
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.writes import WriteMode, WriteModeName
@@ -16,7 +15,6 @@ from tests.kit.stores import same
 from tests.kit.tiers import faulty, held
 from tests.kit.workers import (
     chain_of,
-    connected,
     images_of,
     opened,
     packed,
@@ -75,23 +73,6 @@ def test_a_client_that_says_behind_means_it_where_a_put_does_not_say(bulk: str) 
         assert all(acting.on_root(1, 8))
 
 
-@for_each("bulk", ["shared", "grpc"])
-def test_a_turn_put_behind_continues_what_only_memory_has(bulk: str) -> None:
-    root = faulty()
-    with working(root) as (acting, served), caching(served, acting, bulk) as cache:
-        tokens, size = acting.prompts.tokens(1, 9), acting.size
-        with held(root):
-            cache.put(tokens[: 4 * size], acting.prompts.kv(1, 4), write="behind")
-            result = cache.put(tokens, acting.prompts.kv(1, 9, 4), prefix=4 * size, write="behind")
-            assert (result.tokens_present, result.chunks_written) == (9 * size, 5)
-            again = cache.put(tokens, acting.prompts.kv(1, 9), write="behind")
-            assert (again.tokens_present, again.chunks_written, again.chunks_found) == (9 * size, 0, 9)
-            gap = cache.put(acting.prompts.tokens(2, 4), acting.prompts.kv(2, 4, 2), prefix=2 * size, write="behind")
-            assert gap.tokens_present == 0 and not any(acting.in_memory(2, 4))
-        acting.drain()
-        assert all(acting.on_root(1, 9)) and acting.get(1, 9) == 9
-
-
 def test_a_foreign_client_that_sends_what_is_there_writes_only_the_rest() -> None:
     with working(faulty(), write=WriteMode.BEHIND) as (acting, served), raw_stub(served) as stub:
         acting.put(1, 3)
@@ -117,19 +98,3 @@ def test_blocks_say_how_they_are_put_too() -> None:
         out = [np.zeros(5000, np.uint8) for _ in keys]
         assert cache.blocks.get(keys, out) == [True] * 4
         assert all(map(np.array_equal, out, blocks))
-
-
-def test_a_namespace_says_it_for_all_its_puts() -> None:
-    root = faulty()
-    with working(root) as (acting, served), connected(served) as store:
-        cache = store.namespace("m", acting.cache.layout, write="behind")
-        with held(root):
-            cache.put(acting.prompts.tokens(1, 4), acting.prompts.kv(1, 4))
-            assert cache.match(acting.prompts.tokens(1, 4)) == 4 * acting.size
-            assert all(acting.in_memory(1, 4)) and not any(acting.on_root(1, 4))
-        cache.put(acting.prompts.tokens(2, 4), acting.prompts.kv(2, 4), cache=False)
-        assert all(acting.on_root(2, 4)) and not any(acting.in_memory(2, 4))
-        with pytest.raises(InvalidRequest, match="write='later'"):
-            cache.put(acting.prompts.tokens(3, 1), acting.prompts.kv(3, 1), write="later")  # type: ignore[arg-type]
-        with pytest.raises(InvalidRequest, match="write='later'"):
-            store.namespace("m", acting.cache.layout, write="later")  # type: ignore[arg-type]

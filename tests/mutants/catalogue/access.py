@@ -171,7 +171,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "access-grant-of-another-client",
         "access X8: a grant is bound to its client",
-        at("kvstore.worker.bulk.listener:BulkListener", "grant", lambda real, self, *presented: real(self)),
+        at("kvstore.worker.data_server:BulkListener", "grant", lambda real, self, *presented: real(self)),
         "security/test_hostile.py",
         MATRIX,
     ),

@@ -362,7 +362,6 @@ KEEPING = [
         "PROTOCOL leftovers: timings are checked",
         at("kvstore.checks", "check_limits", giving(None)),
         "gc/test_safety.py",
-        "worker/test_limits.py",
         "client/test_input.py",
     ),
     mutant(

@@ -11,7 +11,7 @@ from tests.mutants.mutant import Mutant, mutant
 MESSAGES = "kvstore.wire.messages"
 WIRE = "worker/test_wire.py"
 WORKER = "worker/test_limits.py"
-ADMISSION = "kvstore.worker.admission"
+CONTEXT = "kvstore.worker.context"
 SHARES = "security/test_rules.py"
 
 
@@ -71,26 +71,26 @@ MUTANTS: list[Mutant] = [
     mutant(
         "limit-calls",
         "limits: calls of a worker at once",
-        at(f"{ADMISSION}:Gate", "passing", lambda real, self, *, light: nullcontext()),
+        at(f"{CONTEXT}:Gate", "passing", lambda real, self, *, light: nullcontext()),
         WORKER,
     ),
     mutant(
         "limit-draining",
         "limits: a draining worker takes no calls",
-        at(f"{ADMISSION}:Gate", "close", giving(None)),
+        at(f"{CONTEXT}:Gate", "close", giving(None)),
         WORKER,
     ),
     mutant(
         "limit-bytes-in-flight",
         "limits: bytes in flight",
-        at(f"{ADMISSION}:BytesInFlight", "reserved", lambda real, self, count: nullcontext()),
+        at(f"{CONTEXT}:BytesInFlight", "reserved", lambda real, self, *count: nullcontext()),
         WORKER,
         SHARES,
     ),
     mutant(
         "limit-client-holds",
         "limits: holds of clients",
-        at("kvstore.worker.prompts:ClientHolds", "add", _add_unlimited),
+        at(f"{CONTEXT}:ClientHolds", "add", _add_unlimited),
         WORKER,
         SHARES,
     ),

@@ -167,7 +167,7 @@ HOLDING = [
     rule(
         "H4",
         "client-holds-never-expire",
-        at("kvstore.worker.prompts:ClientHolds", "expire", giving(None)),
+        at("kvstore.worker.context:ClientHolds", "expire", giving(None)),
         "worker/test_leased_holds.py",
         "worker/test_limits.py",
     ),

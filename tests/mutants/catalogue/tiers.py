@@ -65,7 +65,7 @@ MUTANTS: list[Mutant] = [
         "memory-second-writer-wins",
         "MEMORY E4: the first writer wins",
         at(INVENTORY, "claim", _claim_over),
-        INVENTORY_TESTS,
+        "memory/test_inventory_model.py",
     ),
     mutant(
         "memory-evicts-pinned", "MEMORY E2: pinned chunks stay", at(INVENTORY, "pin", giving(None)), INVENTORY_TESTS

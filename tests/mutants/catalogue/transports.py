@@ -14,7 +14,7 @@ BLOCKS_HOSTILE = "bulk/test_blocks_hostile.py"
 WIRE = "worker/test_wire.py"
 SEALS = "worker/test_seals.py"
 CALLER = "kvstore.client.caller:Caller"
-CONNECTION = "kvstore.worker.bulk.connection:Connection"
+CONNECTION = "kvstore.worker.data_put:Connection"
 
 
 def _unlimited(real: Any, raw: Any) -> Any:
@@ -136,7 +136,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "lease-ends-with-its-answer",
         "BULK: lent slots stay until the client ends",
-        at("kvstore.worker.bulk.getting:Leases", "keep", _ended_at_once),
+        at("kvstore.worker.data_get:Leases", "keep", _ended_at_once),
         "bulk/test_memory_hostile.py",
         "-k",
         "lease",

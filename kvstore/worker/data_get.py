@@ -1,6 +1,7 @@
-"""Get over a bulk connection: which chunks, and their images in lent slots of memory, in open files, or as bytes.
+"""Get, over a bulk connection and over gRPC.
 
-The client verifies: it gets whole images, with their headers.
+Over a bulk connection the answer is whole images with their headers, which the client verifies: in lent slots of
+memory, in open files, or as bytes. Over gRPC the worker verifies, and sends chunks while it reads the next.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from kvstore.buffers import byte_length, grouped
-from kvstore.counts import NodeCount, WorkerCount
+import numpy as np
+
+from kvstore.buffers import Pieces, aligned, byte_length, cut, grouped
+from kvstore.counts import NodeCount
 from kvstore.errors import InvalidRequest
+from kvstore.format.header import Expected
 from kvstore.node.lanes import Deadline
 from kvstore.node.memory_tier import MemoryTier, Slots
-from kvstore.node.node import Node
 from kvstore.node.reader import Asked, Reading
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
@@ -35,11 +38,10 @@ from kvstore.wire.bulk.frames import (
     encode_slots,
     encode_span,
 )
+from kvstore.wire.images import image_messages
 from kvstore.wire.messages import parse
-from kvstore.worker.admission import Buffers, BytesInFlight
-from kvstore.worker.calls import Call, CallContext, Calls, seconds_left
-from kvstore.worker.limits import WorkerLimits
-from kvstore.worker.prompts import Prompts
+from kvstore.worker.context import Call, WorkerContext
+from kvstore.worker.data_put import buffers_of
 
 # Leases: chunks in the worker's memory that a client on this host reads or has views of; they are not evicted.
 #
@@ -58,10 +60,6 @@ class Lease:
         """Raises OSError if there are no more file descriptors."""
         self.watched, self.handed = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.slots: list[Slots] = []
-
-    def hand(self) -> list[int]:
-        """Returns the client's end, to send, then close by ``handed_over``; an empty list from the second call on."""
-        return [self.handed] if self.handed >= 0 else []
 
     def handed_over(self) -> None:
         """Closes our copy of the client's end. Idempotent."""
@@ -174,85 +172,45 @@ WINDOWS = 2
 """Windows in progress at once: one is sent while the next is read."""
 
 
-class BulkGets:
-    """Serves GET frames. ``leases`` is None if the node has no memory."""
-
-    def __init__(
-        self,
-        node: Node,
-        prompts: Prompts,
-        in_flight: BytesInFlight,
-        calls: Calls,
-        limits: WorkerLimits,
-        buffers: Buffers,
-        leases: Leases | None,
-    ) -> None:
-        self._node = node
-        self._prompts = prompts
-        self._in_flight = in_flight
-        self._calls = calls
-        self._limits = limits
-        self._buffers = buffers
-        self._leases = leases
-
-    def get(self, channel: Channel, number: int, mode: int, message: bytes, context: Call) -> None:
-        """Answers one request."""
-        request = parse(pb.GetRequest, message)
-        self._check_mode(channel, mode, context)
-        if request.keys:
-            self._get_blocks(channel, number, mode, request, context)
-            return
-        first = request.first
-        if request.memory_only:
-            # Only what memory has now, and without a request to another worker: the client is a peer (rule P2).
-            if mode != Mode.STREAM:
-                raise InvalidRequest("memory_only with files or slots: expected mode 0 (a stream)")
-            chain, memory = self._prompts.known_chain(request, context), self._node.memory
-            count = first + (memory.leading(chain, first) if memory is not None and first < len(chain) else 0)
-            self._sender(channel, number, Asked(chain, memory_only=True), context).send(first, count)
-            return
-        with self._prompts.held(request, context) as (hold, count):
-            if not request.uncounted:
-                self._node.counters.add(NodeCount.REQUESTS_GET)
-            sender = self._sender(channel, number, Asked(hold.chain, hold), context)
-            try:
-                sender.send(first, count, *self._taken(mode))
-            finally:
-                if first < count:
-                    good = next((index for index in range(first, count) if index not in sender.sent), count)
-                    self._node.used(hold, good)
-
-    def _get_blocks(self, channel: Channel, number: int, mode: int, request: pb.GetRequest, context: Call) -> None:
-        wanted = self._prompts.blocks(request.namespace, request.keys, request.sizes, context)
-        asked = Asked(wanted, self._prompts.block_hold(request.hold, wanted.namespace))
-        if not request.uncounted:
-            self._node.counters.add(NodeCount.REQUESTS_GET)
-        sender = self._sender(channel, number, asked, context)
+def serve_get(
+    worker: WorkerContext, leases: Leases | None, channel: Channel, number: int, mode: int, message: bytes, call: Call
+) -> None:
+    """Answers the GET frame ``number`` of a bulk connection. ``leases`` is None if the node has no memory."""
+    request = parse(pb.GetRequest, message)
+    _check_mode(leases, channel, mode, request, call)
+    with worker.asked(request, call) as (asked, stop):
+        sender = ImageSender(worker, channel, number, asked, call)
+        if not (asked.memory_only or request.uncounted):
+            worker.node.counters.add(NodeCount.REQUESTS_GET)
+        lends, hands_files = mode == Mode.SLOTS, mode != Mode.STREAM and worker.node.hands_files
         try:
-            sender.send(0, len(wanted), *self._taken(mode))
+            sender.send(request.first, stop, leases if lends else None, hands_files)
         finally:
-            self._node.reader.used(wanted.take(sorted(sender.sent)))
+            if request.first < stop and not asked.memory_only:
+                _note_use(worker, asked, request.first, sender.sent)
 
-    def _check_mode(self, channel: Channel, mode: int, context: Call) -> None:
-        if mode not in (Mode.STREAM, Mode.FILES, Mode.SLOTS):
-            raise InvalidRequest(f"the mode of a get is {mode}: expected 0 (a stream), 1 (files) or 2 (slots)")
-        if mode == Mode.STREAM:
-            return
-        if not channel.is_unix:
-            raise InvalidRequest("files and slots can be given only on a unix socket")
-        if mode == Mode.SLOTS and self._leases is None:
-            raise InvalidRequest("slots can be given only by a worker that has memory")
-        context.allow_every()  # shared memory holds chunks of all tenants (rule X8)
 
-    def _taken(self, mode: int) -> tuple[Leases | None, bool]:
-        """Returns what the client takes beside bytes: slots under a lease, open files."""
-        return self._leases if mode == Mode.SLOTS else None, mode != Mode.STREAM and self._node.hands_files
+def _check_mode(leases: Leases | None, channel: Channel, mode: int, request: pb.GetRequest, call: Call) -> None:
+    if mode not in (Mode.STREAM, Mode.FILES, Mode.SLOTS):
+        raise InvalidRequest(f"the mode of a get is {mode}: expected 0 (a stream), 1 (files) or 2 (slots)")
+    if mode == Mode.STREAM:
+        return
+    if request.memory_only:
+        raise InvalidRequest("memory_only with files or slots: expected mode 0 (a stream)")
+    if not channel.is_unix:
+        raise InvalidRequest("files and slots can be given only on a unix socket")
+    if mode == Mode.SLOTS and leases is None:
+        raise InvalidRequest("slots can be given only by a worker that has memory")
+    call.allow_every()  # shared memory holds chunks of all tenants (rule X8)
 
-    def _sender(self, channel: Channel, number: int, asked: Asked, context: Call) -> ImageSender:
-        in_flight, window_bytes = self._in_flight, self._limits.window_bytes
-        return ImageSender(
-            self._node, channel, number, asked, in_flight, self._calls, self._buffers, window_bytes, context
-        )
+
+def _note_use(worker: WorkerContext, asked: Asked, first: int, sent: Collection[int]) -> None:
+    """Notes a read of the chunks that were sent: of a prompt up to the first that was not."""
+    keys = asked.wanted
+    present = np.zeros(len(keys), np.bool_)
+    present[:first] = keys.prefix_ordered  # the client has them
+    present[list(sent)] = True
+    worker.node.reader.used(keys.found(present))
 
 
 @dataclass(slots=True, eq=False)
@@ -279,31 +237,17 @@ class Window:
 
 
 class ImageSender:
-    """Answers one GET. ``sent`` has the indexes of the chunks that it gave."""
+    """Answers one GET. ``sent`` has the indexes of the chunks that were sent."""
 
-    def __init__(
-        self,
-        node: Node,
-        channel: Channel,
-        number: int,
-        asked: Asked,
-        in_flight: BytesInFlight,
-        calls: Calls,
-        buffers: Buffers,
-        window_bytes: int,
-        context: CallContext,
-    ) -> None:
-        self._node = node
+    def __init__(self, worker: WorkerContext, channel: Channel, number: int, asked: Asked, call: Call) -> None:
+        self._worker = worker
+        self._node = worker.node
         self._channel = channel
         self._number = number
         self._asked = asked
         self._wanted = asked.wanted
         self._is_chain = asked.wanted.prefix_ordered
-        self._in_flight = in_flight
-        self._calls = calls
-        self._buffers = buffers
-        self._window_bytes = window_bytes
-        self._context = context
+        self._call = call
         self._is_announced = False
         self._most_bytes = 0
         self._is_reserved = False
@@ -355,7 +299,9 @@ class ImageSender:
         return left
 
     def _announce(self, lent: LentSlots, lease: Lease | None = None) -> None:
-        self._channel.send(Kind.SLOTS, self._number, [encode_slots(lent)], lease.hand() if lease is not None else ())
+        # The client gets its end of the lease with the first slots.
+        files = [lease.handed] if lease is not None and lease.handed >= 0 else []
+        self._channel.send(Kind.SLOTS, self._number, [encode_slots(lent)], files)
         self._is_announced = True
         if lease is not None:
             lease.handed_over()
@@ -400,7 +346,7 @@ class ImageSender:
 
     def _stream(self, indexes: Sequence[int]) -> None:
         sizes = self._wanted.image_sizes(indexes)
-        cuts = list(grouped(sizes, 2 * self._window_bytes, WINDOW_CHUNKS))
+        cuts = list(grouped(sizes, 2 * self._worker.limits.window_bytes, WINDOW_CHUNKS))
         self._most_bytes = max((sum(sizes[cut]) for cut in cuts), default=0)
         begun: deque[Window] = deque()
         with ExitStack() as reserved:
@@ -432,9 +378,9 @@ class ImageSender:
         if not left or self._asked.memory_only:
             return
         if not self._is_reserved:
-            reserved.enter_context(self._in_flight.reserved(WINDOWS * self._most_bytes))
+            reserved.enter_context(self._worker.in_flight.reserved(WINDOWS * self._most_bytes, self._call.visit.pays))
             self._is_reserved = True
-        window.buffer = self._buffers.take(self._most_bytes)  # of one size, so that they can be reused
+        window.buffer = self._worker.buffers.take(self._most_bytes)  # of one size, so that they can be reused
         at = 0
         for index in left:
             window.images[index] = window.buffer[at : at + size_of[index]]
@@ -459,12 +405,11 @@ class ImageSender:
         return images, end == len(window.indexes)
 
     def _end(self, window: Window) -> None:
-        """Frees a window that was sent."""
         self._count_hot(window.hot)
         window.close()
         if window.buffer is not None and window.is_whole:
             # A lane past its deadline may still be reading into the others: such a buffer is never reused.
-            self._buffers.give(window.buffer)
+            self._worker.buffers.give(window.buffer)
 
     def _send(self, images: dict[int, memoryview]) -> None:
         # In few system calls: the heads of small chunks would cost more than their bytes.
@@ -487,11 +432,11 @@ class ImageSender:
             self._node.counters.add(NodeCount.MEMORY_BYTES, self._wanted.payload_bytes(list(indexes)))
 
     def _given(self, indexes: Collection[int]) -> None:
-        self._calls.add(WorkerCount.WIRE_BYTES_OUT, self._wanted.payload_bytes(list(indexes)))
+        self._call.sent(self._wanted.payload_bytes(list(indexes)))
         self.sent.update(indexes)
 
     def _deadline(self) -> Deadline:
-        return Deadline(self._node.clock, seconds_left(self._context, self._node.limits.read_deadline_s))
+        return Deadline(self._node.clock, self._call.left_s(self._node.limits.read_deadline_s))
 
 
 def _runs(indexes: Sequence[int], most: int) -> Iterator[Sequence[int]]:
@@ -500,3 +445,77 @@ def _runs(indexes: Sequence[int], most: int) -> Iterator[Sequence[int]]:
     for start, stop in pairwise([*starts, len(indexes)]):
         for at in range(start, stop, most):
             yield indexes[at : min(at + most, stop)]
+
+
+# Over gRPC: chunks or blocks are read and verified while those before them are being sent.
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Chunks that are read at once: for each its index, what it is, and its sections."""
+
+    chunks: list[tuple[int, Expected, Pieces]]
+    reading: Reading
+
+
+def stream_get(worker: WorkerContext, request: pb.GetRequest, call: Call) -> Iterator[bytes]:
+    """Yields the encoded messages that answer a Get over gRPC."""
+    if request.memory_only:
+        raise InvalidRequest("memory_only goes over a bulk connection only (OpenBulk)")
+    with worker.asked(request, call) as (asked, stop):
+        if not request.uncounted:
+            worker.node.counters.add(NodeCount.REQUESTS_GET)
+        tokens = stop * asked.wanted.namespace.layout.chunk_tokens if asked.wanted.prefix_ordered else 0
+        yield pb.GetResponse(start=pb.GetStart(chunks=stop, tokens=tokens)).SerializeToString()
+        if request.first < stop:
+            yield from _images(worker, asked, request.first, stop, call)
+
+
+def _images(worker: WorkerContext, asked: Asked, first: int, stop: int, call: Call) -> Iterator[bytes]:
+    """Yields the messages of the images from ``first`` on, of a prompt up to the first missing one."""
+    wanted, is_chain = asked.wanted, asked.wanted.prefix_ordered
+    sizes = wanted.payload_sizes()
+    windows = [range(first, stop)[part] for part in grouped(sizes[first:stop], worker.limits.window_bytes)]
+    largest = max((sum(sizes[window.start : window.stop]) for window in windows), default=0)
+    sent: set[int] = set()
+    begun: list[_Window] = []
+    with worker.in_flight.reserved(min(2, len(windows)) * largest, call.visit.pays):
+        memories = [aligned(largest) for _ in windows[:2]]
+        try:
+            for number, indexes in enumerate(windows):
+                if not begun:
+                    begun.append(_begin(worker, asked, indexes, memories[number % 2], call))
+                window = begun.pop()
+                done = window.reading.wait(_deadline(worker, call))
+                ends_here = is_chain and not all(done)
+                if number + 1 < len(windows) and not ends_here:
+                    begun.append(_begin(worker, asked, windows[number + 1], memories[(number + 1) % 2], call))
+                for (index, expected, sections), is_done in zip(window.chunks, done, strict=True):
+                    if is_done:
+                        call.sent(expected.payload_bytes)
+                        yield from image_messages(pb.GetResponse, index, expected, sections)
+                        sent.add(index)
+                    elif is_chain:
+                        return
+        finally:
+            # Before the memory is freed: a lane may be reading into it for a client that is gone.
+            for window in begun:
+                window.reading.withdraw()
+            _note_use(worker, asked, first, sent)
+
+
+def _begin(worker: WorkerContext, asked: Asked, indexes: range, memory: memoryview, call: Call) -> _Window:
+    """Begins to read those of ``indexes`` that may be given, into ``memory``."""
+    wanted, node = asked.wanted, worker.node
+    allowed = asked.allowed(node.holds, node.gc_view, indexes)
+    expected = [wanted.expected(index) for index in allowed]
+    buffers = cut(memory, [each.payload_bytes for each in expected])
+    part, first = wanted.run(allowed)
+    sections = buffers_of(part, first, buffers)
+    reading = node.reader.begin(part, first, len(allowed), sections, _deadline(worker, call))
+    places = range(first, first + len(allowed))
+    return _Window(list(zip(allowed, expected, map(sections, places), strict=True)), reading)
+
+
+def _deadline(worker: WorkerContext, call: Call) -> Deadline:
+    return Deadline(worker.node.clock, call.left_s(worker.node.limits.read_deadline_s))

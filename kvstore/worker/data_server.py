@@ -1,4 +1,4 @@
-"""The sockets of the bulk protocol: who may connect, and which thread serves a connection.
+"""The bulk protocol's server: who may connect, which thread serves a connection, and its requests.
 
 One thread watches all silent connections, greets new ones, and passes those that begin a request to the serving
 threads. So a silent connection costs one file descriptor and nothing else.
@@ -19,22 +19,148 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.security.access import NOTHING, Presented
 from kvstore.security.tls import Certificate
+from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
-from kvstore.wire.bulk.frames import HEAD_BYTES, Kind, decode_head
+from kvstore.wire.bulk.frames import (
+    HEAD_BYTES,
+    REQUESTS,
+    SHORT_CALLS,
+    Kind,
+    Request,
+    decode_arena,
+    decode_head,
+    decode_request,
+    encode_arena,
+)
 from kvstore.wire.bulk.grants import HELLO_BYTES, Grant, boot_id, read_hello
 from kvstore.wire.bulk.sockets import listen_tcp, listen_unix
-from kvstore.worker.bulk.connection import Connection
-from kvstore.worker.bulk.serving import BulkRequests
-from kvstore.worker.calls import Calls
+from kvstore.wire.messages import parse, trace_of
+from kvstore.wire.statuses import Refusal, refusal
+from kvstore.worker.context import BulkContext, Calls, DaemonThreads, Refused, UnaryCall, WorkerContext
+from kvstore.worker.data_get import Leases, serve_get
+from kvstore.worker.data_put import Connection, serve_put
 from kvstore.worker.limits import WorkerLimits
-from kvstore.worker.threads import DaemonThreads
+
+log = logging.getLogger(__name__)
+
+# The requests on a connection, each from its first frame to its answer.
+
+
+LINGER_S = 2.0
+"""How long the rest of a refused put is read on, so that the client can read why."""
+_STREAMS = {Kind.GET: "Get", Kind.PUT: "Put"}
+BULK_METHODS = (*_STREAMS.values(), *SHORT_CALLS)
+"""The calls that requests are counted as."""
+
+
+class BulkRequests:
+    """Serves the requests of all bulk connections."""
+
+    def __init__(self, worker: WorkerContext, short: Mapping[str, UnaryCall[Any]]) -> None:
+        """``short`` has the calls of SHORT_CALLS."""
+        self._worker = worker
+        self._calls = worker.calls
+        self._short = short
+        self.memory = worker.node.memory
+        """The memory that clients on this host may map."""
+        self.memory_id = worker.node.ids.fresh() if self.memory is not None else b""
+        self.leases = Leases(self.memory) if self.memory is not None else None
+
+    def serve(self, connection: Connection) -> bool:
+        """Serves the request whose first bytes came; returns whether the connection can be used again. Never raises."""
+        channel, limits = connection.channel, self._worker.limits
+        number = 0
+        try:
+            channel.limit(limits.idle_s, limits.stream_s_max)
+            head = channel.receive_head()
+            channel.expect(head, Kind.ARENA, Kind.MAP, *REQUESTS)
+            number = head.request
+            payload = channel.receive(head.length)
+            if head.kind is Kind.ARENA:
+                connection.adopt_arena(decode_arena(payload), limits.arena_bytes_max)
+                return True
+            channel.take_files(0)
+            if head.kind is Kind.MAP:
+                mapping = BulkContext(channel, limits.idle_s, (), connection.presented)
+                with self._calls.serving("MapMemory", mapping, light=True):
+                    self._hand_memory(channel, number)
+                return True
+            request = decode_request(payload)
+            channel.limit(limits.idle_s, min(request.timeout_s, limits.stream_s_max))
+            context = BulkContext(channel, request.timeout_s, trace_of(request.message), connection.presented)
+            if head.kind is Kind.CALL:
+                self._answer(channel, number, request, context)
+                return channel.alive
+            with self._calls.serving(_STREAMS[head.kind], context) as call:
+                if head.kind is Kind.GET:
+                    serve_get(self._worker, self.leases, channel, number, request.flag, request.message, call)
+                else:
+                    serve_put(self._worker, connection, number, request.message, call)
+            channel.take_files(0)
+            return channel.alive
+        except Refused as refused:
+            self._refuse(connection, number, refused.refusal)
+        except LinkLate:
+            self._calls.add(WorkerCount.CALLS_IDLE)
+        except KVStoreError as error:
+            self._refuse(connection, number, refusal(error))
+        return False
+
+    def close(self, timeout_s: float) -> None:
+        """Stops waiting for clients. Idempotent."""
+        if self.leases is not None:
+            self.leases.close(timeout_s)
+
+    def _answer(self, channel: Channel, number: int, request: Request, context: BulkContext) -> None:
+        if request.flag >= len(SHORT_CALLS):
+            raise InvalidRequest(f"call {request.flag} is not known: expected 0 to {len(SHORT_CALLS) - 1}")
+        name = SHORT_CALLS[request.flag]
+        served = self._short[name]
+        try:
+            with self._calls.serving(name, context, light=served.light) as call:
+                answer = served.answer(parse(served.kind, request.message), call).SerializeToString()
+        except Refused as refused:
+            # Nothing else is on its way: the connection goes on.
+            channel.send(Kind.REFUSED, number, [_message_of(refused.refusal)])
+        else:
+            channel.send(Kind.ANSWER, number, [answer])
+
+    def _hand_memory(self, channel: Channel, number: int) -> None:
+        if self.memory is None or not channel.is_unix:
+            raise InvalidRequest(
+                "no memory to map: it is offered on a unix socket only, by a worker with a memory tier"
+            )
+        arena = self.memory.arena
+        channel.send(Kind.MEMORY, number, [encode_arena(arena.size_bytes)], [arena.fd])
+
+    def _refuse(self, connection: Connection, number: int, refused: Refusal) -> None:
+        """Sends the reason and ends the connection: bytes in flight could not be told from a new request."""
+        channel = connection.channel
+        if not channel.alive:
+            return
+        try:
+            channel.limit(LINGER_S, LINGER_S)
+            channel.send(Kind.REFUSED, number, [_message_of(refused)])
+            scratch = memoryview(bytearray(1 << 16))
+            while True:
+                channel.receive_some([scratch])
+        except (LinkBroken, LinkLate):
+            pass
+
+
+def _message_of(refused: Refusal) -> bytes:
+    message = pb.BulkRefusal(code=refused.code.value[0], message=refused.message, trailers=dict(refused.trailers))
+    return message.SerializeToString()
+
 
 # The folder of a worker's unix socket: private to its user; a later worker removes the folders of killed ones.
 
@@ -134,8 +260,6 @@ class Stranger:
             return None
         return bytes(self._said) if said else b""
 
-
-log = logging.getLogger(__name__)
 
 PERIOD_S = 0.25
 FILES_MAX = 1
@@ -365,7 +489,6 @@ class BulkListener:
         stranger.socket.close()
 
     def _listen_to(self, connection: Connection) -> None:
-        """Waits for the next request on a connection."""
         try:
             self._selector.register(connection.channel, selectors.EVENT_READ, connection)
         except (ValueError, KeyError, OSError):
