@@ -7,9 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.address import Address, Chain
 from kvstore.background import Loop
-from kvstore.buffers import Sections
+from kvstore.buffers import Sections, address_of
 from kvstore.census.selection import ClearOrder, Standing
 from kvstore.counts import NodeCount
 from kvstore.errors import Overloaded, Unavailable
@@ -20,11 +23,11 @@ from kvstore.namespace import NamespaceDigest
 from kvstore.node.counters import Counters, TierName
 from kvstore.node.disk_tier import DiskTier
 from kvstore.node.encoded import Encodings
-from kvstore.node.images import make_images
+from kvstore.node.images import make_images, seal_images
 from kvstore.node.lanes import Batch, Deadline, Lanes
 from kvstore.node.memory_tier import MemoryTier, Slot
 from kvstore.node.settings import CurrentLimits, TierSettings
-from kvstore.node.wanted import Wanted, image_bytes, image_sizes
+from kvstore.node.wanted import Wanted, image_bytes, image_sizes, payload_of, section_bytes
 from kvstore.node.write_behind import Publish, WriteBehind
 from kvstore.sources import Clock, Ids
 from kvstore.writes import WriteMode
@@ -107,6 +110,51 @@ class Kept:
         return Kept(self.there[:at] + rest.there, self.fresh + [at + each for each in rest.fresh], waits_at)
 
 
+ARRIVING_SHARE = 4
+"""Share of memory that reservations may have together: clients that stop sending must not keep others out."""
+
+
+class Reservation:
+    """Slots for a run of chunks on their way from a client. A context: gives them back unless they were published."""
+
+    def __init__(self, tiers: TierStack, wanted: Wanted, first: int, slots: list[Slot], hints: Hints) -> None:
+        self.first = first
+        self.count = len(slots)
+        self.size_bytes = sum(slot.entry.size_bytes for slot in slots)
+        self._tiers = tiers
+        self._wanted = wanted
+        self._slots = slots
+        self._hints = hints
+
+    def bases(self) -> npt.NDArray[np.uint64]:
+        """Returns where the sections belong: the first section of each chunk, then the second of each, and so on."""
+        payloads = [payload_of(self._wanted, at, slot.memory) for at, slot in enumerate(self._slots, self.first)]
+        starts = np.fromiter(map(address_of, payloads), np.uint64, len(payloads))
+        offsets = np.arange(0, len(payloads[0]), section_bytes(self._wanted, self.first), dtype=np.uint64)
+        return (offsets[:, None] + starts).ravel()
+
+    def publish(self, sums: npt.NDArray[np.uint64]) -> None:
+        """Makes the chunks ready; ``sums`` are the checksums of their sections, in the order of ``bases``."""
+        slots, tiers = self._slots, self._tiers
+        tables = sums.reshape(-1, len(slots)).T
+        seal_images(self._wanted, self.first, [slot.memory for slot in slots], tables, tiers.incarnations)
+        self._slots = []
+        tiers.memory.ready(slots)
+        stop = self.first + len(slots)
+        tiers.behind.add(_leading(self._wanted, stop), self.first, len(slots), self._hints, self.size_bytes)
+        tiers.record()
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        slots, self._slots = self._slots, []
+        if slots:
+            self._tiers.memory.drop(slots)
+            self._tiers.behind.give_back(self.size_bytes)
+        self._tiers.has_arrived(self.size_bytes)
+
+
 class TierStack:
     """Takes ``arena`` over. Thread-safe."""
 
@@ -143,12 +191,13 @@ class TierStack:
         self._counters = counters
         self.copiers = lanes or Lanes(now.width, now.width, now.queue_max, now.stall_s, clock)
         """Lanes that never wait for a device: so memory is read while the root hangs."""
-        self._record = record
+        self.record = record
         self.encodings = encodings
-        self._incarnations = incarnations
+        self.incarnations = incarnations
         self.behind = WriteBehind(self.memory, counters, limits, clock)
-        self._changed = threading.Condition()  # guards that chunks came into memory
+        self._changed = threading.Condition()  # guards that chunks came into memory, and the bytes on their way there
         self._is_filled = False
+        self._arriving_bytes = 0
         self._demoting = Loop("kvstore-demote", self._changed, lambda: self._turn)
 
     def start(self, publish: Publish) -> None:
@@ -205,8 +254,30 @@ class TierStack:
             and self.behind.wait_for_room(image_bytes(wanted, first + at), patience.left_s())
         ):
             kept = kept.then(at, self._absorb(wanted, first + at, count - at, source, hints, deadline))
-        self._record()
+        self.record()
         return kept
+
+    def reserve(self, wanted: Wanted, first: int, count: int, hints: Hints) -> Reservation | None:
+        """Claims slots for chunks on their way that are written to the root later; None unless all find room now."""
+        size_bytes = sum(image_sizes(wanted, range(first, first + count)))
+        with self._changed:
+            if self._arriving_bytes + size_bytes > self.memory.size_bytes // ARRIVING_SHARE:
+                return None
+            self._arriving_bytes += size_bytes
+        self.filling(wanted)
+        claimed, _ = self._claim(wanted, first, [False] * count, hints, dirty=True)
+        slots = [slot for _, slot in claimed]
+        if len(slots) == count:
+            return Reservation(self, wanted, first, slots, hints)
+        self.memory.drop(slots)
+        self.behind.give_back(sum(slot.entry.size_bytes for slot in slots))
+        self.has_arrived(size_bytes)
+        return None
+
+    def has_arrived(self, size_bytes: int) -> None:
+        """Notes that a reservation of so many bytes has ended."""
+        with self._changed:
+            self._arriving_bytes -= size_bytes
 
     def _absorb(
         self, wanted: Wanted, first: int, count: int, source: Sections, hints: Hints, deadline: Deadline
@@ -288,7 +359,7 @@ class TierStack:
         def copy(number: int) -> bool:
             part = slots[number * size : (number + 1) * size]
             images = [slot.memory for _, slot in part]
-            make_images(wanted, [index for index, _ in part], source, images, self._incarnations)
+            make_images(wanted, [index for index, _ in part], source, images, self.incarnations)
             return True
 
         batch: Batch | None = None

@@ -16,11 +16,11 @@ from kvstore.buffers import Planes, Sections, cut_evenly
 from kvstore.counts import WorkerCount
 from kvstore.node.lanes import Deadline
 from kvstore.node.node import Node
-from kvstore.node.puts import Written
-from kvstore.node.wanted import Wanted, sizes_of
+from kvstore.node.puts import Write, Written
+from kvstore.node.wanted import Wanted, section_bytes, sizes_of
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.frames import READY, RUN_BYTES, SPAN_BYTES, Kind, decode_placed, decode_span
-from kvstore.wire.bulk.runs import SUM_BYTES, receive_planes
+from kvstore.wire.bulk.runs import PARTS_BYTES, SUM_BYTES, receive_planes, receive_sections
 from kvstore.wire.messages import hints_of, parse, write_of
 from kvstore.wire.statuses import BrokenTransfer
 from kvstore.worker.admission import Buffers, BytesInFlight
@@ -61,12 +61,12 @@ class Upload:
         self._ends = [0, *accumulate(sizes_of(wanted)[first : first + count])]
 
     def runs(
-        self, in_flight: BytesInFlight, buffers: Buffers, calls: Calls, reserved: ExitStack
+        self, write: Write, in_flight: BytesInFlight, buffers: Buffers, calls: Calls, reserved: ExitStack
     ) -> Iterator[UploadedRun]:
-        """Yields runs in order.
+        """Yields runs in order, except those that ``write`` has memory for: they are received there, and stored.
 
-        Memory is reserved for the first run that comes as bytes, until ``reserved`` ends. Raises BrokenTransfer if
-        bytes do not match their checksums, InvalidRequest, LinkBroken, LinkLate.
+        Memory is reserved for the first run that comes into a buffer, until ``reserved`` ends. Raises BrokenTransfer
+        if bytes do not match their checksums, InvalidRequest, LinkBroken, LinkLate.
         """
         channel = self._connection.channel
         is_reserved = False
@@ -83,6 +83,7 @@ class Upload:
             if start != index or not 1 <= count <= stop - index:
                 raise channel.break_off(f"received {count} chunks from {start} on: expected chunks from {index} on")
             size_bytes = self._size_bytes(start, count)
+            index += count
             buffer: memoryview | None = None
             if head.kind is Kind.PLACED:
                 memory = self._connection.placed(offset, size_bytes)
@@ -92,6 +93,9 @@ class Upload:
                     raise channel.break_off(
                         f"received {head.length} bytes for {count} chunks: not their size, or too large a run"
                     )
+                if self._receive_into_memory(write, start, count):
+                    calls.add(WorkerCount.WIRE_BYTES_IN, size_bytes)
+                    continue
                 if not is_reserved:
                     reserved.enter_context(in_flight.reserved(self._in_memory_bytes))
                     is_reserved = True
@@ -99,9 +103,25 @@ class Upload:
                 if not receive_planes(channel, self._pieces(start, count, memory)):
                     raise self._broken(start, count)
             calls.add(WorkerCount.WIRE_BYTES_IN, size_bytes)
-            index += count
             release = partial(self._release, index - self.first, buffers, buffer)
             yield UploadedRun(start, count, self._sections(start, count, memory), release)
+
+    def _receive_into_memory(self, write: Write, first: int, count: int) -> bool:
+        """Receives and stores a run; False if it must come into a buffer."""
+        channel, is_chain = self._connection.channel, isinstance(self._wanted, Chain)
+        sizes = {section_bytes(self._wanted, index) for index in range(first, first + count)}
+        size, parts = sizes.pop(), count if is_chain else 1
+        if sizes or not size or not channel.moves_natively or (parts > 1 and size % PARTS_BYTES):
+            return False
+        reserved = write.reserve(first, count)
+        if reserved is None:
+            return False
+        with reserved:
+            sums = receive_sections(channel, reserved.bases(), size, parts)
+            if sums is None:
+                raise self._broken(first, count)
+            write.add_arrived(reserved, sums)
+        return True
 
     def released(self, count: int) -> None:
         """Notes that the client may use the arena memory of its first ``count`` chunks again."""
@@ -181,7 +201,7 @@ class BulkPuts:
         try:
             with ExitStack() as reserved:
                 connection.channel.send(Kind.READY, number, [READY.pack(upload.first, upload.count, upload.run_bytes)])
-                for run in upload.runs(self._in_flight, self._buffers, self._calls, reserved):
+                for run in upload.runs(write, self._in_flight, self._buffers, self._calls, reserved):
                     write.add(run.sections, run.first, run.count, deadline(), run.release)
                 written = write.finish(deadline())
         except BaseException:
