@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from kvstore import tracing
 from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
+from kvstore.background import Owner
 from kvstore.buffers import (
     KvArray,
     Pieces,
@@ -33,7 +34,6 @@ from kvstore.buffers import (
 )
 from kvstore.checks import checked_flag, checked_hold_ttl, checked_worker, is_unicode, is_whole, number
 from kvstore.client.operation import Operation
-from kvstore.client.owner import Owner
 from kvstore.client.port import Port, PortBlockHold, PortHold, Protecting
 from kvstore.errors import InvalidRequest, Overloaded, StoreFull, WrongSize
 from kvstore.format.header import DESCENT_BYTES_MAX, Ancestry, Descent
@@ -432,7 +432,7 @@ class BlockCache:
         """
         checked, unused_s = _checked_keys(keys), checked_unused_s(unused)
         with tracing.span("kvstore.supersede_blocks", blocks=len(checked)):
-            self._port.branches.supersede_blocks(self._namespace, checked, unused_s)
+            self._port.supersede(self._namespace, checked, 0, unused_s)
 
     def plan(
         self,
@@ -787,7 +787,7 @@ class Cache:
             )
         first = -(-int(kept) // self.layout.chunk_tokens)
         with tracing.span("kvstore.supersede", tokens=len(ids)):
-            self._port.branches.supersede(self.namespace, ids, first, unused_s)
+            self._port.supersede(self.namespace, ids, first, unused_s)
 
     def plan(
         self,

@@ -18,17 +18,17 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from kvstore import tracing
-from kvstore.background import Loop
-from kvstore.client.bulk.lanes import FileLanes
+from kvstore.background import Loop, Owner
 from kvstore.client.bulk.links import BulkRefused, NoAnswer
 from kvstore.client.endpoints import Endpoint, Endpoints
 from kvstore.client.limits import ClientLimits
-from kvstore.client.owner import Owner
 from kvstore.client.spreading import Marking
 from kvstore.counts import ClientCount
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, Overloaded, StoreClosed, Unavailable
 from kvstore.namespace import Namespace
 from kvstore.node.counters import Counts
+from kvstore.node.lanes import Lanes
+from kvstore.node.settings import Limits
 from kvstore.sources import Clock
 from kvstore.text import brief
 from kvstore.v1 import kvstore_pb2 as pb
@@ -414,7 +414,47 @@ def _opening(namespace: Namespace) -> bytes:
     return sealed(pb.OpenNamespaceRequest(namespace=namespace_message(namespace)))
 
 
-# The tools that the calls of one port share.
+# What the calls of one port share.
+
+
+class FileLanes:
+    """The threads that read files from workers, and others that copy within memory; made when they are
+    needed. Thread-safe.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._lock = threading.Lock()
+        self._lanes: Lanes | None = None
+        self._copiers: Lanes | None = None
+        self._closed = False
+
+    def get(self) -> Lanes:
+        """Those for files. After ``close`` they refuse work."""
+        with self._lock:
+            self._lanes = self._lanes or self._made(2)
+            return self._lanes
+
+    def copiers(self) -> Lanes:
+        """Those that never wait for a device: so memory is read while the root hangs. As ``get`` after ``close``."""
+        with self._lock:
+            self._copiers = self._copiers or self._made(1)
+            return self._copiers
+
+    def _made(self, requests: int) -> Lanes:
+        limits = Limits()
+        lanes = Lanes(requests * limits.width, limits.width, limits.queue_max, limits.stall_s, self.clock)
+        if self._closed:  # a call goes on while its store is closed: nobody else would end their threads
+            lanes.close()
+        return lanes
+
+    def close(self) -> None:
+        """Ends them. Idempotent."""
+        with self._lock:
+            self._closed = True
+            for lanes in (self._lanes, self._copiers):
+                if lanes is not None:
+                    lanes.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,10 @@ import grpc
 from google.protobuf.message import Message
 
 from kvstore import tracing
-from kvstore.background import CLOSE_S, Decision, Loop, within
+from kvstore.background import CLOSE_S, Decision, Loop, Owner, within
 from kvstore.client.bulk.links import Bulk, Links
 from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.limits import ClientLimits
-from kvstore.client.owner import Owner
 from kvstore.client.spreading import Marking, Spreading
 from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, StoreClosed, Unavailable

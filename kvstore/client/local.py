@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
+from kvstore.background import Owner
 from kvstore.buffers import Pieces, Sections
 from kvstore.census.selection import Selection
 from kvstore.client.operation import Operation
-from kvstore.client.port import PortBranches
+from kvstore.client.port import Prompt
 from kvstore.counts import NodeCount
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, StoreClosed
 from kvstore.format.header import Ancestry
@@ -44,16 +44,13 @@ class OpenMember:
 
     def __init__(self, member: Member) -> None:
         self.member = member
-        self._pid = os.getpid()
+        self._owner = Owner()
         self.closed = False
 
     def __enter__(self) -> Member:
         # Before any lock is asked for: one that another thread held at the fork is never given back in the child, and
         # what the child wrote into the shared arena, which it would treat as its own, would change the parent's images.
-        if self._pid != os.getpid():
-            raise InvalidRequest(
-                "this store was opened before a fork, and its threads are not here: open it in the child"
-            )
+        self._owner.check()
         if self.closed:
             raise StoreClosed
         return self.member
@@ -124,21 +121,6 @@ class LocalBlockHold(LocalGuard):
             return self._node.blocks.get(self._namespace, keys, buffers, deadline, held=True)
 
 
-class LocalBranches:
-    """Abandoned branches of the node in this process."""
-
-    def __init__(self, store: OpenMember) -> None:
-        self._store = store
-
-    def supersede(self, namespace: Namespace, tokens: TokenArray, first: int, unused_s: float) -> None:
-        with self._store as member:
-            member.node.reads.superseded(member.node.chains.of(namespace, tokens), first, unused_s)
-
-    def supersede_blocks(self, namespace: Namespace, keys: Sequence[bytes], unused_s: float) -> None:
-        with self._store as member:
-            member.node.reads.superseded(keyed(namespace, keys, ()), 0, unused_s)
-
-
 class LocalPort:
     """The port to a node in this process, in a cluster or alone."""
 
@@ -147,7 +129,6 @@ class LocalPort:
     def __init__(self, member: Member) -> None:
         self._store = OpenMember(member)
         self.shared: dict[Hashable, Any] = {}
-        self.branches: PortBranches = LocalBranches(self._store)
 
     @property
     def place(self) -> str:
@@ -254,6 +235,13 @@ class LocalPort:
             deadline = Deadline(member.node.clock, member.node.limits.read_deadline_s)
             member.node.counters.add(NodeCount.REQUESTS_GET)
             return member.node.blocks.get(namespace, keys, buffers, deadline)
+
+    def supersede(self, namespace: Namespace, prompt: Prompt, first: int, unused_s: float) -> None:
+        with self._store as member:
+            wanted = (
+                keyed(namespace, prompt, ()) if isinstance(prompt, list) else member.node.chains.of(namespace, prompt)
+            )
+            member.node.reads.superseded(wanted, first, unused_s)
 
     def prefetch(self, namespace: Namespace, tokens: TokenArray, tier: TierName, worker: str | None) -> Operation:
         with self._store as member:

@@ -26,21 +26,6 @@ if TYPE_CHECKING:
     from kvstore.client.control import Control
 
 
-# The part of the port that says which stored branches were abandoned, for its two implementations.
-
-
-class PortBranches(Protocol):
-    """Says which stored branches were abandoned. Each call returns before it is done, and does nothing twice."""
-
-    def supersede(self, namespace: Namespace, tokens: TokenArray, first: int, unused_s: float) -> None:
-        """Supersedes the chunks of a prompt from index ``first`` on, which was used last ``unused_s`` ago."""
-        ...
-
-    def supersede_blocks(self, namespace: Namespace, keys: Sequence[bytes], unused_s: float) -> None:
-        """Supersedes engine-hashed blocks, in the order of their prompt."""
-        ...
-
-
 class Protecting(Protocol):
     """A hold of any kind."""
 
@@ -95,7 +80,6 @@ class Port(Protocol):
 
     shared: dict[Hashable, Any]
     """State that all caches of this store share. It must not refer to the port."""
-    branches: PortBranches
     tells_fresh: bool
     """True if ``put_blocks`` tells what it wrote. Otherwise the bytes have far to go, so ask first which are there."""
 
@@ -195,6 +179,13 @@ class Port(Protocol):
 
     def get_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
         """Reads engine-hashed blocks."""
+        ...
+
+    def supersede(self, namespace: Namespace, prompt: Prompt, first: int, unused_s: float) -> None:
+        """Says that the chunks of a prompt from index ``first`` on, used last ``unused_s`` ago, were abandoned.
+
+        Returns before it is done, and does nothing twice.
+        """
         ...
 
     def prefetch(self, namespace: Namespace, tokens: TokenArray, tier: TierName, worker: str | None) -> Operation:

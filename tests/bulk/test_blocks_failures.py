@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvstore.address import Address, block_address
-from kvstore.client.bulk.receiving import ImageReceiver
 from kvstore.client.cache import Cache
+from kvstore.client.fetching import ImageReceiver
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import Unavailable
 from kvstore.format import places

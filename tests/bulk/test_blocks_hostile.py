@@ -14,9 +14,9 @@ import numpy.typing as npt
 import pytest
 
 from kvstore.buffers import Buffers
-from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.links import Link, WorkerMemory
-from kvstore.client.bulk.receiving import Ask, ImageReceiver
+from kvstore.client.caller import FileLanes
+from kvstore.client.fetching import Ask, ImageReceiver
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Incarnation, checksum, encode, expected_block
 from kvstore.namespace import Namespace

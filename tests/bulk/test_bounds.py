@@ -16,7 +16,7 @@ import pytest
 
 from kvstore.buffers import Pieces
 from kvstore.client.bulk.links import Arena
-from kvstore.client.bulk.receiving import ImageReceiver
+from kvstore.client.fetching import ImageReceiver
 from kvstore.client.limits import ClientLimits
 from kvstore.client.remote import remote_port
 from kvstore.errors import InvalidRequest, Unavailable

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore.client.bulk import sending
-from kvstore.client.bulk.sending import copy_rows
+from kvstore.client.putting import copy_rows
 from kvstore.node.lanes import Deadline, DeadlinePassed, Lanes
 from kvstore.sources import SystemClock
 from tests.kit.fake_meta import FakeClock

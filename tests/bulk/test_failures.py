@@ -29,7 +29,7 @@ from kvstore.format import places
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.grants import GRANT_BYTES, SECRET_BYTES
+from kvstore.wire.bulk.channel import GRANT_BYTES, SECRET_BYTES
 from kvstore.worker.bulk.listener import FOLDER_PREFIX
 from kvstore.worker.worker import Worker
 from tests.kit.descriptors import open_before, open_now

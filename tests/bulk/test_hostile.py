@@ -13,7 +13,7 @@ import pytest
 
 from kvstore.errors import InvalidRequest
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import Channel
+from kvstore.wire.bulk.channel import NONCE_BYTES, Channel, Grant
 from kvstore.wire.bulk.frames import (
     CONTROL_BYTES_MAX,
     HEAD_BYTES,
@@ -26,7 +26,6 @@ from kvstore.wire.bulk.frames import (
     encode_request,
     encode_span,
 )
-from kvstore.wire.bulk.grants import NONCE_BYTES, Grant
 from kvstore.worker.limits import WorkerLimits
 from tests.kit.patience import stretched
 from tests.kit.transports import (

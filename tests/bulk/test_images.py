@@ -14,10 +14,9 @@ import pytest
 
 from kvstore.address import Chain
 from kvstore.buffers import Planes
-from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.links import BulkRefused, Link
-from kvstore.client.bulk.receiving import Ask, ImageReceiver
-from kvstore.client.fetching import ChunkFetch
+from kvstore.client.caller import FileLanes
+from kvstore.client.fetching import Ask, ChunkFetch, ImageReceiver
 from kvstore.client.remote import remote_port
 from kvstore.namespace import Namespace
 from kvstore.node.images import make_images

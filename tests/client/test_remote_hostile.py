@@ -23,7 +23,7 @@ from kvstore.namespace import Namespace
 from kvstore.node.wanted import keyed
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreServicer, add_KVStoreServicer_to_server
-from kvstore.wire.bulk.sockets import dial_tcp
+from kvstore.wire.bulk.channel import dial_tcp
 from tests.kit.cases import for_each
 from tests.kit.patience import stretched
 from tests.kit.stores import SMALL, kv_of, same

@@ -16,13 +16,11 @@ import numpy.typing as npt
 from kvstore import Layout
 from kvstore.client.bulk.links import Dialled, Link, WorkerMemory
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import Channel
+from kvstore.wire.bulk.channel import NONCE_BYTES, Channel, Grant, dial_tcp, dial_unix
 from kvstore.wire.bulk.frames import (
     Kind,
     encode_head,
 )
-from kvstore.wire.bulk.grants import NONCE_BYTES, Grant
-from kvstore.wire.bulk.sockets import dial_tcp, dial_unix
 from tests.kit.stores import same as same
 from tests.kit.workers import WAIT_S, Served, raw_stub
 

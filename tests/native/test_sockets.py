@@ -15,7 +15,7 @@ import pytest
 from kvstore import Layout
 from kvstore.address import Chain
 from kvstore.buffers import Planes
-from kvstore.client.bulk.receiving import Natively
+from kvstore.client.fetching import Natively
 from kvstore.format.header import Damaged, checksum
 from kvstore.namespace import Namespace
 from kvstore.native import is_available

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from kvstore.client.endpoints import Endpoint
-from kvstore.client.remote import RemotePort
-from kvstore.client.remote_hold import RemoteHold
+from kvstore.client.remote import RemoteHold, RemotePort
 from kvstore.client.store import Store
 from kvstore.errors import HoldBroken
 from kvstore.sources import SystemClock

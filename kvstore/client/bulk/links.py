@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import Message
 
+from kvstore.background import Owner
 from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.limits import ClientLimits
 from kvstore.counts import ClientCount
@@ -32,11 +33,19 @@ from kvstore.node.images import ImagesIn
 from kvstore.root.posix import MEMORY_FILE_SYSTEMS, file_system_type
 from kvstore.text import brief
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
+from kvstore.wire.bulk.channel import (
+    NONCE_BYTES,
+    PROOF_BYTES,
+    Channel,
+    Grant,
+    LinkBroken,
+    LinkLate,
+    boot_id,
+    dial_tcp,
+    dial_unix,
+)
 from kvstore.wire.bulk.frames import SHORT_CALLS, VERSION, Head, Kind, Mode, decode_arena, encode_arena, encode_request
-from kvstore.wire.bulk.grants import NONCE_BYTES, PROOF_BYTES, Grant, boot_id
 from kvstore.wire.bulk.runs import LEDGER_BYTES, released_count
-from kvstore.wire.bulk.sockets import dial_tcp, dial_unix
 from kvstore.wire.messages import parse, traced
 from kvstore.wire.statuses import Failure, failure
 
@@ -612,7 +621,7 @@ class Links:
         # Weak: one that an interrupt (Ctrl-C) took from its user must not count for ever.
         self._open: weakref.WeakSet[Link] = weakref.WeakSet()
         self._dialling = 0
-        self._pid = os.getpid()
+        self._owner = Owner()
         self._calls = 0
         """Short calls that were made."""
         self._calling: weakref.WeakSet[Link] = weakref.WeakSet()
@@ -676,7 +685,7 @@ class Links:
 
     def close(self) -> None:
         """Closes all connections; calls in progress fail. Idempotent."""
-        if self._pid != os.getpid():
+        if not self._owner.is_here:
             return  # they belong to our parent
         with self._lock:
             self._closed = True
@@ -690,7 +699,7 @@ class Links:
             link.channel.cut()
 
     def _take_at_hand(self) -> Link | None:
-        if self._pid != os.getpid():
+        if not self._owner.is_here:
             return None
         with self._lock:
             self._calls += 1
@@ -737,11 +746,7 @@ class Links:
     def _take(self, timeout_s: float) -> Link | None:
         if self._bulk is Bulk.GRPC:
             return None
-        if self._pid != os.getpid():
-            raise InvalidRequest(
-                "this store was connected before a fork, and a forked child must not use its parent's "
-                "connections: connect in the child, and start the child by spawn"
-            )
+        self._owner.check()
         while True:
             with self._lock:
                 link = self._idle.pop() if self._idle else None

@@ -26,10 +26,18 @@ from kvstore.counts import WorkerCount
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.security.access import NOTHING, Presented
 from kvstore.security.tls import Certificate
-from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
+from kvstore.wire.bulk.channel import (
+    HELLO_BYTES,
+    Channel,
+    Grant,
+    LinkBroken,
+    LinkLate,
+    boot_id,
+    listen_tcp,
+    listen_unix,
+    read_hello,
+)
 from kvstore.wire.bulk.frames import HEAD_BYTES, Kind, decode_head
-from kvstore.wire.bulk.grants import HELLO_BYTES, Grant, boot_id, read_hello
-from kvstore.wire.bulk.sockets import listen_tcp, listen_unix
 from kvstore.worker.bulk.connection import Connection
 from kvstore.worker.bulk.serving import BulkRequests
 from kvstore.worker.calls import Calls
