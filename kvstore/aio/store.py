@@ -13,7 +13,6 @@ from kvstore.aio.operation import Operation, begins
 from kvstore.aio.threads import Threads
 from kvstore.aio.twins import Opening, Twin, awaited
 from kvstore.client import store
-from kvstore.client.cache import caller, opened_at
 
 P = ParamSpec("P")
 
@@ -66,13 +65,7 @@ class Store(Twin[store.Store]):
 def _opens(make: Callable[P, store.Store]) -> Callable[P, Opening[Store]]:
     @functools.wraps(make)
     def begin(*args: P.args, **kwargs: P.kwargs) -> Opening[Store]:
-        place = caller()  # of the program: the store is opened in another thread
-
-        def opened() -> store.Store:
-            with opened_at(place):
-                return make(*args, **kwargs)
-
-        return Opening(_opened(opened))
+        return Opening(_opened(functools.partial(make, *args, **kwargs)))
 
     return begin
 

@@ -18,7 +18,7 @@ from kvstore.format.header import Encoding
 from kvstore.text import size
 
 if TYPE_CHECKING:
-    from kvstore.node.looking import ChunkPlace, RootCopy
+    from kvstore.results import ChunkPlace, RootCopy
 
 
 @click.command(cls=Command, short_help="Where a stored prefix lies, chunk by chunk.")

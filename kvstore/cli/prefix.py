@@ -17,7 +17,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.operations import OperationState
 
 if TYPE_CHECKING:
-    from kvstore.node.prefetch import TierName
+    from kvstore.checks import TierName
 
 
 @click.command(cls=Command, short_help="How many leading tokens of a prompt are stored.")

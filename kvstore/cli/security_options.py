@@ -22,7 +22,7 @@ from kvstore.text import size
 from kvstore.writes import WRITE_NAMES, WriteMode
 
 if TYPE_CHECKING:
-    from kvstore.client.credentials import Credentials
+    from kvstore.client.bulk.links import Credentials
 
 
 # Options that say how connections are secured, at both ends.
@@ -172,7 +172,7 @@ class ServerAccess:
 
         Raises InvalidRequest if the files cannot be used: at the first call nobody could be told.
         """
-        from kvstore.client.credentials import PLAIN, Credentials
+        from kvstore.client.bulk.links import PLAIN, Credentials
 
         if self.cert_file is None:
             return PLAIN

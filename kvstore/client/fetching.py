@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.address import Chain
-from kvstore.buffers import Borrowed, Buffers, Laid, Pieces, Sections, address_of, cut_evenly
+from kvstore.buffers import Borrowed, Buffers, Laid, Pieces, address_of, cut_evenly
 from kvstore.client.bulk.links import Lease, Leased, Link
-from kvstore.client.caller import FileLanes, Tools
+from kvstore.client.caller import Caller, FileLanes
 from kvstore.client.endpoints import Endpoint
 from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest
@@ -131,7 +131,7 @@ class Ask:
     wanted: Wanted
     first: int
     stop: int
-    sections: Sections
+    sections: Laid
     places: Sequence[int]
     """Where the caller counts each of them."""
 
@@ -231,10 +231,9 @@ class ImageReceiver:
         size_bytes = payload_bytes(wanted, indexes)
         if size_bytes <= GROUP_BYTES_MIN:
             return take_images(wanted, indexes, images, sections, Borrowed())
-        into = _in_order(sections, indexes)
 
         def take(start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
-            return take_images(wanted, indexes[start:stop], images[start:stop], into, borrowed)
+            return take_images(wanted, indexes[start:stop], images[start:stop], sections, borrowed)
 
         copiers = self._lanes.copiers()
         groups = Groups(group_size(count, max(1, size_bytes // count), copiers.width), count, take)
@@ -252,7 +251,6 @@ class ImageReceiver:
         files = link.channel.take_files(count)
         # Each file has one owner that closes it: the lane that takes it out of this dict, or this call at the end.
         left, indexes = dict(enumerate(files)), range(first, first + count)
-        memory: Sequence[Pieces] = ()
         reading: Reading | None = None
 
         def read(at: int, borrowed: Borrowed) -> bool:
@@ -261,7 +259,7 @@ class ImageReceiver:
                 return False
             with PosixReader(fd, f"of chunk {first + at}, from a worker", Stat(0, 0), never_blocks) as reader:
                 try:
-                    read_verified(reader, expected_of(wanted, first + at), memory[at], borrowed)
+                    read_verified(reader, expected_of(wanted, first + at), self._asked.sections(first + at), borrowed)
                 except Damaged:
                     return False
             return True
@@ -272,9 +270,6 @@ class ImageReceiver:
             never_blocks = all(map(link.never_blocks, files))
             lanes = self._lanes.get()
             groups = self._groups(first, left, never_blocks, lanes.width)
-            if groups is None:
-                # In order and by one thread, because some sources allocate memory for each call.
-                memory = [self._asked.sections(index) for index in indexes]
             reading = Reading(lanes, Counters(), count, read, isinstance(wanted, Chain), groups)
             self._note(indexes, reading.wait(self._deadline))
         finally:
@@ -285,10 +280,11 @@ class ImageReceiver:
                     os.close(fd)
 
     def _groups(self, first: int, left: dict[int, int], never_blocks: bool, width: int) -> Groups | None:
-        """The native reader for groups of files; None if there is no native code or the memory does not suit it."""
+        """The native reader for groups of files; None without native code."""
         count, wanted, sections = len(left), self._asked.wanted, self._asked.sections
-        if native.library is native.PurePython or not isinstance(sections, Laid) or not sections.covers(first, count):
+        if native.library is native.PurePython:
             return None
+        assert sections.covers(first, count)
         run = Run(LocalFiles("", never_blocks, stages=False, direct=False), 0, wanted, first, count, sections)
 
         def read(start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
@@ -310,7 +306,7 @@ class ImageReceiver:
             raise channel.break_off(f"{head.length} bytes came for chunks {first} to {first + count - 1}")
         for index in indexes:
             try:
-                if channel.moves_natively and isinstance(asked.sections, Laid):
+                if channel.moves_natively:
                     self._natively = self._natively or Natively(asked.wanted, asked.first, asked.stop, asked.sections)
                     self._natively.receive(channel, index)
                 else:
@@ -339,13 +335,6 @@ class Natively(Items):
             raise Damaged(Damage.SECTION_CHECKSUM)
 
 
-def _in_order(sections: Sections, indexes: Sequence[int]) -> Sections:
-    """Returns ``sections``, computed in order by one thread, because some sources allocate memory for each call."""
-    if isinstance(sections, Laid):
-        return sections
-    return {index: sections(index) for index in indexes}.__getitem__
-
-
 log = logging.getLogger(__name__)
 
 
@@ -372,15 +361,15 @@ class Fetch(ABC):
     ends_at_miss: bool
     """True if nothing counts behind the first chunk that is missing."""
 
-    def __init__(self, count: int, size_bytes: int, tools: Tools, views: Views | None = None) -> None:
+    def __init__(self, count: int, size_bytes: int, caller: Caller, views: Views | None = None) -> None:
         """``count`` chunks of ``size_bytes`` are wanted at most; ``views`` gets what can stay where it is."""
-        self._tools = tools
-        self._limits = tools.limits
-        self._counters = tools.counters
+        self._caller = caller
+        self._limits = caller.limits
+        self._counters = caller.counters
         self._views = views
         self.done = bytearray(count)
         """A byte for each chunk that is wanted, 1 once it is in the caller's memory, verified."""
-        self.timeout_s = tools.limits.stream_s(tools.limits.read_s, size_bytes)
+        self.timeout_s = caller.stream_s(caller.limits.read_s, size_bytes)
         """How long a worker has for it."""
         self._is_counted = False
         """A worker has counted this get: what is asked for again, or in another way, goes on with it."""
@@ -436,7 +425,7 @@ class Fetch(ABC):
 
     def _receive_images(self, link: Link, chunks: Sequence[int]) -> bool:
         """Reads over one connection; False if an image is not right. Raises LinkBroken, InvalidRequest, BulkRefused."""
-        lanes, number = self._tools.lanes, link.next_number()
+        lanes, number = self._caller.lanes, link.next_number()
         link.channel.limit(self._limits.read_s, self.timeout_s)
         message = traced(self._request(chunks))
         link.channel.send(Kind.GET, number, [encode_request(self.timeout_s, link.mode, message)])
@@ -450,7 +439,7 @@ class Fetch(ABC):
     def _receive_grpc(self, endpoint: Endpoint, chunks: Sequence[int]) -> None:
         self._counters.add(ClientCount.GETS_GRPC)
         stream, request = endpoint.stream_in("Get"), sealed(self._request(chunks))
-        messages = received(stream, request, self._tools.watch, self._limits.read_s, self.timeout_s)
+        messages = received(stream, request, self._caller.watch, self._limits.read_s, self.timeout_s)
         try:
             with closing(messages):
                 opening = next(messages, None)
@@ -485,12 +474,12 @@ class ChunkFetch(Fetch):
         tokens: TokenArray,
         request: pb.GetRequest,
         chunks_max: int,
-        memory: Callable[[int], Sections],
-        tools: Tools,
+        memory: Callable[[int], Laid],
+        caller: Caller,
         views: Views | None = None,
     ) -> None:
         """With ``views``, ``memory`` is for what has to be copied."""
-        super().__init__(chunks_max, chunks_max * namespace.layout.chunk_bytes, tools, views)
+        super().__init__(chunks_max, chunks_max * namespace.layout.chunk_bytes, caller, views)
         self._namespace = namespace
         self._tokens = tokens
         self._chain: Chain | None = None
@@ -498,7 +487,7 @@ class ChunkFetch(Fetch):
         self._get = request
         self._chunks_max = chunks_max
         self._memory = memory
-        self._sections: Sections | None = None
+        self._sections: Laid | None = None
 
     def _request(self, chunks: Sequence[int]) -> pb.GetRequest:
         good = self._get.first = leading(self.done)
@@ -526,8 +515,8 @@ class BlockFetch(Fetch):
 
     ends_at_miss = False
 
-    def __init__(self, wanted: Keyed, buffers: Pieces, tools: Tools, hold: bytes = b"") -> None:
-        super().__init__(len(wanted), sum(wanted.sizes_bytes), tools)
+    def __init__(self, wanted: Keyed, buffers: Pieces, caller: Caller, hold: bytes = b"") -> None:
+        super().__init__(len(wanted), sum(wanted.sizes_bytes), caller)
         self._wanted = wanted
         self._buffers = buffers
         self._hold = hold

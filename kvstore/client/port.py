@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy.typing as npt
 
-from kvstore.buffers import Pieces, Sections
+from kvstore.buffers import Laid, Pieces, Planes
 from kvstore.census.selection import Selection
+from kvstore.checks import TierName
 from kvstore.client.operation import Operation
 from kvstore.errors import KVStoreError
 from kvstore.format.header import Ancestry
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
-from kvstore.node.prefetch import TierName
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
 from kvstore.tokens import TokenArray
 from kvstore.writes import WriteMode
@@ -48,7 +48,7 @@ class PortHold(Protecting, Protocol):
 
     chunks: int
 
-    def read(self, sections: Sections) -> int:
+    def read(self, sections: Laid) -> int:
         """Reads the held chunks; returns the number of leading good ones."""
         ...
 
@@ -112,14 +112,14 @@ class Port(Protocol):
         namespace: Namespace,
         tokens: TokenArray,
         first: int,
-        sections: Sections,
+        sections: Planes,
         hints: Hints,
         write: WriteMode | None = None,
     ) -> PutResult:
         """Stores the chunks from index ``first`` on; ``write`` is the write mode, by default the node's."""
         ...
 
-    def get(self, namespace: Namespace, tokens: TokenArray, chunks_max: int, memory: Callable[[int], Sections]) -> int:
+    def get(self, namespace: Namespace, tokens: TokenArray, chunks_max: int, memory: Callable[[int], Laid]) -> int:
         """Matches and reads in one call, at most ``chunks_max`` chunks; returns the number of leading good ones.
 
         ``memory(count)`` is called once with the number of chunks matched, and returns where they go.

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from kvstore.address import Chain
 from kvstore.buffers import Pieces, Planes, Sections, grouped
 from kvstore.client.bulk.links import Arena, Link
-from kvstore.client.caller import FileLanes, Tools
+from kvstore.client.caller import Caller, FileLanes
 from kvstore.client.endpoints import Endpoint
 from kvstore.counts import ClientCount
 from kvstore.errors import InvalidRequest, Unavailable
@@ -154,25 +154,18 @@ class BlockCargo(Cargo):
         channel.send_bytes([*blocks, memoryview(np.array(block_sums(blocks), "<u8").tobytes())])
 
 
-def send_put(
-    link: Link,
-    start: pb.PutStart,
-    cargo: Cargo,
-    *,
-    reserve: Callable[[int], int],
-    idle_s: float,
-    timeout_s: float,
-    lanes: FileLanes,
-) -> bytes:
-    """Sends a put; returns the worker's encoded answer. ``start`` describes the cargo.
+def _send_put(
+    link: Link, endpoint: Endpoint, start: pb.PutStart, cargo: Cargo, caller: Caller, timeout_s: float
+) -> pb.PutResponse:
+    """Sends a put; returns the worker's answer. ``start`` describes the cargo.
 
-    ``reserve(bytes)`` returns how many of those bytes an arena may have. Raises LinkBroken, LinkLate, BulkRefused;
-    InvalidRequest for an answer that makes no sense.
+    Raises LinkBroken, LinkLate, BulkRefused; InvalidRequest for an answer that is not valid.
     """
     channel, ends_s = link.channel, time.monotonic() + timeout_s
-    channel.limit(idle_s, timeout_s)
+    channel.limit(caller.limits.write_s, timeout_s)
     first = 0 if start.keys else start.first
     size_bytes = cargo.size_bytes(first, cargo.count - first)
+    reserve = partial(endpoint.bulk.reserve_arena, link)
     link.share(min(size_bytes, ARENA_RUNS * cargo.placed_bytes), reserve)
     arena, number = link.arena, link.next_number()
     if arena is not None:
@@ -189,10 +182,10 @@ def send_put(
             if at > begin and not channel.is_quiet():
                 break  # the worker has something to say: it refuses
             if arena is not None and run_bytes:
-                _place(link, arena, number, cargo, begin, at, chunks, ends_s, lanes)
+                _place(link, arena, number, cargo, begin, at, chunks, ends_s, caller.lanes)
             else:
                 _send(link, number, cargo, at, chunks)
-        return link.receive(Kind.STORED)[1]
+        return parse(pb.PutResponse, link.receive(Kind.STORED)[1])
     except LinkBroken as broken:
         _hear_why(link)
         raise broken
@@ -278,47 +271,38 @@ log = logging.getLogger(__name__)
 
 
 def put_past_grpc(
-    endpoint: Endpoint, start: pb.PutStart, cargo: Callable[[], Cargo], tools: Tools, timeout_s: float
+    endpoint: Endpoint, start: pb.PutStart, cargo: Cargo, caller: Caller, timeout_s: float
 ) -> pb.PutResponse | None:
-    """Puts what ``cargo()`` has over a bulk connection; None if there is none, or it broke."""
+    """Puts ``cargo`` over a bulk connection; None if there is none, or it broke."""
     with endpoint.bulk.link(timeout_s) as link:
         if link is None:
             return None
-        tools.counters.add(ClientCount.PUTS_SHARED if link.is_shared else ClientCount.PUTS_TCP)
+        caller.counters.add(ClientCount.PUTS_SHARED if link.is_shared else ClientCount.PUTS_TCP)
         try:
-            answer = send_put(
-                link,
-                start,
-                cargo(),
-                reserve=partial(endpoint.bulk.reserve_arena, link),
-                idle_s=tools.limits.write_s,
-                timeout_s=timeout_s,
-                lanes=tools.lanes,
-            )
-            return parse(pb.PutResponse, answer)
+            return _send_put(link, endpoint, start, cargo, caller, timeout_s)
         except (LinkBroken, InvalidRequest) as error:
             link.channel.alive = False
             log.info("client.bulk_broken worker=%s why=%s", endpoint.address, error)
-            tools.counters.add(ClientCount.BULK_BROKEN)
+            caller.counters.add(ClientCount.BULK_BROKEN)
     return None
 
 
 def put_over_grpc(
-    endpoint: Endpoint, start: pb.PutStart, wanted: Wanted, sections: Sections, tools: Tools, left_s: float
+    endpoint: Endpoint, start: pb.PutStart, wanted: Wanted, sections: Sections, caller: Caller, left_s: float
 ) -> pb.PutResponse:
     """Sends images of blocks, or of the chunks of a prompt that are missing."""
     ends_s = time.monotonic() + left_s
     opening, is_chain = pb.PutStart(), isinstance(wanted, Chain)
     opening.CopyFrom(start)
     first = start.first if is_chain else 0
-    present = _present(endpoint, start, tools.limits.match_s) if is_chain else 0
+    present = _present(endpoint, start, caller.limits.match_s) if is_chain else 0
     while True:
         begin = max(first, present)
         if is_chain:
             opening.first = begin
-        tools.counters.add(ClientCount.PUTS_GRPC)
+        caller.counters.add(ClientCount.PUTS_GRPC)
         outgoing, stream = Outgoing(_messages(opening, wanted, begin, sections)), endpoint.stream_out("Put")
-        raw = send_stream(stream, outgoing, tools.watch, tools.limits.write_s, ends_s - time.monotonic())
+        raw = send_stream(stream, outgoing, caller.watch, caller.limits.write_s, ends_s - time.monotonic())
         answer = pb.PutResponse.FromString(raw)
         if begin == first or answer.tokens_present >= begin * wanted.namespace.layout.chunk_tokens:
             answer.chunks_found += begin - first

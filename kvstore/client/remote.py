@@ -19,12 +19,12 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 
 from kvstore.address import Chain
-from kvstore.buffers import Buffers, Pieces, Planes, Sections
+from kvstore.buffers import Buffers, Laid, Pieces, Planes
 from kvstore.census.selection import Selection
-from kvstore.client.bulk.links import Bulk, BulkName
-from kvstore.client.caller import Caller, CallFailed, FileLanes, Renewing, Reopening, Tools
+from kvstore.checks import TierName
+from kvstore.client.bulk.links import PLAIN, Bulk, BulkName, Credentials
+from kvstore.client.caller import Caller, CallFailed
 from kvstore.client.control import Control, selection_message
-from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.endpoints import Endpoint, Endpoints, addresses_in, check_address
 from kvstore.client.fetching import BlockFetch, ChunkFetch, Fetch, Views
 from kvstore.client.limits import ClientLimits, checked_limits
@@ -32,7 +32,7 @@ from kvstore.client.operation import Operation
 from kvstore.client.port import Prompt
 from kvstore.client.putting import BlockCargo, ChunkCargo, put_over_grpc, put_past_grpc
 from kvstore.client.spreading import Marking, marks_of, marks_of_keys
-from kvstore.counts import ClientCount, merged
+from kvstore.counts import ClientCount, Counts, merged
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, Overloaded, StoreClosed, Unavailable
 from kvstore.format.header import Ancestry
 from kvstore.hints import Hints
@@ -41,8 +41,6 @@ from kvstore.meta.keys import ID_BYTES, Keys, parse_id
 from kvstore.meta.store import Meta
 from kvstore.meta.workers import Workers
 from kvstore.namespace import Namespace
-from kvstore.node.counters import Counts
-from kvstore.node.prefetch import TierName
 from kvstore.node.wanted import keyed, leading
 from kvstore.operations import NoOperation, OperationState, OperationStatus
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
@@ -68,7 +66,6 @@ from kvstore.wire.messages import (
     write_message,
 )
 from kvstore.wire.statuses import BrokenTransfer, Busy, UnknownNamespace
-from kvstore.wire.watch import Watch
 from kvstore.writes import WriteMode, WriteModeName
 
 # Discovery of workers in etcd, for one root.
@@ -189,20 +186,18 @@ class RemotePort:
         credentials: Credentials = PLAIN,
     ) -> None:
         self.tells_fresh = False
-        self._clock = clock = clock or SystemClock()
+        clock = clock or SystemClock()
         self.limits = limits = limits or ClientLimits()
         self.counters = counters = Counts(ClientCount)
         addresses = discovery.addresses if discovery else None
         self.endpoints = Endpoints(workers, addresses, limits, counters, clock, bulk, credentials)
-        self._caller = Caller(self.endpoints, counters, clock)
-        watch, lanes = Watch(clock, "kvstore-client-watch"), FileLanes(clock)
-        self._tools = Tools(self._caller, counters, limits, watch, lanes, Renewing(clock), write)
-        self._reopening = Reopening(self._caller, counters, limits.pin_s)
+        self._caller = caller = Caller(self.endpoints, counters, limits, clock, write)
         self.shared: dict[Hashable, Any] = {}
         self.parts = ExitStack()
         """What is closed with the port, last first; it does not refer to the port."""
-        for close in (lanes.close, watch.close, self.endpoints.close, self._tools.renewing.close, self.endpoints.stop):
-            self.parts.callback(close)
+        for part in (caller.lanes, caller.watch, self.endpoints, caller.renewing):
+            self.parts.callback(part.close)
+        self.parts.callback(self.endpoints.stop)
         if discovery is not None:
             self.parts.callback(discovery.close)  # first: the thread of the endpoints may be waiting for it
 
@@ -213,7 +208,7 @@ class RemotePort:
     # Namespaces
 
     def open_namespace(self, namespace: Namespace) -> None:
-        self._reopening.open(namespace)
+        self._caller.open(namespace)
 
     def namespaces(self) -> list[Namespace]:
         raw = self._caller.every_message("ListNamespaces", b"", self.limits.read_s)
@@ -233,7 +228,7 @@ class RemotePort:
         answer = self._matched(namespace, prompts[0], uncounted=True, **pack_prompts(prompts))
         return unpack_counts(answer.each, len(prompts)) if answer is not None else []
 
-    def get(self, namespace: Namespace, tokens: TokenArray, chunks_max: int, memory: Callable[[int], Sections]) -> int:
+    def get(self, namespace: Namespace, tokens: TokenArray, chunks_max: int, memory: Callable[[int], Laid]) -> int:
         layout = namespace.layout
         chunks_max = min(chunks_max, len(tokens) // layout.chunk_tokens)
         if not chunks_max:
@@ -242,7 +237,7 @@ class RemotePort:
             return 0
         packed = pack_tokens(tokens[: chunks_max * layout.chunk_tokens])
         request = pb.GetRequest(namespace=namespace.digest, tokens=packed)
-        fetch = ChunkFetch(namespace, unpack_tokens(packed), request, chunks_max, memory, self._tools)
+        fetch = ChunkFetch(namespace, unpack_tokens(packed), request, chunks_max, memory, self._caller)
         self._receive(namespace, fetch, partial(marks_of, namespace, tokens))
         return leading(fetch.done)
 
@@ -250,7 +245,7 @@ class RemotePort:
         packed = pack_tokens(_full_chunks(namespace, tokens))
 
         def held(answer: pb.HoldResponse, endpoint: Endpoint | None) -> RemoteHold:
-            return RemoteHold(namespace, packed, answer, endpoint, self._tools)
+            return RemoteHold(namespace, packed, answer, endpoint, self._caller)
 
         if not packed:
             self._caller.check()
@@ -265,7 +260,7 @@ class RemotePort:
         namespace: Namespace,
         tokens: TokenArray,
         first: int,
-        sections: Sections,
+        sections: Planes,
         hints: Hints,
         write: WriteMode | None = None,
     ) -> PutResult:
@@ -279,20 +274,19 @@ class RemotePort:
             tokens=pack_tokens(tokens),
             hints=hints_message(hints),
             first=first,
-            write=write_message(write or self._tools.write),
+            write=write_message(write or self._caller.write),
         )
-        timeout_s = self.limits.stream_s(self.limits.write_s, (count - first) * namespace.layout.chunk_bytes)
+        timeout_s = self._caller.stream_s(self.limits.write_s, (count - first) * namespace.layout.chunk_bytes)
+
+        cargo = ChunkCargo(sections, namespace.layout, count)
 
         def send(endpoint: Endpoint, left_s: float) -> pb.PutResponse:
-            answer: pb.PutResponse | None = None
-            if isinstance(sections, Planes):
-                cargo = partial(ChunkCargo, sections, namespace.layout, count)
-                answer = put_past_grpc(endpoint, start, cargo, self._tools, left_s)
+            answer = put_past_grpc(endpoint, start, cargo, self._caller, left_s)
             if answer is None:
-                answer = put_over_grpc(endpoint, start, Chain.of(namespace, tokens), sections, self._tools, left_s)
+                answer = put_over_grpc(endpoint, start, Chain.of(namespace, tokens), sections, self._caller, left_s)
             return answer
 
-        answer = self._reopening(
+        answer = self._caller.within(
             namespace,
             lambda: self._caller.anywhere(send, timeout_s, partial(marks_of, namespace, tokens), even_aside=True),
         )
@@ -306,7 +300,7 @@ class RemotePort:
         fields, marks = naming_of(namespace, prompt)
         raw = sealed(pb.PinRequest(namespace=namespace.digest, ttl_s=ttl_s, owner=owner, **fields))
         # Sent twice it would be two pins, one of which nobody knows of.
-        answer = self._reopening(
+        answer = self._caller.within(
             namespace,
             lambda: self._caller.unary("Pin", raw, self.limits.pin_s, marks, may_repeat=False, even_aside=True),
         )
@@ -323,7 +317,7 @@ class RemotePort:
     def refcount(self, namespace: Namespace, tokens: TokenArray) -> int:
         chunks = _full_chunks(namespace, tokens)
         request = sealed(pb.CountRefsRequest(namespace=namespace.digest, tokens=pack_tokens(chunks)))
-        answer = self._reopening(
+        answer = self._caller.within(
             namespace, lambda: self._caller.unary("CountRefs", request, self.limits.pin_s, even_aside=True)
         )
         return pb.CountRefsResponse.FromString(answer).refs
@@ -348,39 +342,41 @@ class RemotePort:
             keys=pack_keys(keys),
             sizes=pack_sizes(sizes),
             hints=hints_message(hints),
-            write=write_message(write or self._tools.write),
+            write=write_message(write or self._caller.write),
             first=ancestry.first,
             descents=pack_descents(ancestry.descents) if ancestry.descents else b"",
         )
 
+        cargo = BlockCargo(buffers)
+
         def send(endpoint: Endpoint, left_s: float) -> StoredBlocks:
-            answer = put_past_grpc(endpoint, start, partial(BlockCargo, buffers), self._tools, left_s)
+            answer = put_past_grpc(endpoint, start, cargo, self._caller, left_s)
             if answer is None:
                 wanted, sections = keyed(namespace, keys, sizes), Buffers(buffers)
-                answer = put_over_grpc(endpoint, start, wanted, sections, self._tools, left_s)
+                answer = put_over_grpc(endpoint, start, wanted, sections, self._caller, left_s)
             each = _each(answer.stored, keys)
             return StoredBlocks(each, each, answer.reason)
 
-        timeout_s, marks = self.limits.stream_s(self.limits.write_s, sum(sizes)), partial(marks_of_keys, keys)
-        return self._reopening(namespace, lambda: self._caller.anywhere(send, timeout_s, marks, even_aside=True))
+        timeout_s, marks = self._caller.stream_s(self.limits.write_s, sum(sizes)), partial(marks_of_keys, keys)
+        return self._caller.within(namespace, lambda: self._caller.anywhere(send, timeout_s, marks, even_aside=True))
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         if not keys:
             self._caller.check()
             return 0
         look = partial(self._look_for, namespace, keys)
-        return self._reopening.or_miss(namespace, lambda: min(look().blocks, len(keys)), 0)
+        return self._caller.or_miss(namespace, lambda: min(look().blocks, len(keys)), 0)
 
     def present_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> list[bool]:
         if not keys:
             self._caller.check()
             return []
         look = partial(self._look_for, namespace, keys, each=True)
-        return self._reopening.or_miss(namespace, lambda: _each(look().present, keys), [False] * len(keys))
+        return self._caller.or_miss(namespace, lambda: _each(look().present, keys), [False] * len(keys))
 
     def block_sizes(self, namespace: Namespace, keys: Sequence[bytes]) -> list[int]:
         try:
-            answer = self._reopening(namespace, partial(self._look_for, namespace, keys, sizes=True))
+            answer = self._caller.within(namespace, partial(self._look_for, namespace, keys, sizes=True))
         except (Unavailable, Overloaded):
             return [0] * len(keys)  # the read that asks has counted its miss
         found: list[int] = np.frombuffer(answer.sizes, "<u4").tolist()
@@ -389,7 +385,7 @@ class RemotePort:
     def hold_blocks(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> RemoteBlockHold:
         def held(answer: pb.HoldResponse, endpoint: Endpoint | None) -> RemoteBlockHold:
             present = [False] * len(keys) if endpoint is None else _each(answer.present, keys)
-            return RemoteBlockHold(namespace, present, answer, endpoint, self._tools)
+            return RemoteBlockHold(namespace, present, answer, endpoint, self._caller)
 
         if not keys:
             self._caller.check()
@@ -401,7 +397,7 @@ class RemotePort:
         if not keys:
             self._caller.check()
             return []
-        fetch = BlockFetch(keyed(namespace, keys, [len(buffer) for buffer in buffers]), buffers, self._tools)
+        fetch = BlockFetch(keyed(namespace, keys, [len(buffer) for buffer in buffers]), buffers, self._caller)
         self._receive(namespace, fetch, partial(marks_of_keys, keys))
         return list(map(bool, fetch.done))
 
@@ -427,7 +423,7 @@ class RemotePort:
     def prefetch(self, namespace: Namespace, tokens: TokenArray, tier: TierName, worker: str | None) -> Operation:
         fields, marks = naming_of(namespace, tokens)
         request = control.PrefetchRequest(namespace=namespace.digest, tier=tier, **fields)
-        return self._reopening(namespace, partial(self._begin, "Prefetch", request, worker, marks))
+        return self._caller.within(namespace, partial(self._begin, "Prefetch", request, worker, marks))
 
     def clear_selected(self, selection: Selection, *, dry_run: bool, pinned: bool, worker: str | None) -> Operation:
         request = control.ClearSelectedRequest(selection=selection_message(selection), dry_run=dry_run, pinned=pinned)
@@ -477,7 +473,7 @@ class RemotePort:
 
     def clear(self, namespace: Namespace) -> Cleared:
         request = sealed(pb.ClearRequest(namespace=namespace.digest))
-        raw = self._reopening(
+        raw = self._caller.within(
             namespace, lambda: self._caller.unary("Clear", request, self.limits.clear_s, even_aside=True)
         )
         answer = pb.ClearResponse.FromString(raw)
@@ -511,7 +507,7 @@ class RemotePort:
     def _receive(self, namespace: Namespace, fetch: Fetch, marks: Marking) -> None:
         """Reads from one worker after the other; what none of them could give is a miss."""
         try:
-            self._reopening(namespace, partial(self._caller.anywhere, fetch.receive, fetch.timeout_s, marks))
+            self._caller.within(namespace, partial(self._caller.anywhere, fetch.receive, fetch.timeout_s, marks))
         except BrokenTransfer:
             pass  # counted where it was found; what came before it is good
         except (Unavailable, Overloaded):
@@ -525,21 +521,24 @@ class RemotePort:
             return held(answer, endpoint if answer.hold else None)
 
         try:
-            return self._reopening(namespace, lambda: self._caller.anywhere(send, self.limits.match_s, marks))
+            return self._caller.within(namespace, lambda: self._caller.anywhere(send, self.limits.match_s, marks))
         except Unavailable:
             self.counters.add(ClientCount.MISSES_UNREACHABLE)
             return held(pb.HoldResponse(), None)
 
     def _look_for(self, namespace: Namespace, keys: Sequence[bytes], **fields: bool) -> pb.MatchBlocksResponse:
         request = pb.MatchBlocksRequest(namespace=namespace.digest, keys=pack_keys(keys), **fields)
-        raw = self._caller.short("MatchBlocks", request, self.limits.match_s, partial(marks_of_keys, keys))
-        return pb.MatchBlocksResponse.FromString(raw)
+
+        def send(endpoint: Endpoint, left_s: float) -> pb.MatchBlocksResponse:
+            return pb.MatchBlocksResponse.FromString(endpoint.call("MatchBlocks", request, left_s))
+
+        return self._caller.anywhere(send, self.limits.match_s, partial(marks_of_keys, keys))
 
     def _matched(self, namespace: Namespace, like: TokenArray, **asked: Any) -> pb.MatchResponse | None:
         """Asks the worker that would serve the prompt ``like``. Returns None if no worker could answer."""
         raw = sealed(pb.MatchRequest(namespace=namespace.digest, **asked))
         call = partial(self._caller.unary, "Match", raw, self.limits.match_s, partial(marks_of, namespace, like))
-        answer: bytes | None = self._reopening.or_miss(namespace, call, None)
+        answer: bytes | None = self._caller.or_miss(namespace, call, None)
         return pb.MatchResponse.FromString(answer) if answer is not None else None
 
 
@@ -659,21 +658,21 @@ class HeldAtWorker:
     Reads of what is held are given to ``_receive``.
     """
 
-    def __init__(self, answer: pb.HoldResponse, endpoint: Endpoint | None, tools: Tools) -> None:
-        self._tools = tools
+    def __init__(self, answer: pb.HoldResponse, endpoint: Endpoint | None, caller: Caller) -> None:
+        self._caller = caller
         self._lock = threading.Lock()
         self._released = False
         self._lease: _Lease | None = None
         self._hold_id: bytes = answer.hold
         if endpoint is not None:
             endpoint.use()
-            self._lease = _Lease(answer.hold, answer.lease_s, endpoint, tools.lanes.clock.monotonic_s())
-            tools.renewing.add(self._lease)
+            self._lease = _Lease(answer.hold, answer.lease_s, endpoint, caller.lanes.clock.monotonic_s())
+            caller.renewing.add(self._lease)
 
     @property
     def protects(self) -> bool:
         lease = self._lease
-        return lease is not None and not (lease.ended or self._released or self._tools.caller.is_closed)
+        return lease is not None and not (lease.ended or self._released or self._caller.is_closed)
 
     def release(self) -> None:
         """Ends the hold; idempotent, never raises."""
@@ -683,11 +682,11 @@ class HeldAtWorker:
             self._released = True
         if self._lease is None:
             return
-        self._tools.renewing.remove(self._lease)
+        self._caller.renewing.remove(self._lease)
         request = pb.ReleaseRequest(hold=self._lease.id)
         endpoint = self._lease.endpoint
         try:
-            self._tools.caller.at(endpoint, lambda: endpoint.call("Release", request, RELEASE_S))
+            self._caller.at(endpoint, lambda: endpoint.call("Release", request, RELEASE_S))
         except (CallFailed, StoreClosed):
             pass  # a worker that is gone holds nothing; any other lets go when the hold's lease is over
         endpoint.leave()
@@ -702,14 +701,14 @@ class HeldAtWorker:
             return
         endpoint = self._lease.endpoint
         try:
-            self._tools.caller.at(endpoint, partial(fetch.receive, endpoint))
+            self._caller.at(endpoint, partial(fetch.receive, endpoint))
         except BrokenTransfer:
             pass  # counted where it was found; what came before it is good
         except CallFailed as failed:
             error = failed.failed.error
             if isinstance(error, HoldBroken):
                 raise error from failed
-            self._tools.counters.add(ClientCount.MISSES_UNREACHABLE)
+            self._caller.counters.add(ClientCount.MISSES_UNREACHABLE)
             if not failed.failed.answered:
                 raise HoldBroken(
                     f"the worker that has the hold does not answer ({error}): match again", tokens_valid()
@@ -719,7 +718,7 @@ class HeldAtWorker:
         """Raises HoldBroken once the hold has ended, as far as this process knows."""
         lease = self._lease
         if self._released or lease is None or lease.ended:
-            self._tools.caller.check()  # nothing is sent; a store that is closed says so all the same
+            self._caller.check()  # nothing is sent; a store that is closed says so all the same
         if self._released:
             raise HoldBroken("the hold has ended (it was released): match again")
         if lease is not None and lease.ended:
@@ -738,15 +737,15 @@ class RemoteHold(HeldAtWorker):
         packed_tokens: bytes,
         answer: pb.HoldResponse,
         endpoint: Endpoint | None,
-        tools: Tools,
+        caller: Caller,
     ) -> None:
-        super().__init__(answer, endpoint, tools)
+        super().__init__(answer, endpoint, caller)
         self.chunks = min(answer.chunks, len(packed_tokens) // TOKEN_BYTES // namespace.layout.chunk_tokens)
         self._namespace = namespace
         self._packed = packed_tokens
         self._layout = namespace.layout
 
-    def read(self, sections: Sections) -> int:
+    def read(self, sections: Laid) -> int:
         return self._fetch(lambda _: sections)
 
     def view(self) -> list[npt.NDArray[Any]]:
@@ -767,9 +766,9 @@ class RemoteHold(HeldAtWorker):
                 np.concatenate([part[layer, plane] for part in parts], out=np.frombuffer(target, np.uint8))
             yield layer, into
 
-    def _fetch(self, memory: Callable[[int], Sections], views: Views | None = None) -> int:
+    def _fetch(self, memory: Callable[[int], Laid], views: Views | None = None) -> int:
         request, tokens = pb.GetRequest(hold=self._hold_id), unpack_tokens(self._packed)
-        fetch = ChunkFetch(self._namespace, tokens, request, self.chunks, memory, self._tools, views)
+        fetch = ChunkFetch(self._namespace, tokens, request, self.chunks, memory, self._caller, views)
         self._receive(fetch, lambda: leading(fetch.done) * self._layout.chunk_tokens)
         return leading(fetch.done)
 
@@ -783,14 +782,14 @@ class RemoteBlockHold(HeldAtWorker):
         present: list[bool],
         answer: pb.HoldResponse,
         endpoint: Endpoint | None,
-        tools: Tools,
+        caller: Caller,
     ) -> None:
-        super().__init__(answer, endpoint, tools)
+        super().__init__(answer, endpoint, caller)
         self._namespace = namespace
         self.present = present
 
     def read(self, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
         wanted = keyed(self._namespace, keys, [len(buffer) for buffer in buffers])
-        fetch = BlockFetch(wanted, buffers, self._tools, self._hold_id)
+        fetch = BlockFetch(wanted, buffers, self._caller, self._hold_id)
         self._receive(fetch)
         return list(map(bool, fetch.done))

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kvstore.address import Chain, RecentChains
 from kvstore.buffers import Buffers, Pieces, Sections
 from kvstore.census.selection import ClearOrder, Standing
+from kvstore.checks import TierName
 from kvstore.counts import NodeCount
 from kvstore.encodings.codec import KeyFile
 from kvstore.errors import InvalidRequest, KVStoreError
@@ -40,7 +41,7 @@ from kvstore.node.lanes import Batch, Deadline, Lanes, moved_on
 from kvstore.node.layers import SINGLY, Bands, LayerReader, MemoryOf
 from kvstore.node.looking import Looking
 from kvstore.node.memory_tier import MemoryTier
-from kvstore.node.prefetch import Prefetcher, TierName
+from kvstore.node.prefetch import Prefetcher
 from kvstore.node.puts import Puts, Written
 from kvstore.node.reader import TieredReads
 from kvstore.node.refresh import Refresher

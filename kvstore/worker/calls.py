@@ -16,9 +16,9 @@ import grpc
 from google.protobuf.message import Message
 
 from kvstore import tracing
-from kvstore.counts import WorkerCount
+from kvstore.counts import Counts, WorkerCount
 from kvstore.errors import KVStoreError
-from kvstore.node.counters import Counts, Latencies, Latency
+from kvstore.node.counters import Latencies, Latency
 from kvstore.security.access import NOTHING, Presented, Role
 from kvstore.security.audit import AuditLog
 from kvstore.security.authentication import HEADER, Account, Authenticator

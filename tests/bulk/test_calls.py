@@ -251,28 +251,6 @@ def test_calls_leave_half_of_the_connections_to_bytes(served: Served) -> None:
     assert counted(served)["MatchBlocks", "unix"] == 1
 
 
-def test_an_interrupt_takes_no_connection_away_for_good(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C between taking a connection and using it: nobody gives it back."""
-    with connected(served, bulk="shared", limits=ClientLimits(bulk_links_max=2)) as store:
-        cache = store.namespace("m", MEDIUM)
-        stored(cache)
-        real = Channel.is_quiet
-
-        def interrupted(_: Channel) -> NoReturn:
-            raise KeyboardInterrupt
-
-        for _ in range(3):
-            monkeypatch.setattr(Channel, "is_quiet", interrupted)
-            with suppress(KeyboardInterrupt):
-                cache.blocks.match([KEY])
-            monkeypatch.setattr(Channel, "is_quiet", real)
-            assert cache.get(TOKENS)[0] == len(TOKENS)
-            assert store.stats()["client_gets_grpc"] == 0
-        before = counted(served)["MatchBlocks", "unix"]
-        assert cache.blocks.match([KEY]) == 1
-        assert counted(served)["MatchBlocks", "unix"] == before + 1
-
-
 @BOTH
 def test_a_frozen_worker_is_a_miss_in_the_time_of_a_match(tmp_root: Path, way: str) -> None:
     limits = stretched(ClientLimits(match_s=1.0, probe_s=0.5), "match_s", "probe_s")
@@ -284,28 +262,6 @@ def test_a_frozen_worker_is_a_miss_in_the_time_of_a_match(tmp_root: Path, way: s
         assert cache.blocks.match([KEY]) == 0
         worker.send(signal.SIGCONT)
         eventually(lambda: cache.blocks.match([KEY]) == 1, "the client comes back to the worker")
-
-
-@BOTH
-def test_a_killed_worker_is_a_miss(tmp_root: Path, way: str) -> None:
-    with worker_process(tmp_root) as worker, connected(worker.address, bulk=way) as store:
-        cache = store.namespace("m", MEDIUM)
-        stored(cache)
-        assert cache.blocks.match([KEY]) == 1
-        worker.kill()
-        assert cache.blocks.match([KEY]) == 0
-
-
-def test_more_calls_at_once_than_connections_go_over_grpc(served: Served) -> None:
-    limits = ClientLimits(bulk_links_max=1)
-    with connected(served, bulk="shared", limits=limits) as store:
-        cache = store.namespace("m", MEDIUM)
-        stored(cache)
-        links: Links = next(iter(store._port.endpoints.every())).bulk  # type: ignore[attr-defined]
-        with links.link(WAIT_S) as link:
-            assert link is not None
-            assert cache.blocks.match([KEY]) == 1
-        assert counted(served)["MatchBlocks", "grpc"] == 1
 
 
 @pytest.mark.parametrize("number", [len(SHORT_CALLS), 255])
@@ -355,16 +311,3 @@ def test_a_store_that_closes_while_it_maps_memory_leaves_no_file(monkeypatch: py
         with store, suppress(KVStoreError):
             store.namespace("m", MEDIUM).get(TOKENS)
         assert sum("memfd:kvstore-memory" in name for name in open_files_of(os.getpid())) == before
-
-
-def test_a_client_that_only_asks_maps_no_pages_of_the_workers_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    followed: list[object] = []
-    monkeypatch.setattr(memory, "follow", lambda *arguments: followed.append(arguments))
-    with serving_memory() as served, connected(served, bulk="shared") as store:
-        cache = store.namespace("m", MEDIUM)
-        stored(cache)
-        assert cache.blocks.match([KEY]) == 1
-        assert not followed
-        for _ in range(2):
-            assert cache.get(TOKENS)[0] == len(TOKENS)
-        assert len(followed) == 1

@@ -18,7 +18,6 @@ from kvstore.wire.bulk.frames import (
     CONTROL_BYTES_MAX,
     HEAD_BYTES,
     Kind,
-    Mode,
     Placed,
     decode_head,
     encode_head,
@@ -30,7 +29,6 @@ from kvstore.worker.limits import WorkerLimits
 from tests.kit.patience import stretched
 from tests.kit.transports import (
     MEDIUM,
-    bulk_files_of,
     dialled,
     greeted,
     is_closed,
@@ -254,22 +252,6 @@ def test_chunks_placed_outside_the_arena_are_refused(served: Served) -> None:
             _, payload = channel.receive_frame(Kind.REFUSED)
             assert "arena" in pb.BulkRefusal.FromString(payload).message
         assert served.member.node.counters.snapshot()["chunks_written"] == 0
-
-
-def test_files_are_handed_over_for_reading_only(served: Served) -> None:
-    with connected(served) as store:
-        store.namespace("m", MEDIUM).put(TOKENS, KV)
-    with raw_stub(served) as stub:
-        request = pb.GetRequest(namespace=opened(stub, MEDIUM), tokens=packed(TOKENS))
-    with greeted(served, "shared") as channel:
-        channel.send(Kind.GET, 1, [encode_request(WAIT_S, Mode.FILES, request.SerializeToString())])
-        channel.receive_frame(Kind.SLOTS)
-        channel.receive_frame(Kind.FILES)
-        for fd in channel.take_files(4):
-            with pytest.raises(OSError, match="Bad file descriptor"):
-                os.write(fd, b"x")
-            os.close(fd)
-    eventually(lambda: not [name for name in bulk_files_of(os.getpid()) if "/chunks/" in name], "all files are closed")
 
 
 def test_a_client_that_changes_its_arena_harms_only_itself(served: Served) -> None:

@@ -76,12 +76,6 @@ def gets(served: Served) -> int:
     return served.member.node.counters.snapshot()["requests_get"]
 
 
-def test_what_one_worker_stored_another_serves(pair: tuple[Served, Served]) -> None:
-    with connected(pair[0]) as one, connected(pair[1]) as other:
-        one.namespace("m", SMALL).put(TOKENS, KV)
-        assert same(other.namespace("m", SMALL).get(TOKENS)[1], KV)
-
-
 def test_load_is_spread_and_prompts_that_begin_alike_stay_together(pair: tuple[Served, Served]) -> None:
     with connected(*pair) as store:
         cache = store.namespace("m", SMALL)

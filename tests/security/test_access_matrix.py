@@ -10,8 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
-from kvstore.client.bulk.links import Bulk, BulkRefused
-from kvstore.client.credentials import Credentials
+from kvstore.client.bulk.links import Bulk, BulkRefused, Credentials
 from kvstore.client.endpoints import Endpoint
 from kvstore.client.limits import ClientLimits
 from kvstore.client.local import LocalPort

@@ -121,8 +121,8 @@ def test_what_the_worker_has_let_go_says_so() -> None:
             assert isinstance(port, RemotePort)
             for lease in leases:
                 lease.renewed_s -= LEASE_S  # type: ignore[attr-defined]
-            with port._tools.renewing._changed:
-                port._tools.renewing._changed.notify_all()
+            with port._caller.renewing._changed:
+                port._caller.renewing._changed.notify_all()
             eventually(lambda: all(each.ended for each in leases), "both are told")  # type: ignore[attr-defined]
             assert renewals(served) == 1, "one call for all that a worker has"
             for hold in (first, second, third):
@@ -138,11 +138,11 @@ def test_a_hold_that_is_released_soon_or_forgotten_is_not_renewed() -> None:
         port = store._port
         assert isinstance(port, RemotePort)
         with cache.hold(TOKENS):
-            assert port._tools.renewing.step() is not None
-        assert port._tools.renewing.step() is None
+            assert port._caller.renewing.step() is not None
+        assert port._caller.renewing.step() is None
         with pytest.warns(ResourceWarning, match="a hold was dropped"):
             cache.hold(TOKENS)  # dropped at once
-        eventually(lambda: port._tools.renewing.step() is None, "another thread releases it")
+        eventually(lambda: port._caller.renewing.step() is None, "another thread releases it")
         assert renewals(served) == 0
 
 
@@ -171,7 +171,7 @@ def test_an_answer_that_is_no_message_is_none_and_renewing_goes_on(monkeypatch: 
             lease.renewed_s -= LEASE_S
             with monkeypatch.context() as patched:
                 patched.setattr(Endpoint, "unary", lambda *_: SimpleNamespace(future=lambda *_, **__: garbage))
-                assert port._tools.renewing.step() is not None and not lease.ended
+                assert port._caller.renewing.step() is not None and not lease.ended
             lease.renewed_s -= LEASE_S
-            port._tools.renewing.step()
+            port._caller.renewing.step()
             assert renewals(served) >= 1 and hold.read_into(np.empty(SMALL.shape(len(TOKENS)), SMALL.numpy_dtype))
