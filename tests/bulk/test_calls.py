@@ -9,16 +9,15 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
 from kvstore.client.bulk import links as memory
-from kvstore.client.bulk.links import Dialler, Links
+from kvstore.client.bulk.links import Links
 from kvstore.client.cache import Cache
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import KVStoreError, Overloaded
-from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.segments import Rope
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
@@ -94,23 +93,6 @@ def test_an_answer_larger_than_other_frames_may_be_is_read(served: Served) -> No
     assert counted(served) == {("MatchBlocks", "unix"): 1}
 
 
-@BOTH
-def test_a_namespace_that_a_worker_does_not_know_is_opened_and_asked_for_again(
-    served: Served, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, answers = served.member.find_namespace, [None]
-
-    def unknown_once(digest: NamespaceDigest) -> Namespace | None:
-        return answers.pop() if answers else real(digest)
-
-    with connected(served, bulk=way) as store:
-        cache = store.namespace("m", MEDIUM)
-        stored(cache)
-        monkeypatch.setattr(served.member, "find_namespace", unknown_once)
-        assert cache.blocks.match([KEY]) == 1
-        assert store.stats()["client_namespaces_reopened"] == 1
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_connection_that_breaks_leaves_the_call_to_grpc(
     served: Served, when: str, monkeypatch: pytest.MonkeyPatch
@@ -139,20 +121,6 @@ def test_a_connection_that_breaks_leaves_the_call_to_grpc(
     assert counted(served)["MatchBlocks", "unix"] >= 1
 
 
-def test_an_answer_that_makes_no_sense_leaves_the_call_to_grpc(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Channel.send
-
-    def wrong(channel: Channel, kind: Kind, *arguments: object) -> None:
-        real(channel, Kind.STORED if kind is Kind.ANSWER else kind, *arguments)  # type: ignore[arg-type]
-
-    with connected(served, bulk="shared") as store:
-        cache = store.namespace("m", MEDIUM)
-        stored(cache)
-        monkeypatch.setattr(Channel, "send", wrong)
-        assert cache.blocks.match([KEY]) == 1
-    assert counted(served)["MatchBlocks", "grpc"] == 1
-
-
 def test_a_refusal_keeps_its_class_and_its_connection(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     with connected(served, bulk="shared") as store:
         cache = store.namespace("m", MEDIUM)
@@ -166,23 +134,6 @@ def test_a_refusal_keeps_its_class_and_its_connection(served: Served, monkeypatc
             assert hold.tokens == len(TOKENS)
         assert served.worker.service.counters()["bulk_connections"] == 1
     assert counted(served)["Hold", "unix"] == 4
-
-
-def test_a_call_waits_for_no_connection(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A port that takes connections and says nothing costs reads time, and calls none."""
-
-    def dial(*_: object) -> NoReturn:
-        raise AssertionError("a call dialled")
-
-    with connected(served) as store:
-        cache = store.namespace("m", MEDIUM)
-        monkeypatch.setattr(Dialler, "dial", dial)
-        monkeypatch.setattr(Links, "_begin_ahead", lambda _: None)
-        for _ in range(3):
-            assert cache.blocks.match([KEY]) == 0
-            cache.hold(TOKENS).release()
-        assert store.stats()["client_set_aside"] == 0
-    assert counted(served)["MatchBlocks", "grpc"] == 3
 
 
 @pytest.mark.parametrize("way", ["auto", "shared"])
@@ -210,25 +161,6 @@ def test_no_connection_is_made_for_calls_that_cannot_use_it(served: Served, way:
             assert cache.blocks.match([KEY]) == 0
         assert not [each for each in threading.enumerate() if each.name == "kvstore-dial"]
     assert served.worker.service.counters()["bulk_connections"] == 0
-
-
-def test_a_connection_ahead_that_fails_is_not_tried_at_every_call(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried: list[object] = []
-
-    def refuse(*arguments: object) -> NoReturn:
-        tried.append(arguments)
-        raise OSError("no such file")
-
-    monkeypatch.setattr(Dialler, "_dial_shared", refuse)
-    with connected(served) as store:
-        cache = store.namespace("m", MEDIUM)
-        for _ in range(5):
-            assert cache.blocks.match([KEY]) == 0
-        eventually(lambda: not [each for each in threading.enumerate() if each.name == "kvstore-dial"], "it gave up")
-        assert cache.blocks.match([KEY]) == 0
-    assert len(tried) == 1
 
 
 def test_calls_leave_half_of_the_connections_to_bytes(served: Served) -> None:
@@ -279,20 +211,6 @@ def test_a_call_whose_bytes_changed_on_the_way_is_refused(served: Served) -> Non
         channel.send(Kind.CALL, 1, [encode_request(WAIT_S, 0, bytes(message))])
         _, payload = channel.receive_frame(Kind.REFUSED)
         assert "changed on the way" in parse(pb.BulkRefusal, payload).message
-
-
-@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError("can't start new thread")])
-def test_without_descriptors_or_threads_memory_is_read_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    def fail(*_: object) -> NoReturn:
-        raise error
-
-    monkeypatch.setattr(memory, "follow", fail)
-    with serving_memory() as served, connected(served, bulk="shared") as store:
-        cache = store.namespace("m", MEDIUM)
-        stored(cache)
-        assert cache.get(TOKENS)[0] == len(TOKENS)
 
 
 def test_a_store_that_closes_while_it_maps_memory_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,18 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvstore.address import Chain
-from kvstore.format import places
-from kvstore.format.places import Name
-from kvstore.node.counters import TierName
-from kvstore.node.lanes import Deadline
-from kvstore.node.wanted import Wanted
 from tests.kit.arenas import (
     MEMORY_BYTES,
     all_let_go,
@@ -296,59 +290,20 @@ def mappings() -> int:
 
 
 @pytest.mark.parametrize("way", ["shared", "tcp"])
-def test_what_only_a_tier_below_has_is_brought_and_given(served: Served, way: str) -> None:
-    """R1: a chunk that a match counted is read, wherever it is; here the root has lost it."""
-    chain = filled(served, TOKENS, KV, MEDIUM)
-    assert served.member.node.tiers is not None
-    with memory_of(served).refer(chain, 0, COUNT) as slots:
-        below = Below(chain, [bytes(image) for image in slots.images(0, COUNT)])
-    lose(served, chain, 0, COUNT)
-    served.member.node.tiers.below.append(below)
-    namespace = chain.namespace
-    served.member.node.on_root(lambda: [served.member.node.root.remove(name) for name in names_of(served, chain)])
-    served.member.node.forget()
-    with connected(served, bulk=way) as store:
-        count, array = store.namespace(namespace.name, MEDIUM).get(TOKENS)
-        assert count == len(TOKENS)
-        assert same(array, KV)
+def test_r1_chunks_of_the_local_disk_alone_are_read(on_files: Served, tmp_root: Path, tmp_path: Path, way: str) -> None:
+    """A chunk that a match counted is read, wherever it is; here the root has lost it."""
+    chain, node = filled(on_files, TOKENS, KV, MEDIUM), on_files.member.node
+    assert node.tiers is not None
+    node.tiers.add_disk(str(tmp_path / "disk"), 64 << 20)
+    disk, memory = node.tiers.disk, memory_of(on_files)
+    assert disk is not None
+    with memory.refer(chain, 0, COUNT) as slots:
+        for entry, image in zip(slots.referred, slots.images(0, COUNT), strict=True):
+            assert disk.add(memory.place(entry), image, entry.hints)
+    lose(on_files, chain, 0, COUNT)
+    for file in (tmp_root / "chunks").glob("*/*"):
+        file.unlink()
+    node.forget()
+    with connected(on_files, bulk=way) as store:
+        assert same(store.namespace("m", MEDIUM).get(TOKENS)[1], KV)
         assert store.stats()["client_gets_grpc"] == 0
-
-
-def names_of(served: Served, chain: Chain) -> list[Name]:
-    bits = served.member.node.identity.shard_bits
-    return [places.chunk(address, chain.namespace.id, bits) for address in chain.addresses]
-
-
-class Below:
-    """A tier that has the images of one chain."""
-
-    name: TierName = "disk"
-
-    def __init__(self, chain: Chain, images: list[bytes]) -> None:
-        self._images = dict(zip(chain.addresses, images, strict=True))
-
-    def leading(self, wanted: Wanted, first: int) -> int:
-        addresses = list(wanted.addresses)[first:]
-        return next((at for at, each in enumerate(addresses) if each not in self._images), len(addresses))
-
-    def holders(self, wanted: Wanted, index: int) -> tuple[str, ...]:
-        return ()
-
-    def fetch(
-        self, wanted: Wanted, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
-    ) -> list[bool]:
-        for index, image in zip(indexes, images, strict=True):
-            image[:] = self._images[wanted.addresses[index]]
-        return [True] * len(indexes)
-
-    def damaged(self, wanted: Wanted, index: int) -> None:
-        raise AssertionError("nothing here is damaged")
-
-    def drop_namespace(self, digest: bytes) -> None:
-        self._images.clear()
-
-    def stats(self) -> dict[str, int | float]:
-        return {}
-
-    def close(self, timeout_s: float) -> None:
-        self._images.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import socket
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -14,7 +13,7 @@ import pytest
 from kvstore.client.bulk.links import WorkerMemory
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
+from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import (
     FILES_MAX,
     SPAN_BYTES,
@@ -163,22 +162,6 @@ def test_a_namespace_that_was_not_used_here_is_refused_without_a_look(served: Se
 def _last_section(index: int) -> bytes:
     size = MEDIUM.chunk_tokens
     return KV[-1, 1, index * size : (index + 1) * size].tobytes()
-
-
-def test_any_frames_leave_the_worker_as_it_was(served: Served) -> None:
-    """Frames of a GET in any order and with any numbers: answered, refused or cut off, in bounded time."""
-    for seed in range(30):
-        choose = random.Random(seed)
-        with greeted(served, "shared") as channel:
-            channel.limit(0.05, 5.0)
-            message = request(served, choose.choice([Mode.SLOTS, Mode.SLOTS, Mode.FILES]))
-            with suppress(LinkBroken, LinkLate):
-                channel.send(Kind.GET, 1, [message])
-                for _ in range(12):
-                    kind = choose.choice([Kind.TAKEN, Kind.TAKEN, Kind.MAP, Kind.SLOTS, Kind.MEMORY])
-                    channel.send(kind, 1, [bytes(choose.choice([0, 8]))])
-                while True:
-                    channel.receive_some([memoryview(bytearray(1 << 16))])
 
 
 def test_slots_outside_the_memory_are_not_looked_at(served: Served) -> None:
