@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar, overload
+from typing import Any, Generic, Self, TypeVar, overload
 from weakref import finalize
 
 import numpy as np
@@ -68,26 +68,6 @@ def close_when_dropped(port: Port, close: Callable[[], None], name: str) -> fina
     return finalizer
 
 
-def release_dropped(hold: object, held: Protecting) -> None:
-    """Releases what a hold rests on that nobody released: call it from ``__del__``.
-
-    There is a ResourceWarning, unless the hold is over or empty. It is about the line that dropped the hold; with
-    tracemalloc it has the line that took it, as Python's own for files.
-    """
-    if sys.is_finalizing():
-        return
-    is_alive = held.protects
-    _end_apart(held.release)
-    if is_alive:  # last: this raises if warnings are errors
-        warnings.warn(
-            "kvstore: a hold was dropped without release(); it is being released now. Call release(), or use the hold "
-            "as a context (with ... as hold:)",
-            ResourceWarning,
-            stacklevel=3,
-            source=hold,
-        )
-
-
 def _close_dropped(close: Callable[[], None], name: str, owner: Owner) -> None:
     if not owner.is_here:
         return  # a forked child: threads and connections belong to its parent
@@ -107,6 +87,50 @@ def _end_apart(end: Callable[[], None]) -> None:
     """
     with suppress(RuntimeError):  # no thread can start: the interpreter ends, or the system has no room
         threading.Thread(target=end, name="kvstore-closing", daemon=True).start()
+
+
+G = TypeVar("G", bound=Protecting)
+C = TypeVar("C")
+
+
+class BaseHold(Generic[G, C]):
+    """What a cache holds for its caller until it is released. Release it, or use it as a context, in one thread."""
+
+    def __init__(self, held: G, cache: C) -> None:
+        self._owner = Owner()
+        self._held = held
+        self._cache = cache  # keeps the store open: an unreferenced store closes, which ends its holds
+        self._released = False
+
+    def release(self) -> None:
+        """Ends the protection; idempotent, never raises. Does nothing in a forked child: the hold is its parent's."""
+        self._released = True
+        if self._owner.is_here:
+            self._held.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        """Releases what was not released, with a ResourceWarning unless the hold is over or empty.
+
+        The warning is about the line that dropped the hold; with tracemalloc it has the line that took it.
+        """
+        if not self._owner.is_here or self._released or sys.is_finalizing():
+            return
+        is_alive = self._held.protects
+        _end_apart(self._held.release)
+        if is_alive:  # last: this raises if warnings are errors
+            warnings.warn(
+                "kvstore: a hold was dropped without release(); it is being released now. Call release(), or use the "
+                "hold as a context (with ... as hold:)",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
 
 
 # A pin: what a cache and a block cache return for what they pinned.
@@ -365,19 +389,13 @@ class BlockCache:
             )
 
 
-class BlockHold:
+class BlockHold(BaseHold[PortBlockHold, BlockCache]):
     """Protected blocks that were in the store when the hold began. Release it, or use it as a context."""
-
-    def __init__(self, hold: PortBlockHold, cache: BlockCache) -> None:
-        self._owner = Owner()
-        self._hold = hold
-        self._cache = cache  # keeps the store open: an unreferenced store closes, which ends its holds
-        self._is_released = False
 
     @property
     def present(self) -> list[bool]:
         """For each key, in the order asked for, whether its block is held."""
-        return self._hold.present
+        return self._held.present
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> list[bool]:
         """Reads held blocks, as ``BlockCache.get`` does.
@@ -387,29 +405,13 @@ class BlockHold:
         self._owner.check()
         checked = _checked_keys(keys)
         views = _views(checked, buffers, writable=True)
-        hits = self._hold.read(checked, views)
+        hits = self._held.read(checked, views)
         if not all(hits):
             self._cache._check_sizes(checked, views, hits)
         return hits
 
-    def release(self) -> None:
-        """Ends the hold; idempotent, never raises. Does nothing in a forked child: the hold belongs to its parent."""
-        self._is_released = True
-        if self._owner.is_here:
-            self._hold.release()
-
     def __repr__(self) -> str:
         return f"<kvstore.BlockHold {sum(self.present)} of {len(self.present)} blocks, {self._cache!r}>"
-
-    def __enter__(self) -> BlockHold:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def __del__(self) -> None:
-        if self._owner.is_here and not self._is_released:
-            release_dropped(self, self._hold)
 
 
 def _checked_keys(keys: Sequence[bytes]) -> list[bytes]:
@@ -764,15 +766,12 @@ class Cache:
         return count
 
 
-class Hold:
+class Hold(BaseHold[PortHold, Cache]):
     """A stored prefix, protected until released. Use it as a context, in one thread."""
 
     def __init__(self, held: PortHold, cache: Cache) -> None:
-        self._owner = Owner()
-        self._held = held
-        self._cache = cache  # keeps the store open: an unreferenced store closes, which ends its holds
+        super().__init__(held, cache)
         self._layout = cache.layout
-        self._released = False
         self.tokens = held.chunks * cache.layout.chunk_tokens
         """Number of leading tokens held, a multiple of chunk_tokens."""
 
@@ -839,21 +838,5 @@ class Hold:
             array = arrays.pop(layer)
             yield layer, array[0], array[1]
 
-    def release(self) -> None:
-        """Ends the protection; idempotent. Does nothing in a forked child: the hold is its parent's."""
-        self._released = True
-        if self._owner.is_here:
-            self._held.release()
-
     def __repr__(self) -> str:
         return f"<kvstore.Hold {self.tokens} tokens{self._released * ', released'}, {self._cache!r}>"
-
-    def __enter__(self) -> Hold:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def __del__(self) -> None:
-        if self._owner.is_here and not self._released:
-            release_dropped(self, self._held)

@@ -75,16 +75,10 @@ def flush_at_exit(behind: WriteBehind) -> None:
 def _flush_all() -> None:
     if _process != os.getpid():
         return
-    failed: BaseException | None = None
     began_s = time.monotonic()
     for behind in list(_open):
-        # All of them write meanwhile, so together they have the time of one.
-        try:
-            behind.close(time.monotonic() - began_s)
-        except BaseException as error:  # noqa: BLE001 - such as Ctrl-C: the others are closed all the same
-            failed = failed or error
-    if failed is not None:
-        raise failed
+        # All of them write concurrently, so together they have the time of one.
+        behind.close(time.monotonic() - began_s)
 
 
 atexit.register(_flush_all)  # now, since what is registered while the interpreter ends is not called
@@ -266,23 +260,19 @@ class LocalPort:
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         with self._store as member:
-            deadline = Deadline(member.node.clock, member.node.limits.match_deadline_s)
-            return member.node.blocks.match(namespace, keys, deadline)
+            return member.node.blocks.match(namespace, keys, _match_deadline(member.node))
 
     def present_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> list[bool]:
         with self._store as member:
-            deadline = Deadline(member.node.clock, member.node.limits.match_deadline_s)
-            return member.node.blocks.present(namespace, keys, deadline)
+            return member.node.blocks.present(namespace, keys, _match_deadline(member.node))
 
     def block_sizes(self, namespace: Namespace, keys: Sequence[bytes]) -> list[int]:
         with self._store as member:
-            deadline = Deadline(member.node.clock, member.node.limits.match_deadline_s)
-            return member.node.blocks.sizes(namespace, keys, deadline)
+            return member.node.blocks.sizes(namespace, keys, _match_deadline(member.node))
 
     def hold_blocks(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> LocalBlockHold:
         with self._store as member:
-            deadline = Deadline(member.node.clock, member.node.limits.match_deadline_s)
-            hold, present = member.node.blocks.hold(namespace, keys, ttl_s, deadline)
+            hold, present = member.node.blocks.hold(namespace, keys, ttl_s, _match_deadline(member.node))
             return LocalBlockHold(self._store, member.node, namespace, hold, present)
 
     def get_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
@@ -336,6 +326,10 @@ class LocalPort:
 
     def close(self) -> None:
         self._store.close()
+
+
+def _match_deadline(node: Node) -> Deadline:
+    return Deadline(node.clock, node.limits.match_deadline_s)
 
 
 def _check_no_worker(worker: str | None) -> None:

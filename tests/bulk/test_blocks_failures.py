@@ -12,7 +12,6 @@ import pytest
 from kvstore.address import Address, block_address
 from kvstore.client.cache import Cache
 from kvstore.client.fetching import ImageReceiver
-from kvstore.client.limits import ClientLimits
 from kvstore.format import places
 from kvstore.meta.keys import Keys, SweepId
 from kvstore.meta.store import NO_LEASE, Event, KeyValue
@@ -21,8 +20,8 @@ from kvstore.node.view import View
 from kvstore.node.wanted import keyed
 from kvstore.worker.limits import WorkerLimits
 from tests.kit.arenas import all_let_go, memory_of, serving_memory
+from tests.kit.damage import DAMAGES, spoil
 from tests.kit.engine_blocks import blocks_of, buffers_for, counted, keys_of
-from tests.kit.patience import stretched
 from tests.kit.transports import MEDIUM, bulk_files_of
 from tests.kit.workers import Served, connected, eventually, serving
 
@@ -31,12 +30,6 @@ BOTH = pytest.mark.parametrize("way", ["shared", "tcp"])
 COUNT = 100
 SIZES = (100_000, 70_000)
 KEYS, BLOCKS = keys_of(1, COUNT), blocks_of(1, COUNT, SIZES)
-
-
-def hasty() -> ClientLimits:
-    """For calls to a worker that does not answer, beside some that it answers."""
-    hasty = ClientLimits(read_s=1.0, write_s=2.0, match_s=1.0, probe_s=0.5)
-    return stretched(hasty, "read_s", "write_s", "match_s", "probe_s")
 
 
 def file_of(served: Served, cache: Cache, root: Path, at: int) -> Path:
@@ -91,19 +84,7 @@ def test_a_damaged_file_is_a_miss_of_that_block_alone(served: Served, tmp_root: 
             cache = store.namespace("m", MEDIUM)
             cache.blocks.put(KEYS, BLOCKS)
             victim = file_of(served, cache, tmp_root, 70)
-            content = bytearray(victim.read_bytes())
-            if damage == "flipped":
-                content[4096 + 50_000] ^= 1
-            elif damage == "header":
-                content[50] ^= 1
-            elif damage == "truncated":
-                del content[-5000:]
-            elif damage == "another":
-                content[:] = file_of(served, cache, tmp_root, 72).read_bytes()
-            if damage == "removed":
-                victim.unlink()
-            else:
-                victim.write_bytes(content)
+            spoil(victim, damage, file_of(served, cache, tmp_root, 72))
             before = store.stats()["miss_damaged"]
             assert got(cache) == [at != 70 for at in range(COUNT)], damage
             if damage != "removed":
@@ -113,7 +94,7 @@ def test_a_damaged_file_is_a_miss_of_that_block_alone(served: Served, tmp_root: 
             assert got(cache) == [True] * COUNT
         eventually(lambda: not [name for name in bulk_files_of(os.getpid()) if "/chunks/" in name], "no file is open")
 
-    for damage in ("flipped", "header", "truncated", "removed", "another"):
+    for damage in DAMAGES:
         run_case(damage)
 
 

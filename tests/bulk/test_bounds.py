@@ -27,7 +27,7 @@ from kvstore.worker.bulk import listener as folder
 from kvstore.worker.bulk.listener import BulkListener
 from kvstore.worker.limits import WorkerLimits
 from tests.kit.patience import NEVER_S, returns, slowness
-from tests.kit.transports import MEDIUM, bulk_files_of, greeted, is_closed, same, send_head, tokens_and_kv
+from tests.kit.transports import MEDIUM, bulk_files_of, greeted, is_cut_off, same, send_head, tokens_and_kv
 from tests.kit.workers import (
     WAIT_S,
     Served,
@@ -90,8 +90,7 @@ def test_a_worker_short_of_threads_closes_the_connection(
         with monkeypatch.context() as patch:
             patch.setattr(listener._threads, "submit", no_more_threads)
             send_head(channel, Kind.GET, 1, 0)
-            with socket.socket(fileno=os.dup(channel.fileno())) as sock:
-                assert is_closed(sock)
+            assert is_cut_off(channel)
     assert listener.connections_count == 0
 
 
@@ -105,8 +104,7 @@ def test_memory_for_runs_is_that_of_the_largest_whatever_the_first_is(served: Se
         send_head(channel, Kind.CHUNKS, 1, 8 + MEDIUM.chunk_bytes + 8 * MEDIUM.section_count)
         channel.send_bytes([memoryview(encode_span(0, 1))])
         eventually(lambda: in_flight.count == 4 * MEDIUM.chunk_bytes, "it is reserved")
-        with socket.socket(fileno=os.dup(channel.fileno())) as sock:
-            assert is_closed(sock)
+        assert is_cut_off(channel)
     eventually(lambda: in_flight.count == 0, "and given back")
     assert served.worker.service.counters()["calls_idle"] == 1
 
@@ -120,8 +118,7 @@ def test_files_that_nobody_asked_for_end_the_connection(served: Served, case: st
             channel.send(Kind.ARENA, 0, [encode_arena(4096)], [file.fileno()] * 2)
         else:
             channel.send(Kind.PUT, 1, [encode_request(WAIT_S, 0, start)], [file.fileno()])
-        with socket.socket(fileno=os.dup(channel.fileno())) as sock:
-            assert is_closed(sock)
+        assert is_cut_off(channel)
     with greeted(served, "shared") as channel:
         assert channel.is_quiet()
 

@@ -31,23 +31,17 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import GRANT_BYTES, SECRET_BYTES
 from kvstore.worker.bulk.listener import FOLDER_PREFIX
 from kvstore.worker.worker import Worker
+from tests.kit.damage import DAMAGES, spoil
 from tests.kit.descriptors import open_before, open_now
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
-from tests.kit.patience import stretched
 from tests.kit.secured import secured
 from tests.kit.stores import member_on
-from tests.kit.transports import MEDIUM, bulk_files_of, same, tokens_and_kv
+from tests.kit.transports import MEDIUM, bulk_files_of, hasty, same, tokens_and_kv
 from tests.kit.workers import WAIT_S, Served, connected, eventually, serving, worker_process
 
 pytestmark = pytest.mark.slow
 BOTH = pytest.mark.parametrize("way", ["shared", "tcp"])
 TOKENS, KV = tokens_and_kv(100)
-
-
-def hasty() -> ClientLimits:
-    """For calls to a worker that does not answer, beside some that it answers."""
-    hasty = ClientLimits(read_s=1.0, write_s=2.0, match_s=1.0, probe_s=0.5)
-    return stretched(hasty, "read_s", "write_s", "match_s", "probe_s")
 
 
 def fill(worker: Served | str) -> None:
@@ -74,19 +68,7 @@ def test_a_damaged_file_is_a_miss_from_there_on(served: Served, tmp_root: Path, 
             cache.put(TOKENS, KV)
             assert cache.get(TOKENS)[0] == len(TOKENS)
             victim, other = chunk_files(tmp_root)[:2]
-            content = bytearray(victim.read_bytes())
-            if damage == "flipped":
-                content[4096 + 70_000] ^= 1
-            elif damage == "header":
-                content[50] ^= 1
-            elif damage == "truncated":
-                del content[-5000:]
-            elif damage == "another":
-                content[:] = other.read_bytes()
-            if damage == "removed":
-                victim.unlink()
-            else:
-                victim.write_bytes(content)
+            spoil(victim, damage, other)
             before = store.stats()["miss_damaged"]
             # More than was ever stored: that the worker has less is no reason to look no further.
             count, array = cache.get(np.concatenate([TOKENS, TOKENS[: 3 * MEDIUM.chunk_tokens]]))
@@ -99,7 +81,7 @@ def test_a_damaged_file_is_a_miss_from_there_on(served: Served, tmp_root: Path, 
             assert same(cache.get(TOKENS)[1], KV)
         eventually(lambda: not [name for name in bulk_files_of(os.getpid()) if "/chunks/" in name], "no chunk is open")
 
-    for damage in ("flipped", "header", "truncated", "removed", "another"):
+    for damage in DAMAGES:
         run_case(damage)
 
 

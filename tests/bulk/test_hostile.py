@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import socket
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +31,7 @@ from tests.kit.transports import (
     dialled,
     greeted,
     is_closed,
+    is_cut_off,
     offered,
     same,
     send_head,
@@ -151,9 +151,7 @@ def test_more_connections_than_allowed_are_closed_at_once(served: Served, way: s
 def test_a_request_that_drips_is_cut_off(served: Served, way: str) -> None:
     with greeted(served, way) as channel:
         send_head(channel, Kind.GET, 1, 1000)
-        sock = socket.socket(fileno=os.dup(channel.fileno()))
-        assert is_closed(sock)
-        sock.close()
+        assert is_cut_off(channel)
     serves_others(served, way)
 
 
@@ -168,9 +166,7 @@ def test_a_frame_that_makes_no_sense_ends_the_connection(served: Served, way: st
     ):
         with greeted(served, way) as channel:
             send_head(channel, kind, 1, length)
-            sock = socket.socket(fileno=os.dup(channel.fileno()))
-            assert is_closed(sock)
-            sock.close()
+            assert is_cut_off(channel)
         serves_others(served, way)
 
 
@@ -190,9 +186,7 @@ def test_chunks_that_are_not_as_announced_store_nothing(served: Served, way: str
             channel.receive_frame(Kind.READY)
             send_head(channel, Kind.CHUNKS, 1, length)
             channel.send_bytes([memoryview(encode_span(*span))])
-            sock = socket.socket(fileno=os.dup(channel.fileno()))
-            assert is_closed(sock)
-            sock.close()
+            assert is_cut_off(channel)
     assert served.member.node.counters.snapshot()["chunks_written"] == 0
     serves_others(served, way)
 
@@ -232,9 +226,7 @@ def test_an_arena_that_could_kill_the_worker_is_refused(served: Served, tmp_path
             else:
                 channel.send(Kind.ARENA, 0, [struct.pack("<Q", size_bytes)])
             if case == "nothing":
-                sock = socket.socket(fileno=os.dup(channel.fileno()))
-                assert is_closed(sock)
-                sock.close()
+                assert is_cut_off(channel)
             else:
                 _, payload = channel.receive_frame(Kind.REFUSED)
                 assert "arena" in pb.BulkRefusal.FromString(payload).message

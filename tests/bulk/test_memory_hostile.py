@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -26,7 +25,7 @@ from kvstore.wire.bulk.frames import (
 from kvstore.worker.limits import WorkerLimits
 from tests.kit.arenas import all_let_go, filled, leases_end, lose, memory_of, referenced_bytes, serving_memory
 from tests.kit.patience import slowness
-from tests.kit.transports import MEDIUM, greeted, is_closed, same, tokens_and_kv
+from tests.kit.transports import MEDIUM, greeted, is_cut_off, same, tokens_and_kv
 from tests.kit.workers import WAIT_S, Served, connected, eventually, opened, packed, raw_stub
 
 pytestmark = pytest.mark.slow
@@ -73,8 +72,7 @@ def test_lease_without_a_connection_lasts_until_its_end_closes(served: Served) -
     with greeted(served, "shared") as channel:
         end = leased(channel, served)
         channel.send(Kind.CHUNKS, 2)
-        with socket.socket(fileno=os.dup(channel.fileno())) as sock:
-            assert is_closed(sock)
+        assert is_cut_off(channel)
     eventually(lambda: served.worker.service.bulk.connections_count == 0, "the connection ends")  # type: ignore[union-attr]
     assert referenced_bytes(served) > 0
     os.close(end)
