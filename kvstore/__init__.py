@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from kvstore.census.selection import Selection
     from kvstore.client.cache import BlockCache, BlockHold, Cache, Hold, Pin
     from kvstore.client.limits import ClientLimits
+    from kvstore.client.local import open
     from kvstore.client.operation import Operation
-    from kvstore.client.store import Store, connect, open
+    from kvstore.client.store import Store, connect
     from kvstore.format.header import Descent
     from kvstore.hints import Hints
     from kvstore.layout import Layout
@@ -89,7 +90,8 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every 
         "kvstore.census.selection": ("Selection",),
         "kvstore.client.cache": ("BlockCache", "BlockHold", "Cache", "Hold", "Pin"),
         "kvstore.client.limits": ("ClientLimits",),
-        "kvstore.client.store": ("Store", "connect", "open"),
+        "kvstore.client.local": ("open",),
+        "kvstore.client.store": ("Store", "connect"),
         "kvstore.client.operation": ("Operation",),
         "kvstore.format.header": ("Descent",),
         "kvstore.hints": ("Hints",),

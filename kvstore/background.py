@@ -23,6 +23,8 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from kvstore.errors import InvalidRequest
+
 # A deadline for clean-up by other libraries, which may never return.
 
 
@@ -38,6 +40,31 @@ def within(seconds: float, work: Callable[[], object]) -> bool:
     thread.start()
     thread.join(seconds)
     return not thread.is_alive()
+
+
+class Owner:
+    """The process that made an object: a forked child has a copy without threads, and with locks held at the fork.
+
+    Check it before any lock.
+    """
+
+    __slots__ = ("_pid",)
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """True in the process that made the object."""
+        return self._pid == os.getpid()
+
+    def check(self) -> None:
+        """Raises InvalidRequest in a forked child."""
+        if not self.is_here:
+            raise InvalidRequest(
+                "the store was opened or connected before a fork, and a forked child has none of its "
+                "threads: open it in the child, or connect in the child and start the child by spawn"
+            )
 
 
 log = logging.getLogger(__name__)

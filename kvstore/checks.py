@@ -9,7 +9,7 @@ import math
 from dataclasses import fields
 from numbers import Real
 from operator import index
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import numpy as np
 
@@ -112,3 +112,14 @@ def check_limits(limits: Any) -> None:
                 f"{most:,}"
             )
         object.__setattr__(limits, each.name, int(value) if is_count else value)
+
+
+TierName = Literal["memory", "disk"]
+"""The tiers to prefetch to."""
+
+
+def checked_tier(tier: object) -> TierName:
+    """Returns a tier to prefetch to. Raises InvalidRequest."""
+    if isinstance(tier, str) and tier in ("memory", "disk"):
+        return "disk" if tier == "disk" else "memory"
+    raise InvalidRequest(f"tier={brief(tier)}: expected memory or disk")

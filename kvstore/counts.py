@@ -7,8 +7,9 @@ declared is an error of the type checker.
 from __future__ import annotations
 
 import enum
+import threading
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 
 class Family(NamedTuple):
@@ -247,6 +248,28 @@ LEAST = frozenset(
 )
 MOST = frozenset({"etcd_silent_seconds", "root_full", "root_hangs", "bound_bytes"})
 """Gauges of several workers that are no sum: of the root that they share, or of the one that is worst off."""
+
+
+C = TypeVar("C", bound=Count)
+
+
+class Counts(Generic[C]):
+    """The counts of one enumeration since this object was made; thread-safe."""
+
+    def __init__(self, declared: type[C]) -> None:
+        self._lock = threading.Lock()  # guards the counts
+        self._counts: dict[C, int] = dict.fromkeys(declared, 0)
+
+    def add(self, counter: C, count: int = 1) -> None:
+        """Adds to one counter."""
+        with self._lock:
+            self._counts[counter] += count
+
+    def snapshot(self) -> dict[str, int]:
+        """All counts at one moment, by their flat names."""
+        with self._lock:
+            counts = self._counts.copy()
+        return {counter.flat_name: count for counter, count in counts.items()}
 
 
 def merged(each: Iterable[Mapping[str, int | float]]) -> dict[str, int | float]:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvstore.address import Address
+from kvstore.format.header import Encoding
+from kvstore.hints import Hints
+
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
@@ -95,3 +99,71 @@ class LayerMemory:
 
     k: memoryview
     v: memoryview
+
+
+# The places of a chunk, for people who ask.
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """Who wrote a file, as its session's record on the root says."""
+
+    written_s: int
+    """Time of writing by the writer's clock."""
+    session: str
+    """32 hexadecimal digits, as ``node`` below."""
+    node: str
+    host: str
+    version: str
+    label: str
+    """The operator's name for that roll-out."""
+
+
+@dataclass(frozen=True, slots=True)
+class RootCopy:
+    """The file of a chunk."""
+
+    size_bytes: int
+    last_use_s: int
+    """Start of the quantum of its last use."""
+    uses: int
+    """Number of quanta after that of its publication in which it was used, up to 3, which means at least 3."""
+    hints: Hints
+    encoding: Encoding
+    key_id: bytes
+    """Id of the key that it is encrypted with; empty if it is not encrypted."""
+    lineage: Lineage | None
+    """None if the root has no record of the writer."""
+    is_condemned: bool
+    """True if a sweep is taking it: then it counts as absent."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCopy:
+    """The image of a chunk in memory."""
+
+    size_bytes: int
+    is_dirty: bool
+    """True if the root does not have it yet."""
+    users_count: int
+    """Reads, holds and leases of it at the moment."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlace:
+    """The places of one chunk."""
+
+    index: int
+    address: Address
+    root: RootCopy | None
+    memory: MemoryCopy | None
+    on_disk: bool
+    peers: tuple[str, ...]
+    """Workers whose memory is said to have it."""
+    pins: int | None = None
+    """Live pins that cover it; None if nobody asked, or etcd did not say."""
+
+    @property
+    def is_anywhere(self) -> bool:
+        """True if it is stored at all."""
+        return bool(self.root or self.memory or self.on_disk or self.peers)

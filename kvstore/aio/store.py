@@ -15,7 +15,6 @@ from kvstore.aio.threads import STEP_S, Lease, Opening, Threads, Twin, awaited, 
 from kvstore.buffers import KvArray
 from kvstore.checks import checked_timeout
 from kvstore.client import cache, control, operation, store
-from kvstore.client.cache import caller, opened_at
 from kvstore.operations import OperationState, OperationStatus
 from kvstore.planning import Group
 from kvstore.planning import run as runs
@@ -388,13 +387,7 @@ class Store(Twin[store.Store]):
 def _opens(make: Callable[P, store.Store]) -> Callable[P, Opening[Store]]:
     @functools.wraps(make)
     def begin(*args: P.args, **kwargs: P.kwargs) -> Opening[Store]:
-        place = caller()  # of the program: the store is opened in another thread
-
-        def opened() -> store.Store:
-            with opened_at(place):
-                return make(*args, **kwargs)
-
-        return Opening(_opened(opened))
+        return Opening(_opened(functools.partial(make, *args, **kwargs)))
 
     return begin
 

@@ -21,7 +21,7 @@ from kvstore.security.tls import ClientTls, ServerTls, is_loopback, server_certi
 from kvstore.text import parse_json, why
 
 if TYPE_CHECKING:
-    from kvstore.client.credentials import Credentials
+    from kvstore.client.bulk.links import Credentials
     from kvstore.client.store import Store
     from kvstore.meta.etcd import EtcdMeta, EtcdTls, EtcdUser
 
@@ -165,7 +165,7 @@ class ServerAccess:
 
         Raises InvalidRequest if the files cannot be used: errors must surface before the first call.
         """
-        from kvstore.client.credentials import PLAIN, Credentials
+        from kvstore.client.bulk.links import PLAIN, Credentials
 
         if self.client.cert_file is None:
             return PLAIN

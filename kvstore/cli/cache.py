@@ -21,8 +21,8 @@ from kvstore.operations import OperationState
 from kvstore.text import size
 
 if TYPE_CHECKING:
-    from kvstore.node.looking import ChunkPlace
-    from kvstore.node.prefetch import TierName
+    from kvstore.checks import TierName
+    from kvstore.results import ChunkPlace
 
 CELLS = (
     *("first_token", "address", "root_bytes", "used_s", "uses", "encoding", "written_s", "by"),

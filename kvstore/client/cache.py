@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import atexit
-import os
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeVar, overload
-from weakref import WeakSet, finalize
+from contextlib import suppress
+from typing import Any, Generic, Self, TypeVar, overload
+from weakref import finalize
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore import tracing
 from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
+from kvstore.background import Owner
 from kvstore.buffers import (
     KvArray,
     Pieces,
-    Sections,
+    Planes,
     address_of,
     fillable,
     layer_arrays,
@@ -31,16 +29,22 @@ from kvstore.buffers import (
     source_array,
     target_array,
 )
-from kvstore.checks import checked_flag, checked_hold_ttl, checked_worker, is_unicode, is_whole, number
+from kvstore.checks import (
+    TierName,
+    checked_flag,
+    checked_hold_ttl,
+    checked_tier,
+    checked_worker,
+    is_unicode,
+    is_whole,
+    number,
+)
 from kvstore.client.operation import Operation
-from kvstore.client.owner import Owner
 from kvstore.client.port import Port, PortBlockHold, PortHold, Protecting
 from kvstore.errors import InvalidRequest, Overloaded, StoreFull, WrongSize
 from kvstore.format.header import DESCENT_BYTES_MAX, Ancestry, Descent
 from kvstore.hints import DEFAULT, Hints, Preset, checked_unused_s
 from kvstore.namespace import Namespace
-from kvstore.node.prefetch import TierName, checked_tier
-from kvstore.node.write_behind import WriteBehind
 from kvstore.planning import KeyStorage, Plan, Prompts, TokenStorage, make_plan
 from kvstore.planning.prompts import checked_prompts
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
@@ -51,86 +55,29 @@ from kvstore.wire.limits import BLOCK_BYTES_MAX, BLOCKS_MAX, DESCENTS_BYTES_MAX
 from kvstore.writes import WriteMode, WriteModeName
 
 # Stores that nobody closed, and holds that nobody released: if dropped, they warn, and still end.
-#
-# What a store put behind is written to the root before the interpreter ends.
-
-
-class Place(NamedTuple):
-    """A line of the program that uses this package."""
-
-    file: str
-    line: int
-
-
-_open: WeakSet[WriteBehind] = WeakSet()
-"""The queues of chunks put behind, one of each open store of this process."""
-_process = 0
-
-_opened_at: ContextVar[Place | None] = ContextVar("_opened_at", default=None)
-
-
-def caller() -> Place:
-    """Returns the innermost line of this thread's calls that is not of this package."""
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "kvstore":
-        frame = frame.f_back
-    return Place(frame.f_code.co_filename, frame.f_lineno)
-
-
-@contextmanager
-def opened_at(place: Place) -> Iterator[None]:
-    """Says where the program opens what this thread opens within: another thread may have been asked to."""
-    token = _opened_at.set(place)
-    try:
-        yield
-    finally:
-        _opened_at.reset(token)
 
 
 def close_when_dropped(port: Port, close: Callable[[], None], name: str) -> finalize[..., Port]:
     """Calls ``close``, with a ResourceWarning, once nothing refers to ``port``. Detach the finalizer before closing.
 
-    The warning is about the line of the program that opened the store.
-
     ``close`` must not refer to the port, or the port would never be collected. Nothing happens when the interpreter
     ends: the threads are daemons, and the system closes the rest.
     """
-    finalizer = finalize(port, _close_dropped, close, name, _opened_at.get() or caller(), os.getpid())
+    finalizer = finalize(port, _close_dropped, close, name, Owner())
     finalizer.atexit = False
     return finalizer
 
 
-def release_dropped(hold: object, held: Protecting) -> None:
-    """Releases what a hold rests on that nobody released: call it from ``__del__``.
-
-    There is a ResourceWarning, unless the hold is over or empty. It is about the line that dropped the hold; with
-    tracemalloc it has the line that took it, as Python's own for files.
-    """
-    if sys.is_finalizing():
-        return
-    is_alive = held.protects
-    _end_apart(held.release)
-    if is_alive:  # last: this raises if warnings are errors
-        warnings.warn(
-            "kvstore: a hold was dropped without release(); it is being released now. Call release(), or use the hold "
-            "as a context (with ... as hold:)",
-            ResourceWarning,
-            stacklevel=3,
-            source=hold,
-        )
-
-
-def _close_dropped(close: Callable[[], None], name: str, place: Place, pid: int) -> None:
-    if os.getpid() != pid:
+def _close_dropped(close: Callable[[], None], name: str, owner: Owner) -> None:
+    if not owner.is_here:
         return  # a forked child: threads and connections belong to its parent
     _end_apart(close)
     # Last: this raises if warnings are errors.
-    warnings.warn_explicit(
-        f"kvstore: the store of {name}, opened here, was dropped without close(); it is being closed now. Call "
-        "close(), or use the store as a context (with ... as store:)",
+    warnings.warn(
+        f"kvstore: the store of {name} was dropped without close(); it is being closed now. Call close(), or use the "
+        "store as a context (with ... as store:)",
         ResourceWarning,
-        place.file,
-        place.line,
+        stacklevel=2,
     )
 
 
@@ -142,37 +89,48 @@ def _end_apart(end: Callable[[], None]) -> None:
         threading.Thread(target=end, name="kvstore-closing", daemon=True).start()
 
 
-def flush_at_exit(behind: WriteBehind) -> None:
-    """Writes what waits there before the interpreter ends, also where a store was dropped just then.
-
-    So it is lost only where a process is killed, not where a script ends without ``close()``.
-    """
-    global _process
-    if _process != os.getpid():
-        _process = os.getpid()
-        _open.clear()
-        # A child that multiprocessing forked ends without calling what atexit has.
-        if (multiprocessing := sys.modules.get("multiprocessing.util")) is not None:
-            multiprocessing.Finalize(None, _flush_all, exitpriority=0)
-    _open.add(behind)
+G = TypeVar("G", bound=Protecting)
+C = TypeVar("C")
 
 
-def _flush_all() -> None:
-    if _process != os.getpid():
-        return
-    failed: BaseException | None = None
-    began_s = time.monotonic()
-    for behind in list(_open):
-        # All of them write meanwhile, so together they have the time of one.
-        try:
-            behind.close(time.monotonic() - began_s)
-        except BaseException as error:  # noqa: BLE001 - such as Ctrl-C: the others are closed all the same
-            failed = failed or error
-    if failed is not None:
-        raise failed
+class BaseHold(Generic[G, C]):
+    """What a cache holds for its caller until it is released. Release it, or use it as a context, in one thread."""
 
+    def __init__(self, held: G, cache: C) -> None:
+        self._owner = Owner()
+        self._held = held
+        self._cache = cache  # keeps the store open: an unreferenced store closes, which ends its holds
+        self._released = False
 
-atexit.register(_flush_all)  # now, since what is registered while the interpreter ends is not called
+    def release(self) -> None:
+        """Ends the protection; idempotent, never raises. Does nothing in a forked child: the hold is its parent's."""
+        self._released = True
+        if self._owner.is_here:
+            self._held.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        """Releases what was not released, with a ResourceWarning unless the hold is over or empty.
+
+        The warning is about the line that dropped the hold; with tracemalloc it has the line that took it.
+        """
+        if not self._owner.is_here or self._released or sys.is_finalizing():
+            return
+        is_alive = self._held.protects
+        _end_apart(self._held.release)
+        if is_alive:  # last: this raises if warnings are errors
+            warnings.warn(
+                "kvstore: a hold was dropped without release(); it is being released now. Call release(), or use the "
+                "hold as a context (with ... as hold:)",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
 
 
 # A pin: what a cache and a block cache return for what they pinned.
@@ -224,58 +182,10 @@ def check_pin(ttl: float, owner: str) -> None:
         raise InvalidRequest(f"owner={brief(owner)} is not valid Unicode")
 
 
-# Puts through a port whose refusal is a result, unless the caller requires them.
+# A refusal is a result of a put, unless the caller requires that all is stored.
 
 
 R = TypeVar("R", PutResult, StoredBlocks)
-
-
-def put_prompt(
-    port: Port,
-    namespace: Namespace,
-    tokens: TokenArray,
-    first: int,
-    sections: Sections,
-    hints: Hints,
-    write: WriteMode | None,
-    *,
-    required: bool,
-) -> PutResult:
-    """Puts the chunks from ``first`` on. If the store refuses what it lacks, the result has what it had before."""
-    required = checked_flag("required", required)
-    try:
-        return _checked(port.put(namespace, tokens, first, sections, hints, write), required)
-    except Overloaded as error:
-        size, present = namespace.layout.chunk_tokens, port.match(namespace, tokens, counts=False)
-        if present == len(tokens) // size:
-            return PutResult(present * size, 0, present - first, 0)
-        if required:
-            raise
-        return PutResult(present * size, 0, 0, 0, error.reason)
-
-
-def put_blocks(
-    port: Port,
-    namespace: Namespace,
-    keys: list[bytes],
-    buffers: Pieces,
-    hints: Hints,
-    write: WriteMode | None,
-    ancestry: Ancestry | None = None,
-    *,
-    required: bool = False,
-) -> StoredBlocks:
-    """Puts blocks. If the store refuses what it lacks, the result has what it had before."""
-    required = checked_flag("required", required)
-    try:
-        return _checked(port.put_blocks(namespace, keys, buffers, hints, write, ancestry), required)
-    except Overloaded as error:
-        present, fresh = port.present_blocks(namespace, keys), [False] * len(keys)
-        if all(present):
-            return StoredBlocks(present, fresh)
-        if required:
-            raise
-        return StoredBlocks(present, fresh, error.reason)
 
 
 def _checked(result: R, required: bool) -> R:
@@ -342,8 +252,9 @@ class BlockCache:
             raise InvalidRequest(f"first={brief(first)}: expected a whole number from 0 to {FIRST_MAX}")
         ancestry = Ancestry(int(first), () if descents is NO_DESCENTS else _packed(checked, descents))
         views = _views(checked, buffers, writable=False)
+        required = checked_flag("required", required)
         with tracing.span("kvstore.put_blocks", blocks=len(checked)):
-            return put_blocks(self._port, self._namespace, checked, views, hints, mode, ancestry, required=required)
+            return self._put(checked, views, hints, mode, ancestry, required=required)
 
     def put_new(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> StoredBlocks:
         """Stores each buffer under its key, as ``put`` does; ``fresh`` says which of the blocks this call wrote.
@@ -355,14 +266,35 @@ class BlockCache:
         views = _views(checked, buffers, writable=False)
         with tracing.span("kvstore.put_blocks", blocks=len(checked)):
             if self._port.tells_fresh:
-                return put_blocks(self._port, self._namespace, checked, views, DEFAULT, self._write)
+                return self._put(checked, views, DEFAULT, self._write)
             stored, fresh = self._port.present_blocks(self._namespace, checked), [False] * len(checked)
             lacking = [at for at, found in enumerate(stored) if not found]
             part = [checked[at] for at in lacking], [views[at] for at in lacking]
-            done = put_blocks(self._port, self._namespace, *part, DEFAULT, self._write)
+            done = self._put(*part, DEFAULT, self._write)
             for at, is_stored, is_fresh in zip(lacking, done, done.fresh, strict=True):
                 stored[at], fresh[at] = is_stored, is_fresh
             return StoredBlocks(stored, fresh, done.reason)
+
+    def _put(
+        self,
+        keys: list[bytes],
+        views: Pieces,
+        hints: Hints,
+        write: WriteMode | None,
+        ancestry: Ancestry | None = None,
+        *,
+        required: bool = False,
+    ) -> StoredBlocks:
+        """Puts blocks. If the store refuses what it lacks, the result has what it had before."""
+        try:
+            return _checked(self._port.put_blocks(self._namespace, keys, views, hints, write, ancestry), required)
+        except Overloaded as error:
+            present, fresh = self._port.present_blocks(self._namespace, keys), [False] * len(keys)
+            if all(present):
+                return StoredBlocks(present, fresh)
+            if required:
+                raise
+            return StoredBlocks(present, fresh, error.reason)
 
     def match(self, keys: Sequence[bytes]) -> int:
         """Returns the number of leading keys that are in the store.
@@ -432,7 +364,7 @@ class BlockCache:
         """
         checked, unused_s = _checked_keys(keys), checked_unused_s(unused)
         with tracing.span("kvstore.supersede_blocks", blocks=len(checked)):
-            self._port.branches.supersede_blocks(self._namespace, checked, unused_s)
+            self._port.supersede(self._namespace, checked, 0, unused_s)
 
     def plan(
         self,
@@ -457,19 +389,13 @@ class BlockCache:
             )
 
 
-class BlockHold:
+class BlockHold(BaseHold[PortBlockHold, BlockCache]):
     """Protected blocks that were in the store when the hold began. Release it, or use it as a context."""
-
-    def __init__(self, hold: PortBlockHold, cache: BlockCache) -> None:
-        self._owner = Owner()
-        self._hold = hold
-        self._cache = cache  # keeps the store open: an unreferenced store closes, which ends its holds
-        self._is_released = False
 
     @property
     def present(self) -> list[bool]:
         """For each key, in the order asked for, whether its block is held."""
-        return self._hold.present
+        return self._held.present
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> list[bool]:
         """Reads held blocks, as ``BlockCache.get`` does.
@@ -479,29 +405,13 @@ class BlockHold:
         self._owner.check()
         checked = _checked_keys(keys)
         views = _views(checked, buffers, writable=True)
-        hits = self._hold.read(checked, views)
+        hits = self._held.read(checked, views)
         if not all(hits):
             self._cache._check_sizes(checked, views, hits)
         return hits
 
-    def release(self) -> None:
-        """Ends the hold; idempotent, never raises. Does nothing in a forked child: the hold belongs to its parent."""
-        self._is_released = True
-        if self._owner.is_here:
-            self._hold.release()
-
     def __repr__(self) -> str:
         return f"<kvstore.BlockHold {sum(self.present)} of {len(self.present)} blocks, {self._cache!r}>"
-
-    def __enter__(self) -> BlockHold:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def __del__(self) -> None:
-        if self._owner.is_here and not self._is_released:
-            release_dropped(self, self._hold)
 
 
 def _checked_keys(keys: Sequence[bytes]) -> list[bytes]:
@@ -657,8 +567,17 @@ class Cache:
         first = int(prefix) // size
         source = planes_of(array, self.layout, first)
         mode = WriteMode.of_put(write, self._write, cache=cache)
+        required = checked_flag("required", required)
         with tracing.span("kvstore.put", tokens=len(ids)):
-            return put_prompt(self._port, self.namespace, ids, first, source, hints, mode, required=required)
+            try:
+                return _checked(self._port.put(self.namespace, ids, first, source, hints, mode), required)
+            except Overloaded as error:
+                present = self._port.match(self.namespace, ids, counts=False)
+                if present == len(ids) // size:
+                    return PutResult(present * size, 0, present - first, 0)
+                if required:
+                    raise
+                return PutResult(present * size, 0, 0, 0, error.reason)
 
     def match(self, tokens: Tokens, *, counts: bool = True) -> int:
         """Returns the number of leading tokens in the store, a multiple of chunk_tokens.
@@ -716,7 +635,7 @@ class Cache:
             return self._fill(target, min(chunks_max, target.shape[2] // layout.chunk_tokens), ids)
         array = new_array(layout.shape(0), layout.numpy_dtype)
 
-        def memory(count: int) -> Sections:
+        def memory(count: int) -> Planes:
             nonlocal array
             array = new_array(layout.shape(count * layout.chunk_tokens), layout.numpy_dtype)
             return planes_of(array, layout)
@@ -787,7 +706,7 @@ class Cache:
             )
         first = -(-int(kept) // self.layout.chunk_tokens)
         with tracing.span("kvstore.supersede", tokens=len(ids)):
-            self._port.branches.supersede(self.namespace, ids, first, unused_s)
+            self._port.supersede(self.namespace, ids, first, unused_s)
 
     def plan(
         self,
@@ -837,7 +756,7 @@ class Cache:
     def _fill(self, target: KvArray, chunks_max: int, ids: TokenArray) -> int:
         filled = fillable(target)
 
-        def memory(_: int) -> Sections:
+        def memory(_: int) -> Planes:
             return planes_of(filled, self.layout)
 
         with tracing.span("kvstore.get", tokens=len(ids)):
@@ -847,15 +766,12 @@ class Cache:
         return count
 
 
-class Hold:
+class Hold(BaseHold[PortHold, Cache]):
     """A stored prefix, protected until released. Use it as a context, in one thread."""
 
     def __init__(self, held: PortHold, cache: Cache) -> None:
-        self._owner = Owner()
-        self._held = held
-        self._cache = cache  # keeps the store open: an unreferenced store closes, which ends its holds
+        super().__init__(held, cache)
         self._layout = cache.layout
-        self._released = False
         self.tokens = held.chunks * cache.layout.chunk_tokens
         """Number of leading tokens held, a multiple of chunk_tokens."""
 
@@ -922,21 +838,5 @@ class Hold:
             array = arrays.pop(layer)
             yield layer, array[0], array[1]
 
-    def release(self) -> None:
-        """Ends the protection; idempotent. Does nothing in a forked child: the hold is its parent's."""
-        self._released = True
-        if self._owner.is_here:
-            self._held.release()
-
     def __repr__(self) -> str:
         return f"<kvstore.Hold {self.tokens} tokens{self._released * ', released'}, {self._cache!r}>"
-
-    def __enter__(self) -> Hold:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def __del__(self) -> None:
-        if self._owner.is_here and not self._released:
-            release_dropped(self, self._held)

@@ -9,26 +9,25 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
 import grpc
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 
 from kvstore import tracing
-from kvstore.background import Loop
-from kvstore.client.bulk.lanes import FileLanes
+from kvstore.background import Loop, Owner
+from kvstore.checks import SECONDS_MAX
 from kvstore.client.bulk.links import BulkRefused, NoAnswer
 from kvstore.client.endpoints import Endpoint, Endpoints
 from kvstore.client.limits import ClientLimits
-from kvstore.client.owner import Owner
 from kvstore.client.spreading import Marking
-from kvstore.counts import ClientCount
+from kvstore.counts import ClientCount, Counts
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, Overloaded, StoreClosed, Unavailable
 from kvstore.namespace import Namespace
-from kvstore.node.counters import Counts
+from kvstore.node.lanes import Lanes
+from kvstore.node.settings import Limits
 from kvstore.sources import Clock
 from kvstore.text import brief
 from kvstore.v1 import kvstore_pb2 as pb
@@ -164,6 +163,46 @@ class Renewing:
                 self._changed.wait(pause_s)
 
 
+class FileLanes:
+    """The threads that read files from workers, and others that copy within memory; made when they are
+    needed. Thread-safe.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._lock = threading.Lock()
+        self._lanes: Lanes | None = None
+        self._copiers: Lanes | None = None
+        self._closed = False
+
+    def get(self) -> Lanes:
+        """Those for files. After ``close`` they refuse work."""
+        with self._lock:
+            self._lanes = self._lanes or self._made(2)
+            return self._lanes
+
+    def copiers(self) -> Lanes:
+        """Those that never wait for a device: so memory is read while the root hangs. As ``get`` after ``close``."""
+        with self._lock:
+            self._copiers = self._copiers or self._made(1)
+            return self._copiers
+
+    def _made(self, requests: int) -> Lanes:
+        limits = Limits()
+        lanes = Lanes(requests * limits.width, limits.width, limits.queue_max, limits.stall_s, self.clock)
+        if self._closed:  # a call goes on while its store is closed: nobody else would end their threads
+            lanes.close()
+        return lanes
+
+    def close(self) -> None:
+        """Ends them. Idempotent."""
+        with self._lock:
+            self._closed = True
+            for lanes in (self._lanes, self._copiers):
+                if lanes is not None:
+                    lanes.close()
+
+
 T = TypeVar("T")
 
 
@@ -176,12 +215,29 @@ class CallFailed(Exception):
 
 
 class Caller:
-    """Sends calls to workers. Thread-safe."""
+    """Sends calls to the workers of one client; has what these calls share. Thread-safe."""
 
-    def __init__(self, endpoints: Endpoints, counters: Counts[ClientCount], clock: Clock) -> None:
+    def __init__(
+        self,
+        endpoints: Endpoints,
+        counters: Counts[ClientCount],
+        limits: ClientLimits,
+        clock: Clock,
+        write: WriteMode | None = None,
+    ) -> None:
         self._endpoints = endpoints
-        self._counters = counters
         self._clock = clock
+        self.counters = counters
+        self.limits = limits
+        self.watch = Watch(clock, "kvstore-client-watch")
+        self.lanes = FileLanes(clock)
+        self.renewing = Renewing(clock)
+        self.write = write
+        """The default write mode of puts; None: the worker's."""
+
+    def stream_s(self, first_s: float, size_bytes: int) -> float:
+        """Returns the deadline of a stream of at most ``size_bytes``: ``first_s`` and the time for its bytes."""
+        return min(first_s + size_bytes / self.limits.bytes_per_s_min, SECONDS_MAX)
 
     def unary(
         self,
@@ -200,10 +256,6 @@ class Caller:
             return answer
 
         return self.anywhere(send, timeout_s, marking, may_repeat=may_repeat, even_aside=even_aside)
-
-    def short(self, name: str, message: Message, timeout_s: float, marking: Marking | None) -> bytes:
-        """Returns the answer to a call of SHORT_CALLS. Raises as ``unary`` does."""
-        return self.anywhere(lambda endpoint, left_s: endpoint.call(name, message, left_s), timeout_s, marking)
 
     def every_message(self, name: str, request: bytes, timeout_s: float) -> list[bytes]:
         """Returns all messages of an answer that is a short stream."""
@@ -250,7 +302,7 @@ class Caller:
             if left_s <= 0:
                 break
             if error is not None:
-                self._counters.add(ClientCount.RETRIES)
+                self.counters.add(ClientCount.RETRIES)
             asked += 1
             try:
                 return self.at(endpoint, partial(send, endpoint, left_s))
@@ -318,6 +370,40 @@ class Caller:
         """Raises StoreClosed, or InvalidRequest in a forked child: for calls that need no worker."""
         self._endpoints.check()
 
+    # Namespaces
+
+    def open(self, namespace: Namespace) -> None:
+        """Claims the namespace. Raises LayoutMismatch, Unavailable."""
+        self.unary("OpenNamespace", _opening(namespace), self.limits.pin_s, even_aside=True)
+
+    def within(self, namespace: Namespace, call: Callable[[], T]) -> T:
+        """Makes a call about a namespace; if a worker does not know it (a new root), opens it at all and repeats."""
+        try:
+            return call()
+        except UnknownNamespace:
+            self.counters.add(ClientCount.NAMESPACES_REOPENED)
+        # At all workers: the call goes to the one that does not know it, and the others do nothing.
+        opened = self.each("OpenNamespace", _opening(namespace), self.limits.pin_s)
+        errors = [answer for answer in opened.values() if isinstance(answer, KVStoreError)]
+        if errors and len(errors) == len(opened):
+            raise errors[0]
+        try:
+            return call()
+        except UnknownNamespace as unknown:
+            raise Unavailable(f"a worker forgot a namespace right after it was opened: {unknown}") from unknown
+
+    def or_miss(self, namespace: Namespace, call: Callable[[], T], miss: T) -> T:
+        """Returns the call's result, or ``miss`` if no worker could answer."""
+        try:
+            return self.within(namespace, call)
+        except BrokenTransfer:
+            raise
+        except (Unavailable, Overloaded):
+            self.counters.add(ClientCount.MISSES_UNREACHABLE)
+            return miss
+
+    # One worker
+
     def at(self, endpoint: Endpoint, send: Callable[[], T], *, began_s: float | None = None) -> T:
         """One call to one worker, which is set aside where it did not answer. Raises CallFailed, StoreClosed (also of
         a store that was closed meanwhile), and InvalidRequest in a forked child.
@@ -370,62 +456,5 @@ def _failure_of(error: grpc.RpcError, address: str, within_s: float) -> Failure:
     return failure(error.code(), error.details() or "", trailers, address, within_s)
 
 
-class Reopening:
-    """Makes the calls of one port about its namespaces. Thread-safe."""
-
-    def __init__(self, caller: Caller, counters: Counts[ClientCount], timeout_s: float) -> None:
-        """``timeout_s`` is the limit on opening a namespace."""
-        self._caller = caller
-        self._counters = counters
-        self._timeout_s = timeout_s
-
-    def open(self, namespace: Namespace) -> None:
-        """Claims the namespace. Raises LayoutMismatch, Unavailable."""
-        self._caller.unary("OpenNamespace", _opening(namespace), self._timeout_s, even_aside=True)
-
-    def __call__(self, namespace: Namespace, call: Callable[[], T]) -> T:
-        """Makes the call. If a worker does not know the namespace (a new root), opens it at all workers and repeats."""
-        try:
-            return call()
-        except UnknownNamespace:
-            self._counters.add(ClientCount.NAMESPACES_REOPENED)
-        # At all workers: the call goes to the one that does not know it, and the others do nothing.
-        opened = self._caller.each("OpenNamespace", _opening(namespace), self._timeout_s)
-        errors = [answer for answer in opened.values() if isinstance(answer, KVStoreError)]
-        if errors and len(errors) == len(opened):
-            raise errors[0]
-        try:
-            return call()
-        except UnknownNamespace as unknown:
-            raise Unavailable(f"a worker forgot a namespace right after it was opened: {unknown}") from unknown
-
-    def or_miss(self, namespace: Namespace, call: Callable[[], T], miss: T) -> T:
-        """Returns the call's result, or ``miss`` if no worker could answer."""
-        try:
-            return self(namespace, call)
-        except BrokenTransfer:
-            raise
-        except (Unavailable, Overloaded):
-            self._counters.add(ClientCount.MISSES_UNREACHABLE)
-            return miss
-
-
 def _opening(namespace: Namespace) -> bytes:
     return sealed(pb.OpenNamespaceRequest(namespace=namespace_message(namespace)))
-
-
-# The tools that the calls of one port share.
-
-
-@dataclass(frozen=True, slots=True)
-class Tools:
-    """The caller, counters, limits, watch, lanes and lease renewal of one port."""
-
-    caller: Caller
-    counters: Counts[ClientCount]
-    limits: ClientLimits
-    watch: Watch
-    lanes: FileLanes
-    renewing: Renewing
-    write: WriteMode | None
-    """The default write mode of puts; None: the worker's."""

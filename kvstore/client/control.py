@@ -21,8 +21,7 @@ from kvstore.client.spreading import marks_of
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format.header import Encoding
 from kvstore.namespace import Namespace
-from kvstore.node.looking import ChunkPlace, Lineage, MemoryCopy, RootCopy
-from kvstore.results import Draining, LimitValue
+from kvstore.results import ChunkPlace, Draining, LimitValue, Lineage, MemoryCopy, RootCopy
 from kvstore.text import brief
 from kvstore.tokens import Tokens, token_array
 from kvstore.v1 import control_pb2 as pb

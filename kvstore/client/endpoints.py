@@ -17,15 +17,12 @@ import grpc
 from google.protobuf.message import Message
 
 from kvstore import tracing
-from kvstore.background import CLOSE_S, Decision, Loop, within
-from kvstore.client.bulk.links import Bulk, Links
-from kvstore.client.credentials import PLAIN, Credentials
+from kvstore.background import CLOSE_S, Decision, Loop, Owner, within
+from kvstore.client.bulk.links import PLAIN, Bulk, Credentials, Links
 from kvstore.client.limits import ClientLimits
-from kvstore.client.owner import Owner
 from kvstore.client.spreading import Marking, Spreading
-from kvstore.counts import ClientCount
+from kvstore.counts import ClientCount, Counts
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, StoreClosed, Unavailable
-from kvstore.node.counters import Counts
 from kvstore.sources import Clock
 from kvstore.text import brief, kind_of
 from kvstore.wire.limits import CHANNEL_OPTIONS, method

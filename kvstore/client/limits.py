@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.checks import SECONDS_MAX, check_limits
+from kvstore.checks import check_limits
 from kvstore.errors import InvalidRequest
 from kvstore.text import kind_of
 
@@ -50,10 +50,6 @@ class ClientLimits:
             raise InvalidRequest(
                 f"probe_pause_s_max={self.probe_pause_s_max} is under probe_pause_s_min={self.probe_pause_s_min}"
             )
-
-    def stream_s(self, first_s: float, size_bytes: int) -> float:
-        """Returns the deadline of a stream of at most ``size_bytes``: ``first_s`` and the time for its bytes."""
-        return min(first_s + size_bytes / self.bytes_per_s_min, SECONDS_MAX)
 
 
 def checked_limits(limits: object) -> ClientLimits:

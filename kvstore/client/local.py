@@ -1,37 +1,86 @@
-"""The port to a node in this process: the engine opens the root itself, and no byte is copied on the way."""
+"""Opens a store in this process, and the port to its node: the engine reads the root itself, without a copy."""
 
 from __future__ import annotations
 
+import atexit
 import os
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import sys
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from os import PathLike, fspath
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakSet
 
 import numpy.typing as npt
 
-from kvstore.buffers import Pieces, Sections
+from kvstore.background import Owner
+from kvstore.buffers import Laid, Pieces, Planes
 from kvstore.census.selection import Selection
+from kvstore.checks import TierName, checked_flag
+from kvstore.client.cache import close_when_dropped
 from kvstore.client.operation import Operation
-from kvstore.client.port import PortBranches
+from kvstore.client.port import Prompt
+from kvstore.client.store import Store
 from kvstore.counts import NodeCount
+from kvstore.encodings.codec import KeyFile
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, StoreClosed
 from kvstore.format.header import Ancestry
 from kvstore.hints import Hints
 from kvstore.keyset import BlockKeys
+from kvstore.meta.etcd import EtcdTls, EtcdUser
 from kvstore.namespace import Namespace
 from kvstore.node.holds import Hold
 from kvstore.node.lanes import Deadline
 from kvstore.node.layers import Bands
 from kvstore.node.member import Member
 from kvstore.node.node import Node, match_each
-from kvstore.node.prefetch import TierName
+from kvstore.node.opening import open_member
+from kvstore.node.settings import AskedBound, Limits, TierSettings
+from kvstore.node.write_behind import WriteBehind
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
-from kvstore.text import brief, shown
+from kvstore.root.identity import SHARD_BITS_DEFAULT
+from kvstore.text import brief, kind_of, shown
 from kvstore.tokens import TokenArray
-from kvstore.writes import WriteMode
+from kvstore.writes import Durability, DurabilityName, WriteMode, WriteModeName
 
 if TYPE_CHECKING:
     from kvstore.client.control import Control
+
+
+# What stores of this process put behind is written to the root before the interpreter ends.
+
+
+_open: WeakSet[WriteBehind] = WeakSet()
+"""The queues of chunks put behind, one of each open store of this process."""
+_process = 0
+
+
+def flush_at_exit(behind: WriteBehind) -> None:
+    """Writes what waits there before the interpreter ends, also where a store was dropped just then.
+
+    So it is lost only where a process is killed, not where a script ends without ``close()``.
+    """
+    global _process
+    if _process != os.getpid():
+        _process = os.getpid()
+        _open.clear()
+        # A child that multiprocessing forked ends without calling what atexit has.
+        if (multiprocessing := sys.modules.get("multiprocessing.util")) is not None:
+            multiprocessing.Finalize(None, _flush_all, exitpriority=0)
+    _open.add(behind)
+
+
+def _flush_all() -> None:
+    if _process != os.getpid():
+        return
+    began_s = time.monotonic()
+    for behind in list(_open):
+        # All of them write concurrently, so together they have the time of one.
+        behind.close(time.monotonic() - began_s)
+
+
+atexit.register(_flush_all)  # now, since what is registered while the interpreter ends is not called
 
 
 class OpenMember:
@@ -43,16 +92,13 @@ class OpenMember:
 
     def __init__(self, member: Member) -> None:
         self.member = member
-        self._pid = os.getpid()
+        self._owner = Owner()
         self.closed = False
 
     def __enter__(self) -> Member:
         # Before any lock is asked for: one that another thread held at the fork is never given back in the child, and
         # what the child wrote into the shared arena, which it would treat as its own, would change the parent's images.
-        if self._pid != os.getpid():
-            raise InvalidRequest(
-                "this store was opened before a fork, and its threads are not here: open it in the child"
-            )
+        self._owner.check()
         if self.closed:
             raise StoreClosed
         return self.member
@@ -93,7 +139,7 @@ class LocalGuard:
 class LocalHold(LocalGuard):
     """Held leading chunks of one prompt."""
 
-    def read(self, sections: Sections) -> int:
+    def read(self, sections: Laid) -> int:
         with self._store:
             return self._node.read(self._hold, sections)
 
@@ -123,21 +169,6 @@ class LocalBlockHold(LocalGuard):
             return self._node.blocks.get(self._namespace, keys, buffers, deadline, held=True)
 
 
-class LocalBranches:
-    """Abandoned branches of the node in this process."""
-
-    def __init__(self, store: OpenMember) -> None:
-        self._store = store
-
-    def supersede(self, namespace: Namespace, tokens: TokenArray, first: int, unused_s: float) -> None:
-        with self._store as member:
-            member.node.reader.superseded(member.node.chains.of(namespace, tokens), first, unused_s)
-
-    def supersede_blocks(self, namespace: Namespace, keys: Sequence[bytes], unused_s: float) -> None:
-        with self._store as member:
-            member.node.reader.superseded(BlockKeys.of(namespace, keys, ()), 0, unused_s)
-
-
 class LocalPort:
     """The port to a node in this process, in a cluster or alone."""
 
@@ -146,7 +177,6 @@ class LocalPort:
     def __init__(self, member: Member) -> None:
         self._store = OpenMember(member)
         self.shared: dict[Hashable, Any] = {}
-        self.branches: PortBranches = LocalBranches(self._store)
 
     @property
     def place(self) -> str:
@@ -173,14 +203,14 @@ class LocalPort:
         namespace: Namespace,
         tokens: TokenArray,
         first: int,
-        sections: Sections,
+        sections: Planes,
         hints: Hints,
         write: WriteMode | None = None,
     ) -> PutResult:
         with self._store as member:
             return member.node.put(member.node.chains.of(namespace, tokens), first, sections, hints=hints, write=write)
 
-    def get(self, namespace: Namespace, tokens: TokenArray, chunks_max: int, memory: Callable[[int], Sections]) -> int:
+    def get(self, namespace: Namespace, tokens: TokenArray, chunks_max: int, memory: Callable[[int], Laid]) -> int:
         with self._store as member:
             size = namespace.layout.chunk_tokens
             hold = member.node.hold(member.node.chains.of(namespace, tokens[: chunks_max * size]))
@@ -229,23 +259,19 @@ class LocalPort:
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         with self._store as member:
-            deadline = Deadline(member.node.clock, member.node.limits.match_deadline_s)
-            return member.node.blocks.match(namespace, keys, deadline)
+            return member.node.blocks.match(namespace, keys, _match_deadline(member.node))
 
     def present_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> list[bool]:
         with self._store as member:
-            deadline = Deadline(member.node.clock, member.node.limits.match_deadline_s)
-            return member.node.blocks.present(namespace, keys, deadline)
+            return member.node.blocks.present(namespace, keys, _match_deadline(member.node))
 
     def block_sizes(self, namespace: Namespace, keys: Sequence[bytes]) -> list[int]:
         with self._store as member:
-            deadline = Deadline(member.node.clock, member.node.limits.match_deadline_s)
-            return member.node.blocks.sizes(namespace, keys, deadline)
+            return member.node.blocks.sizes(namespace, keys, _match_deadline(member.node))
 
     def hold_blocks(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> LocalBlockHold:
         with self._store as member:
-            deadline = Deadline(member.node.clock, member.node.limits.match_deadline_s)
-            hold, present = member.node.blocks.hold(namespace, keys, ttl_s, deadline)
+            hold, present = member.node.blocks.hold(namespace, keys, ttl_s, _match_deadline(member.node))
             return LocalBlockHold(self._store, member.node, namespace, hold, present)
 
     def get_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
@@ -253,6 +279,15 @@ class LocalPort:
             deadline = Deadline(member.node.clock, member.node.limits.read_deadline_s)
             member.node.counters.add(NodeCount.REQUESTS_GET)
             return member.node.blocks.get(namespace, keys, buffers, deadline)
+
+    def supersede(self, namespace: Namespace, prompt: Prompt, first: int, unused_s: float) -> None:
+        with self._store as member:
+            wanted = (
+                BlockKeys.of(namespace, prompt, ())
+                if isinstance(prompt, list)
+                else member.node.chains.of(namespace, prompt)
+            )
+            member.node.reader.superseded(wanted, first, unused_s)
 
     def prefetch(self, namespace: Namespace, tokens: TokenArray, tier: TierName, worker: str | None) -> Operation:
         with self._store as member:
@@ -294,6 +329,89 @@ class LocalPort:
         self._store.close()
 
 
+def _match_deadline(node: Node) -> Deadline:
+    return Deadline(node.clock, node.limits.match_deadline_s)
+
+
 def _check_no_worker(worker: str | None) -> None:
     if worker is not None:
         raise InvalidRequest(f"worker={brief(worker)}: this store is in this process and has no workers; leave it out")
+
+
+def open(
+    root: str | PathLike[str],
+    etcd: str | Sequence[str] | None = None,
+    *,
+    durability: Durability | DurabilityName = "none",
+    limits: Limits | None = None,
+    etcd_tls: EtcdTls | None = None,
+    etcd_user: EtcdUser | None = None,
+    root_options: Mapping[str, Any] | None = None,
+    create: bool = True,
+    shard_bits: int = SHARD_BITS_DEFAULT,
+    memory: int = 0,
+    disk: tuple[str, int] | None = None,
+    write: WriteMode | WriteModeName = "behind",
+    label: str = "",
+    keys: str | PathLike[str] | None = None,
+    compress: bool = False,
+    max_bytes: int | Literal["auto"] | None = "auto",
+    ttl: float | None = None,
+) -> Store:
+    """Opens the root at ``root`` (a path or URL) in this process.
+
+    With ``etcd`` (``host:port``, several with commas or as a list) this process is a node of the cluster. Without it,
+    processes that open one folder of a local disk share holds and pins, and soon after a first put one of them runs
+    ``kvstore-gc`` as a child: files take at most ``max_bytes`` (by default half of what was free when the root was new,
+    as its file ``bound`` says; None: no bound), and chunks unused for ``ttl`` seconds go. The smallest limits of all
+    that have put something count. Elsewhere both raise InvalidRequest. A host crash may lose (misses) the last half
+    minute; about the last second with ``durability="everysec"``, nothing with ``"fsync"``. ``create=False`` makes no
+    root; a new one gets ``2 ** shard_bits`` folders (0 to 16; the default suits ten million chunks, take more for
+    more). ``root_options`` go to fsspec; ``etcd_tls`` and ``etcd_user`` say how to reach a protected etcd.
+
+    ``memory`` is the size in bytes (16 MiB or more) of a memory tier for hot chunks: a ``get`` of those is a copy, a
+    ``view`` none. ``disk`` is a folder of this process alone and its size in bytes: chunks that memory evicts go there
+    if they were used more than once. With memory, ``write="behind"`` returns once memory has the chunks and writes them
+    to the root soon after (a killed process loses those not yet written); ``"through"`` waits for the
+    root and keeps a copy in memory. ``durability="everysec"`` and ``"fsync"`` always wait. See
+    kvstore/memory/MEMORY.md.
+
+    ``label`` names a roll-out: it is recorded with all that this process writes, and ``kvstore clear --written-by
+    label=...`` deletes exactly that. ``keys`` is a file with the keys of tenants whose chunks are encrypted on the root
+    and the local disk (kvstore/encodings/ENCODINGS.md); it is reloaded when it changes. ``compress`` compresses new
+    chunks on the root.
+
+    Raises RootMismatch (no such root, wrong mount, unknown version), PermissionDenied, Unavailable, InvalidRequest.
+    """
+    member = open_member(
+        fspath(root) if isinstance(root, PathLike) else root,
+        etcd,
+        durability=Durability.of(durability),
+        limits=_checked(limits),
+        etcd_tls=etcd_tls,
+        etcd_user=etcd_user,
+        root_options=root_options,
+        create=checked_flag("create", create),
+        shard_bits=shard_bits,
+        settings=TierSettings.of(memory, disk, write),
+        label=label,
+        keys=None if keys is None else _loaded(keys),
+        compress=checked_flag("compress", compress),
+        asked=AskedBound.of(max_bytes, ttl),
+    )
+    port, tiers = LocalPort(member), member.node.tiers
+    if tiers is not None:
+        flush_at_exit(tiers.behind)
+    return Store(port, close_when_dropped(port, member.close, str(root)))
+
+
+def _loaded(keys: str | PathLike[str]) -> KeyFile:
+    if not isinstance(keys, str | PathLike):
+        raise InvalidRequest(f"keys are {kind_of(keys)}: expected the path of a key file")
+    return KeyFile(keys).load()
+
+
+def _checked(limits: Limits | None) -> Limits | None:
+    if limits is not None and not isinstance(limits, Limits):
+        raise InvalidRequest(f"limits are {kind_of(limits)}: expected kvstore.node.settings.Limits")
+    return limits

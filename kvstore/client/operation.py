@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
+from kvstore.background import Owner
 from kvstore.checks import checked_timeout
-from kvstore.client.owner import Owner
 from kvstore.operations import NoOperation, OperationState, OperationStatus
 
 STEP_S = 5.0

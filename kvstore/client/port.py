@@ -10,35 +10,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy.typing as npt
 
-from kvstore.buffers import Pieces, Sections
+from kvstore.buffers import Laid, Pieces, Planes
 from kvstore.census.selection import Selection
+from kvstore.checks import TierName
 from kvstore.client.operation import Operation
 from kvstore.errors import KVStoreError
 from kvstore.format.header import Ancestry
 from kvstore.hints import Hints
 from kvstore.namespace import Namespace
-from kvstore.node.prefetch import TierName
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
 from kvstore.tokens import TokenArray
 from kvstore.writes import WriteMode
 
 if TYPE_CHECKING:
     from kvstore.client.control import Control
-
-
-# The part of the port that says which stored branches were abandoned, for its two implementations.
-
-
-class PortBranches(Protocol):
-    """Says which stored branches were abandoned. Each call returns before it is done, and does nothing twice."""
-
-    def supersede(self, namespace: Namespace, tokens: TokenArray, first: int, unused_s: float) -> None:
-        """Supersedes the chunks of a prompt from index ``first`` on, which was used last ``unused_s`` ago."""
-        ...
-
-    def supersede_blocks(self, namespace: Namespace, keys: Sequence[bytes], unused_s: float) -> None:
-        """Supersedes engine-hashed blocks, in the order of their prompt."""
-        ...
 
 
 class Protecting(Protocol):
@@ -63,7 +48,7 @@ class PortHold(Protecting, Protocol):
 
     chunks: int
 
-    def read(self, sections: Sections) -> int:
+    def read(self, sections: Laid) -> int:
         """Reads the held chunks; returns the number of leading good ones."""
         ...
 
@@ -95,7 +80,6 @@ class Port(Protocol):
 
     shared: dict[Hashable, Any]
     """State that all caches of this store share. It must not refer to the port."""
-    branches: PortBranches
     tells_fresh: bool
     """True if ``put_blocks`` tells what it wrote. Otherwise the bytes have far to go, so ask first which are there."""
 
@@ -128,14 +112,14 @@ class Port(Protocol):
         namespace: Namespace,
         tokens: TokenArray,
         first: int,
-        sections: Sections,
+        sections: Planes,
         hints: Hints,
         write: WriteMode | None = None,
     ) -> PutResult:
         """Stores the chunks from index ``first`` on; ``write`` is the write mode, by default the node's."""
         ...
 
-    def get(self, namespace: Namespace, tokens: TokenArray, chunks_max: int, memory: Callable[[int], Sections]) -> int:
+    def get(self, namespace: Namespace, tokens: TokenArray, chunks_max: int, memory: Callable[[int], Laid]) -> int:
         """Matches and reads in one call, at most ``chunks_max`` chunks; returns the number of leading good ones.
 
         ``memory(count)`` is called once with the number of chunks matched, and returns where they go.
@@ -195,6 +179,13 @@ class Port(Protocol):
 
     def get_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
         """Reads engine-hashed blocks."""
+        ...
+
+    def supersede(self, namespace: Namespace, prompt: Prompt, first: int, unused_s: float) -> None:
+        """Says that the chunks of a prompt from index ``first`` on, used last ``unused_s`` ago, were abandoned.
+
+        Returns before it is done, and does nothing twice.
+        """
         ...
 
     def prefetch(self, namespace: Namespace, tokens: TokenArray, tier: TierName, worker: str | None) -> Operation:

@@ -5,32 +5,34 @@ If no worker answers, a read is a miss (counted in ``stats()``), and all else ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from kvstore.buffers import Pieces, Planes, Sections
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import Message
+
+from kvstore.buffers import Buffers, Laid, Pieces, Planes
 from kvstore.census.selection import Selection
-from kvstore.client.bulk.lanes import FileLanes
-from kvstore.client.bulk.links import Bulk, BulkName
-from kvstore.client.bulk.sending import ChunkCargo
-from kvstore.client.caller import Caller, Renewing, Reopening, Tools
+from kvstore.checks import TierName
+from kvstore.client.bulk.links import PLAIN, Bulk, BulkName, Credentials
+from kvstore.client.caller import Caller, CallFailed
 from kvstore.client.control import Control, selection_message
-from kvstore.client.credentials import PLAIN, Credentials
 from kvstore.client.endpoints import Endpoint, Endpoints, addresses_in, check_address
-from kvstore.client.fetching import BlockFetch, ChunkFetch, Fetch
+from kvstore.client.fetching import BlockFetch, ChunkFetch, Fetch, Views
 from kvstore.client.limits import ClientLimits, checked_limits
 from kvstore.client.operation import Operation
-from kvstore.client.port import PortBranches
-from kvstore.client.putting import put_over_grpc, put_past_grpc
-from kvstore.client.remote_blocks import RemoteBlockHold, RemoteBlocks, RemoteBranches, naming_of
-from kvstore.client.remote_hold import RemoteHold
-from kvstore.client.remote_operations import RemoteOperations
+from kvstore.client.port import Prompt
+from kvstore.client.putting import BlockCargo, ChunkCargo, put_over_grpc, put_past_grpc
 from kvstore.client.spreading import Marking, marks_of, marks_of_keys
-from kvstore.counts import ClientCount, merged
-from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
+from kvstore.counts import ClientCount, Counts, merged
+from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, Overloaded, StoreClosed, Unavailable
 from kvstore.format.header import Ancestry
 from kvstore.hints import Hints
 from kvstore.keyset import BlockKeys, ChunkKeys, leading
@@ -39,9 +41,8 @@ from kvstore.meta.keys import ID_BYTES, Keys, parse_id
 from kvstore.meta.store import Meta
 from kvstore.meta.workers import Workers
 from kvstore.namespace import Namespace
-from kvstore.node.counters import Counts
-from kvstore.node.prefetch import TierName
-from kvstore.results import Cleared, PinRecord, PutResult, StoredBlocks
+from kvstore.operations import NoOperation, OperationState, OperationStatus
+from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
 from kvstore.security.tls import ClientTls
 from kvstore.sources import Clock, SystemClock
 from kvstore.text import brief
@@ -49,9 +50,13 @@ from kvstore.tokens import TokenArray
 from kvstore.v1 import control_pb2 as control
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.messages import (
+    TOKEN_BYTES,
     hints_message,
     namespace_of,
+    pack_descents,
+    pack_keys,
     pack_prompts,
+    pack_sizes,
     pack_tokens,
     pin_of,
     sealed,
@@ -59,8 +64,7 @@ from kvstore.wire.messages import (
     unpack_tokens,
     write_message,
 )
-from kvstore.wire.statuses import BrokenTransfer, UnknownNamespace
-from kvstore.wire.watch import Watch
+from kvstore.wire.statuses import BrokenTransfer, Busy, UnknownNamespace
 from kvstore.writes import WriteMode, WriteModeName
 
 # Discovery of workers in etcd, for one root.
@@ -163,6 +167,9 @@ def remote_port(
         raise
 
 
+H = TypeVar("H")
+
+
 class RemotePort:
     """Workers as a port. Thread-safe. Closes ``discovery``, if given."""
 
@@ -178,21 +185,18 @@ class RemotePort:
         credentials: Credentials = PLAIN,
     ) -> None:
         self.tells_fresh = False
-        self._clock = clock = clock or SystemClock()
+        clock = clock or SystemClock()
         self.limits = limits = limits or ClientLimits()
         self.counters = counters = Counts(ClientCount)
         addresses = discovery.addresses if discovery else None
         self.endpoints = Endpoints(workers, addresses, limits, counters, clock, bulk, credentials)
-        self._caller = Caller(self.endpoints, counters, clock)
-        watch, lanes = Watch(clock, "kvstore-client-watch"), FileLanes(clock)
-        self._tools = Tools(self._caller, counters, limits, watch, lanes, Renewing(clock), write)
-        self._blocks, self._reopening = RemoteBlocks(self._tools), Reopening(self._caller, counters, limits.pin_s)
-        self.branches: PortBranches = RemoteBranches(self._tools)
+        self._caller = caller = Caller(self.endpoints, counters, limits, clock, write)
         self.shared: dict[Hashable, Any] = {}
         self.parts = ExitStack()
         """What is closed with the port, last first; it does not refer to the port."""
-        for close in (lanes.close, watch.close, self.endpoints.close, self._tools.renewing.close, self.endpoints.stop):
-            self.parts.callback(close)
+        for part in (caller.lanes, caller.watch, self.endpoints, caller.renewing):
+            self.parts.callback(part.close)
+        self.parts.callback(self.endpoints.stop)
         if discovery is not None:
             self.parts.callback(discovery.close)  # first: the thread of the endpoints may be waiting for it
 
@@ -200,14 +204,10 @@ class RemotePort:
     def place(self) -> str:
         return self.endpoints.place
 
-    @property
-    def _operations(self) -> RemoteOperations:
-        return RemoteOperations(self, self._caller, self.endpoints, self.limits)
-
     # Namespaces
 
     def open_namespace(self, namespace: Namespace) -> None:
-        self._reopening.open(namespace)
+        self._caller.open(namespace)
 
     def namespaces(self) -> list[Namespace]:
         raw = self._caller.every_message("ListNamespaces", b"", self.limits.read_s)
@@ -227,7 +227,7 @@ class RemotePort:
         answer = self._matched(namespace, prompts[0], uncounted=True, **pack_prompts(prompts))
         return unpack_counts(answer.each, len(prompts)) if answer is not None else []
 
-    def get(self, namespace: Namespace, tokens: TokenArray, chunks_max: int, memory: Callable[[int], Sections]) -> int:
+    def get(self, namespace: Namespace, tokens: TokenArray, chunks_max: int, memory: Callable[[int], Laid]) -> int:
         layout = namespace.layout
         chunks_max = min(chunks_max, len(tokens) // layout.chunk_tokens)
         if not chunks_max:
@@ -236,33 +236,21 @@ class RemotePort:
             return 0
         packed = pack_tokens(tokens[: chunks_max * layout.chunk_tokens])
         request = pb.GetRequest(namespace=namespace.digest, tokens=packed)
-        fetch = ChunkFetch(namespace, unpack_tokens(packed), request, chunks_max, memory, self._tools)
+        fetch = ChunkFetch(namespace, unpack_tokens(packed), request, chunks_max, memory, self._caller)
         self._receive(namespace, fetch, partial(marks_of, namespace, tokens))
         return leading(fetch.done)
 
     def hold(self, namespace: Namespace, tokens: TokenArray, ttl_s: float | None, *, counts: bool = True) -> RemoteHold:
-        tokens = _full_chunks(namespace, tokens)
-        nothing = RemoteHold(namespace, b"", pb.HoldResponse(), None, self._tools)
-        if not len(tokens):
+        packed = pack_tokens(_full_chunks(namespace, tokens))
+
+        def held(answer: pb.HoldResponse, endpoint: Endpoint | None) -> RemoteHold:
+            return RemoteHold(namespace, packed, answer, endpoint, self._caller)
+
+        if not packed:
             self._caller.check()
-            return nothing
-        packed = pack_tokens(tokens)
+            return held(pb.HoldResponse(), None)
         request = pb.HoldRequest(namespace=namespace.digest, tokens=packed, ttl_s=ttl_s or 0.0, uncounted=not counts)
-
-        def send(endpoint: Endpoint, left_s: float) -> RemoteHold:
-            answer = pb.HoldResponse.FromString(endpoint.call("Hold", request, left_s))
-            if not answer.chunks:
-                return nothing
-            return RemoteHold(namespace, packed, answer, endpoint, self._tools)
-
-        def take() -> RemoteHold:
-            return self._caller.anywhere(send, self.limits.match_s, partial(marks_of, namespace, tokens))
-
-        try:
-            return self._reopening(namespace, take)
-        except Unavailable:
-            self.counters.add(ClientCount.MISSES_UNREACHABLE)
-            return nothing
+        return self._hold(namespace, request, partial(marks_of, namespace, tokens), held)
 
     # Publishing
 
@@ -271,7 +259,7 @@ class RemotePort:
         namespace: Namespace,
         tokens: TokenArray,
         first: int,
-        sections: Sections,
+        sections: Planes,
         hints: Hints,
         write: WriteMode | None = None,
     ) -> PutResult:
@@ -285,20 +273,19 @@ class RemotePort:
             tokens=pack_tokens(tokens),
             hints=hints_message(hints),
             first=first,
-            write=write_message(write or self._tools.write),
+            write=write_message(write or self._caller.write),
         )
-        timeout_s = self.limits.stream_s(self.limits.write_s, (count - first) * namespace.layout.chunk_bytes)
+        timeout_s = self._caller.stream_s(self.limits.write_s, (count - first) * namespace.layout.chunk_bytes)
+
+        cargo = ChunkCargo(sections, namespace.layout, count)
 
         def send(endpoint: Endpoint, left_s: float) -> pb.PutResponse:
-            answer: pb.PutResponse | None = None
-            if isinstance(sections, Planes):
-                cargo = partial(ChunkCargo, sections, namespace.layout, count)
-                answer = put_past_grpc(endpoint, start, cargo, self._tools, left_s)
+            answer = put_past_grpc(endpoint, start, cargo, self._caller, left_s)
             if answer is None:
-                answer = put_over_grpc(endpoint, start, ChunkKeys.of(namespace, tokens), sections, self._tools, left_s)
+                answer = put_over_grpc(endpoint, start, ChunkKeys.of(namespace, tokens), sections, self._caller, left_s)
             return answer
 
-        answer = self._reopening(
+        answer = self._caller.within(
             namespace,
             lambda: self._caller.anywhere(send, timeout_s, partial(marks_of, namespace, tokens), even_aside=True),
         )
@@ -312,7 +299,7 @@ class RemotePort:
         fields, marks = naming_of(namespace, prompt)
         raw = sealed(pb.PinRequest(namespace=namespace.digest, ttl_s=ttl_s, owner=owner, **fields))
         # Sent twice it would be two pins, one of which nobody knows of.
-        answer = self._reopening(
+        answer = self._caller.within(
             namespace,
             lambda: self._caller.unary("Pin", raw, self.limits.pin_s, marks, may_repeat=False, even_aside=True),
         )
@@ -329,7 +316,7 @@ class RemotePort:
     def refcount(self, namespace: Namespace, tokens: TokenArray) -> int:
         chunks = _full_chunks(namespace, tokens)
         request = sealed(pb.CountRefsRequest(namespace=namespace.digest, tokens=pack_tokens(chunks)))
-        answer = self._reopening(
+        answer = self._caller.within(
             namespace, lambda: self._caller.unary("CountRefs", request, self.limits.pin_s, even_aside=True)
         )
         return pb.CountRefsResponse.FromString(answer).refs
@@ -345,58 +332,147 @@ class RemotePort:
         write: WriteMode | None = None,
         ancestry: Ancestry | None = None,
     ) -> StoredBlocks:
-        return self._reopening(namespace, lambda: self._blocks.put(namespace, keys, buffers, hints, write, ancestry))
+        if not keys:
+            self._caller.check()
+            return StoredBlocks((), ())
+        sizes, ancestry = [len(buffer) for buffer in buffers], ancestry or Ancestry()
+        start = pb.PutStart(
+            namespace=namespace.digest,
+            keys=pack_keys(keys),
+            sizes=pack_sizes(sizes),
+            hints=hints_message(hints),
+            write=write_message(write or self._caller.write),
+            first=ancestry.first,
+            descents=pack_descents(ancestry.descents) if ancestry.descents else b"",
+        )
+
+        cargo = BlockCargo(buffers)
+
+        def send(endpoint: Endpoint, left_s: float) -> StoredBlocks:
+            answer = put_past_grpc(endpoint, start, cargo, self._caller, left_s)
+            if answer is None:
+                wanted, sections = BlockKeys.of(namespace, keys, sizes), Buffers(buffers)
+                answer = put_over_grpc(endpoint, start, wanted, sections, self._caller, left_s)
+            each = _each(answer.stored, keys)
+            return StoredBlocks(each, each, answer.reason)
+
+        timeout_s, marks = self._caller.stream_s(self.limits.write_s, sum(sizes)), partial(marks_of_keys, keys)
+        return self._caller.within(namespace, lambda: self._caller.anywhere(send, timeout_s, marks, even_aside=True))
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
-        return self._reopening.or_miss(namespace, lambda: self._blocks.match(namespace, keys), 0)
+        if not keys:
+            self._caller.check()
+            return 0
+        look = partial(self._look_for, namespace, keys)
+        return self._caller.or_miss(namespace, lambda: min(look().blocks, len(keys)), 0)
 
     def present_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> list[bool]:
-        return self._reopening.or_miss(namespace, lambda: self._blocks.present(namespace, keys), [False] * len(keys))
+        if not keys:
+            self._caller.check()
+            return []
+        look = partial(self._look_for, namespace, keys, each=True)
+        return self._caller.or_miss(namespace, lambda: _each(look().present, keys), [False] * len(keys))
 
     def block_sizes(self, namespace: Namespace, keys: Sequence[bytes]) -> list[int]:
-        return self._reopening(namespace, lambda: self._blocks.sizes(namespace, keys))
+        try:
+            answer = self._caller.within(namespace, partial(self._look_for, namespace, keys, sizes=True))
+        except (Unavailable, Overloaded):
+            return [0] * len(keys)  # the read that asks has counted its miss
+        found: list[int] = np.frombuffer(answer.sizes, "<u4").tolist()
+        return found if len(found) == len(keys) else [0] * len(keys)
 
     def hold_blocks(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> RemoteBlockHold:
-        try:
-            return self._reopening(namespace, lambda: self._blocks.hold(namespace, keys, ttl_s))
-        except Unavailable:
-            self.counters.add(ClientCount.MISSES_UNREACHABLE)
-            return self._blocks.unheld(namespace, keys)
+        def held(answer: pb.HoldResponse, endpoint: Endpoint | None) -> RemoteBlockHold:
+            present = [False] * len(keys) if endpoint is None else _each(answer.present, keys)
+            return RemoteBlockHold(namespace, present, answer, endpoint, self._caller)
+
+        if not keys:
+            self._caller.check()
+            return held(pb.HoldResponse(), None)
+        request = pb.HoldRequest(namespace=namespace.digest, ttl_s=ttl_s or 0.0, keys=pack_keys(keys))
+        return self._hold(namespace, request, partial(marks_of_keys, keys), held)
 
     def get_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
         if not keys:
             self._caller.check()
             return []
-        fetch = BlockFetch(BlockKeys.of(namespace, keys, [len(buffer) for buffer in buffers]), buffers, self._tools)
+        fetch = BlockFetch(BlockKeys.of(namespace, keys, [len(buffer) for buffer in buffers]), buffers, self._caller)
         self._receive(namespace, fetch, partial(marks_of_keys, keys))
         return list(map(bool, fetch.done))
 
-    # Prefetch
+    # Branches, memory and disk
 
-    def prefetch(self, namespace: Namespace, tokens: TokenArray, tier: TierName, worker: str | None) -> Operation:
-        request = control.PrefetchRequest(
-            namespace=namespace.digest, tokens=pack_tokens(_full_chunks(namespace, tokens)), tier=tier
-        )
-        begin = partial(self._operations.begin, "Prefetch", request, worker, partial(marks_of, namespace, tokens))
-        return self._reopening(namespace, begin)
+    def supersede(self, namespace: Namespace, prompt: Prompt, first: int, unused_s: float) -> None:
+        fields, marks = naming_of(namespace, prompt)
+        if not any(fields.values()):
+            self._caller.check()
+            return
+        request = pb.SupersedeRequest(namespace=namespace.digest, first=first, unused_s=unused_s, **fields)
+        with suppress(UnknownNamespace):  # a root that is new holds no branch
+            self._caller.unary("Supersede", sealed(request), self.limits.match_s, marks)
 
     def evict_first(self, namespace: Namespace, tokens: TokenArray) -> None:
-        request = control.EvictFirstRequest(
-            namespace=namespace.digest, tokens=pack_tokens(_full_chunks(namespace, tokens))
-        )
+        fields, marks = naming_of(namespace, tokens)
+        request = control.EvictFirstRequest(namespace=namespace.digest, **fields)
         with suppress(UnknownNamespace):  # a new root has none of it
-            self._caller.unary(
-                "Control.EvictFirst", sealed(request), self.limits.match_s, partial(marks_of, namespace, tokens)
-            )
+            self._caller.unary("Control.EvictFirst", sealed(request), self.limits.match_s, marks)
+
+    # Operations
+
+    def prefetch(self, namespace: Namespace, tokens: TokenArray, tier: TierName, worker: str | None) -> Operation:
+        fields, marks = naming_of(namespace, tokens)
+        request = control.PrefetchRequest(namespace=namespace.digest, tier=tier, **fields)
+        return self._caller.within(namespace, partial(self._begin, "Prefetch", request, worker, marks))
+
+    def clear_selected(self, selection: Selection, *, dry_run: bool, pinned: bool, worker: str | None) -> Operation:
+        request = control.ClearSelectedRequest(selection=selection_message(selection), dry_run=dry_run, pinned=pinned)
+        return self._begin("ClearSelected", request, worker)
 
     def operations(self) -> list[Operation]:
-        return self._operations.every()
+        found: list[OperationStatus] = []
+        errors: list[KVStoreError] = []
+        endpoints = self.endpoints.every()
+        for endpoint in endpoints:
+            stub = endpoint.stream_in("Control.ListOperations")
+            try:
+                raw = self._caller.at(endpoint, lambda: list(stub(b"", timeout=self.limits.pin_s)))  # noqa: B023
+            except CallFailed as failed:
+                errors.append(failed.failed.error)
+            else:
+                found += [status_of(control.OperationResponse.FromString(each), endpoint.address) for each in raw]
+        if len(errors) == len(endpoints):
+            raise errors[0] if errors else self.endpoints.none_known()
+        return [Operation(RemoteRun(self, each)) for each in sorted(found, key=lambda each: -each.began_s)]
+
+    def operation_call(self, name: str, request: Message, worker: str, wait_s: float) -> OperationStatus:
+        """Returns the answer of its worker to a call about an operation.
+
+        Raises NoOperation if the worker has none, or has left, and what the call raises.
+        """
+        send = partial(_send_operation, name, sealed(request))
+        try:
+            return self._caller.at_worker(worker, send, wait_s + self.limits.pin_s)
+        except NoOperation as gone:
+            raise NoOperation(
+                "the worker has no record of it: it ended long ago, or the worker was restarted"
+            ) from gone
+        except InvalidRequest as gone:
+            if worker not in {each.address for each in self.endpoints.every()}:
+                raise NoOperation(f"worker {worker} has left, and its operations have ended: begin it again") from gone
+            raise
+
+    def _begin(self, name: str, request: Message, worker: str | None, marks: Marking | None = None) -> Operation:
+        """Begins an operation by the call ``name`` at a worker, by default the best one. Raises what it raised."""
+        # Sent twice it would be two operations, one of which no caller follows.
+        send = partial(_send_operation, name, sealed(request))
+        status = self._caller.at_worker(worker, send, self.limits.pin_s, marks, may_repeat=False)
+        return Operation(RemoteRun(self, status))
 
     # Statistics and closing
 
     def clear(self, namespace: Namespace) -> Cleared:
         request = sealed(pb.ClearRequest(namespace=namespace.digest))
-        raw = self._reopening(
+        raw = self._caller.within(
             namespace, lambda: self._caller.unary("Clear", request, self.limits.clear_s, even_aside=True)
         )
         answer = pb.ClearResponse.FromString(raw)
@@ -412,10 +488,6 @@ class RemotePort:
         if not found:
             raise next((each for each in answers if isinstance(each, KVStoreError)), self._caller.none_known())
         return {**merged(found), "workers": len(found), **self.counters.snapshot()}
-
-    def clear_selected(self, selection: Selection, *, dry_run: bool, pinned: bool, worker: str | None) -> Operation:
-        request = control.ClearSelectedRequest(selection=selection_message(selection), dry_run=dry_run, pinned=pinned)
-        return self._operations.begin("ClearSelected", request, worker)
 
     def control(self) -> Control:
         return Control(self, self._caller, self.endpoints, self.limits)
@@ -434,17 +506,38 @@ class RemotePort:
     def _receive(self, namespace: Namespace, fetch: Fetch, marks: Marking) -> None:
         """Reads from one worker after the other; what none of them could give is a miss."""
         try:
-            self._reopening(namespace, partial(self._caller.anywhere, fetch.receive, fetch.timeout_s, marks))
+            self._caller.within(namespace, partial(self._caller.anywhere, fetch.receive, fetch.timeout_s, marks))
         except BrokenTransfer:
             pass  # counted where it was found; what came before it is good
         except (Unavailable, Overloaded):
             self.counters.add(ClientCount.MISSES_UNREACHABLE)
 
+    def _hold(self, namespace: Namespace, request: pb.HoldRequest, marks: Marking, held: Callable[..., H]) -> H:
+        """Takes a hold at a worker; one of nothing if no worker answers. ``held(answer, endpoint)`` makes it."""
+
+        def send(endpoint: Endpoint, left_s: float) -> H:
+            answer = pb.HoldResponse.FromString(endpoint.call("Hold", request, left_s))
+            return held(answer, endpoint if answer.hold else None)
+
+        try:
+            return self._caller.within(namespace, lambda: self._caller.anywhere(send, self.limits.match_s, marks))
+        except Unavailable:
+            self.counters.add(ClientCount.MISSES_UNREACHABLE)
+            return held(pb.HoldResponse(), None)
+
+    def _look_for(self, namespace: Namespace, keys: Sequence[bytes], **fields: bool) -> pb.MatchBlocksResponse:
+        request = pb.MatchBlocksRequest(namespace=namespace.digest, keys=pack_keys(keys), **fields)
+
+        def send(endpoint: Endpoint, left_s: float) -> pb.MatchBlocksResponse:
+            return pb.MatchBlocksResponse.FromString(endpoint.call("MatchBlocks", request, left_s))
+
+        return self._caller.anywhere(send, self.limits.match_s, partial(marks_of_keys, keys))
+
     def _matched(self, namespace: Namespace, like: TokenArray, **asked: Any) -> pb.MatchResponse | None:
         """Asks the worker that would serve the prompt ``like``. Returns None if no worker could answer."""
         raw = sealed(pb.MatchRequest(namespace=namespace.digest, **asked))
         call = partial(self._caller.unary, "Match", raw, self.limits.match_s, partial(marks_of, namespace, like))
-        answer: bytes | None = self._reopening.or_miss(namespace, call, None)
+        answer: bytes | None = self._caller.or_miss(namespace, call, None)
         return pb.MatchResponse.FromString(answer) if answer is not None else None
 
 
@@ -457,3 +550,245 @@ def _counts(answer: pb.StatsResponse) -> dict[str, int | float]:
 def _full_chunks(namespace: Namespace, tokens: TokenArray) -> TokenArray:
     """Returns the tokens without the trailing part chunk, which is never stored."""
     return tokens[: len(tokens) - len(tokens) % namespace.layout.chunk_tokens]
+
+
+def naming_of(namespace: Namespace, prompt: TokenArray | list[bytes]) -> tuple[dict[str, bytes], Marking]:
+    """Returns the field of a request that names a prompt by its full chunks, or blocks, and what chooses the worker."""
+    if isinstance(prompt, list):
+        return {"keys": pack_keys(prompt)}, partial(marks_of_keys, prompt)
+    size = namespace.layout.chunk_tokens
+    return {"tokens": pack_tokens(prompt[: len(prompt) // size * size])}, partial(marks_of, namespace, prompt)
+
+
+def _each(present: bytes, keys: Sequence[bytes]) -> list[bool]:
+    """Returns the worker's answer for each key. Raises Unavailable if some are missing."""
+    if len(present) != len(keys):
+        raise Unavailable(f"the worker answered for {len(present)} blocks of {len(keys)}: repeat the call")
+    return [bool(each) for each in present]
+
+
+# Operations at workers.
+
+
+FRESH_S = 0.1
+"""A younger status is not requested again, unless a caller waits for the end."""
+PAUSE_S = 0.2
+"""Pause before the next call to a worker that did not wait for the end."""
+
+
+class RemoteRun:
+    """One operation at one worker; implements ``OperationSource``. Thread-safe."""
+
+    def __init__(self, port: RemotePort, status: OperationStatus) -> None:
+        self._port = port
+        self.status = status
+        self._seen_s = time.monotonic()
+
+    def poll(self, wait_s: float = 0.0) -> OperationStatus:
+        began_s = time.monotonic()
+        if wait_s or began_s - self._seen_s > FRESH_S:
+            try:
+                self._call("GetOperation", control.GetOperationRequest(id=self.status.id, wait_s=wait_s), wait_s)
+            except Busy:
+                pass  # the operation continues
+            spent_s = time.monotonic() - began_s
+            if spent_s < wait_s and not self.status.state.ended:
+                time.sleep(min(PAUSE_S, wait_s - spent_s))
+        return self.status
+
+    def cancel(self) -> OperationStatus:
+        self._call("CancelOperation", control.CancelOperationRequest(id=self.status.id), 0.0)
+        return self.status
+
+    def _call(self, name: str, request: Message, wait_s: float) -> None:
+        self.status = self._port.operation_call(name, request, self.status.worker, wait_s)
+        self._seen_s = time.monotonic()
+
+
+def _send_operation(name: str, request: bytes, endpoint: Endpoint, left_s: float) -> OperationStatus:
+    answer = endpoint.unary(f"Control.{name}")(request, timeout=left_s)
+    return status_of(control.OperationResponse.FromString(answer), endpoint.address)
+
+
+def status_of(response: control.OperationResponse, worker: str) -> OperationStatus:
+    """Returns the status in a message of ``worker``."""
+    message = response.operation
+    states = {each.value: each for each in OperationState}
+    return OperationStatus(
+        message.id,
+        message.kind,
+        message.about,
+        message.unit,
+        message.began_s,
+        states.get(message.state, OperationState.RUNNING),
+        message.ended_s,
+        message.done,
+        message.total,
+        message.message,
+        dict(message.counts),
+        message.identity,
+        worker=worker,
+    )
+
+
+# Holds at one worker: if that worker is gone, so is the hold, and reading raises.
+#
+# A chunk or block lost under a live hold is a miss. ``HoldBroken`` means that the hold has ended, or that its worker
+# does not answer, so nobody knows whether it still protects.
+
+
+RELEASE_S = 2.0
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Lease:
+    """Implements ``LeasedHold``."""
+
+    id: bytes
+    lease_s: float
+    endpoint: Endpoint
+    renewed_s: float
+    ended: bool = False
+
+
+class HeldAtWorker:
+    """A hold at one worker, renewed until it is released. ``endpoint`` is None if nothing is held.
+
+    Reads of what is held are given to ``_receive``.
+    """
+
+    def __init__(self, answer: pb.HoldResponse, endpoint: Endpoint | None, caller: Caller) -> None:
+        self._caller = caller
+        self._lock = threading.Lock()
+        self._released = False
+        self._lease: _Lease | None = None
+        self._hold_id: bytes = answer.hold
+        if endpoint is not None:
+            endpoint.use()
+            self._lease = _Lease(answer.hold, answer.lease_s, endpoint, caller.lanes.clock.monotonic_s())
+            caller.renewing.add(self._lease)
+
+    @property
+    def protects(self) -> bool:
+        lease = self._lease
+        return lease is not None and not (lease.ended or self._released or self._caller.is_closed)
+
+    def release(self) -> None:
+        """Ends the hold; idempotent, never raises."""
+        with self._lock:
+            if self._released:
+                return
+            self._released = True
+        if self._lease is None:
+            return
+        self._caller.renewing.remove(self._lease)
+        request = pb.ReleaseRequest(hold=self._lease.id)
+        endpoint = self._lease.endpoint
+        try:
+            self._caller.at(endpoint, lambda: endpoint.call("Release", request, RELEASE_S))
+        except (CallFailed, StoreClosed):
+            pass  # a worker that is gone holds nothing; any other lets go when the hold's lease is over
+        endpoint.leave()
+
+    def _receive(self, fetch: Fetch, tokens_valid: Callable[[], int] = lambda: 0) -> None:
+        """Reads from the worker that has the hold; nothing if nothing is held.
+
+        Raises HoldBroken, with what ``tokens_valid`` says then.
+        """
+        self.check()
+        if self._lease is None:
+            return
+        endpoint = self._lease.endpoint
+        try:
+            self._caller.at(endpoint, partial(fetch.receive, endpoint))
+        except BrokenTransfer:
+            pass  # counted where it was found; what came before it is good
+        except CallFailed as failed:
+            error = failed.failed.error
+            if isinstance(error, HoldBroken):
+                raise error from failed
+            self._caller.counters.add(ClientCount.MISSES_UNREACHABLE)
+            if not failed.failed.answered:
+                raise HoldBroken(
+                    f"the worker that has the hold does not answer ({error}): match again", tokens_valid()
+                ) from failed
+
+    def check(self) -> None:
+        """Raises HoldBroken once the hold has ended, as far as this process knows."""
+        lease = self._lease
+        if self._released or lease is None or lease.ended:
+            self._caller.check()  # nothing is sent; a store that is closed says so all the same
+        if self._released:
+            raise HoldBroken("the hold has ended (it was released): match again")
+        if lease is not None and lease.ended:
+            raise HoldBroken(
+                "the hold has ended (its worker was restarted or lost its session, or this process did not renew it in "
+                "time): match again"
+            )
+
+
+class RemoteHold(HeldAtWorker):
+    """Held leading chunks of one prompt."""
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        packed_tokens: bytes,
+        answer: pb.HoldResponse,
+        endpoint: Endpoint | None,
+        caller: Caller,
+    ) -> None:
+        super().__init__(answer, endpoint, caller)
+        self.chunks = min(answer.chunks, len(packed_tokens) // TOKEN_BYTES // namespace.layout.chunk_tokens)
+        self._namespace = namespace
+        self._packed = packed_tokens
+        self._layout = namespace.layout
+
+    def read(self, sections: Laid) -> int:
+        return self._fetch(lambda _: sections)
+
+    def view(self) -> list[npt.NDArray[Any]]:
+        views = Views(self._layout)
+        return views.leading(self._fetch(views.sections, views))
+
+    def layers(self, memory: Callable[[int], LayerMemory], band: int) -> Iterator[tuple[int, LayerMemory]]:
+        """Slices of the chunks, which are all received or lent before the first layer: ``band`` has no effect."""
+        chunks, layout = self.view(), self._layout
+        if len(chunks) < self.chunks:
+            valid, end = len(chunks) * layout.chunk_tokens, (len(chunks) + 1) * layout.chunk_tokens
+            raise HoldBroken(f"the chunk of tokens {valid} to {end} was lost: compute from token {valid} on", valid)
+        parts = [chunk.view(np.uint8).reshape(layout.layers, 2, -1) for chunk in chunks]
+        for layer in range(layout.layers if parts else 0):
+            self.check()  # what was given can be read on, but nothing protects it any more
+            into = memory(layer)
+            for plane, target in enumerate((into.k, into.v)):
+                np.concatenate([part[layer, plane] for part in parts], out=np.frombuffer(target, np.uint8))
+            yield layer, into
+
+    def _fetch(self, memory: Callable[[int], Laid], views: Views | None = None) -> int:
+        request, tokens = pb.GetRequest(hold=self._hold_id), unpack_tokens(self._packed)
+        fetch = ChunkFetch(self._namespace, tokens, request, self.chunks, memory, self._caller, views)
+        self._receive(fetch, lambda: leading(fetch.done) * self._layout.chunk_tokens)
+        return leading(fetch.done)
+
+
+class RemoteBlockHold(HeldAtWorker):
+    """Blocks held by a worker."""
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        present: list[bool],
+        answer: pb.HoldResponse,
+        endpoint: Endpoint | None,
+        caller: Caller,
+    ) -> None:
+        super().__init__(answer, endpoint, caller)
+        self._namespace = namespace
+        self.present = present
+
+    def read(self, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
+        wanted = BlockKeys.of(self._namespace, keys, [len(buffer) for buffer in buffers])
+        fetch = BlockFetch(wanted, buffers, self._caller, self._hold_id)
+        self._receive(fetch)
+        return list(map(bool, fetch.done))

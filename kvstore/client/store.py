@@ -1,35 +1,28 @@
-"""Opening a store in this process or through workers; both return the same Store."""
+"""A store, in this process (opened in ``local.py``) or behind workers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 from weakref import finalize
 
 from kvstore.census.selection import Selection, checked_selection
 from kvstore.checks import checked_flag, checked_worker
 from kvstore.client.bulk.links import Bulk, BulkName
-from kvstore.client.cache import Cache, close_when_dropped, flush_at_exit
+from kvstore.client.cache import Cache, close_when_dropped
 from kvstore.client.limits import ClientLimits
-from kvstore.client.local import LocalPort
 from kvstore.client.operation import Operation
 from kvstore.client.port import Port
-from kvstore.encodings.codec import KeyFile
 from kvstore.errors import InvalidRequest, KVStoreError, StoreClosed
 from kvstore.layout import Layout
 from kvstore.meta.etcd import EtcdTls, EtcdUser, check_access
 from kvstore.namespace import Namespace
-from kvstore.node.member import Member
-from kvstore.node.opening import open_member
-from kvstore.node.settings import AskedBound, Limits, TierSettings
 from kvstore.results import PinRecord
-from kvstore.root.identity import SHARD_BITS_DEFAULT
 from kvstore.security.tls import ClientTls
 from kvstore.segments.gate import check_exact
 from kvstore.text import kind_of
-from kvstore.writes import Durability, DurabilityName, WriteMode, WriteModeName
+from kvstore.writes import WriteMode, WriteModeName
 
 if TYPE_CHECKING:
     from kvstore.client.control import Control
@@ -141,89 +134,6 @@ class Store:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def open(
-    root: str | PathLike[str],
-    etcd: str | Sequence[str] | None = None,
-    *,
-    durability: Durability | DurabilityName = "none",
-    limits: Limits | None = None,
-    etcd_tls: EtcdTls | None = None,
-    etcd_user: EtcdUser | None = None,
-    root_options: Mapping[str, Any] | None = None,
-    create: bool = True,
-    shard_bits: int = SHARD_BITS_DEFAULT,
-    memory: int = 0,
-    disk: tuple[str, int] | None = None,
-    write: WriteMode | WriteModeName = "behind",
-    label: str = "",
-    keys: str | PathLike[str] | None = None,
-    compress: bool = False,
-    max_bytes: int | Literal["auto"] | None = "auto",
-    ttl: float | None = None,
-) -> Store:
-    """Opens the root at ``root`` (a path or URL) in this process.
-
-    With ``etcd`` (``host:port``, several with commas or as a list) this process is a node of the cluster. Without it,
-    processes that open one folder of a local disk share holds and pins, and soon after a first put one of them runs
-    ``kvstore-gc`` as a child: files take at most ``max_bytes`` (by default half of what was free when the root was new,
-    as its file ``bound`` says; None: no bound), and chunks unused for ``ttl`` seconds go. The smallest limits of all
-    that have put something count. Elsewhere both raise InvalidRequest. A host crash may lose (misses) the last half
-    minute; about the last second with ``durability="everysec"``, nothing with ``"fsync"``. ``create=False`` makes no
-    root; a new one gets ``2 ** shard_bits`` folders (0 to 16; the default suits ten million chunks, take more for
-    more). ``root_options`` go to fsspec; ``etcd_tls`` and ``etcd_user`` say how to reach a protected etcd.
-
-    ``memory`` is the size in bytes (16 MiB or more) of a memory tier for hot chunks: a ``get`` of those is a copy, a
-    ``view`` none. ``disk`` is a folder of this process alone and its size in bytes: chunks that memory evicts go there
-    if they were used more than once. With memory, ``write="behind"`` returns once memory has the chunks and writes them
-    to the root soon after (a killed process loses those not yet written); ``"through"`` waits for the
-    root and keeps a copy in memory. ``durability="everysec"`` and ``"fsync"`` always wait. See
-    kvstore/memory/MEMORY.md.
-
-    ``label`` names a roll-out: it is recorded with all that this process writes, and ``kvstore clear --written-by
-    label=...`` deletes exactly that. ``keys`` is a file with the keys of tenants whose chunks are encrypted on the root
-    and the local disk (kvstore/encodings/ENCODINGS.md); it is reloaded when it changes. ``compress`` compresses new
-    chunks on the root.
-
-    Raises RootMismatch (no such root, wrong mount, unknown version), PermissionDenied, Unavailable, InvalidRequest.
-    """
-    member = open_member(
-        fspath(root) if isinstance(root, PathLike) else root,
-        etcd,
-        durability=Durability.of(durability),
-        limits=_checked(limits),
-        etcd_tls=etcd_tls,
-        etcd_user=etcd_user,
-        root_options=root_options,
-        create=checked_flag("create", create),
-        shard_bits=shard_bits,
-        settings=TierSettings.of(memory, disk, write),
-        label=label,
-        keys=None if keys is None else _loaded(keys),
-        compress=checked_flag("compress", compress),
-        asked=AskedBound.of(max_bytes, ttl),
-    )
-    return _store_of(member, str(root))
-
-
-def _store_of(member: Member, name: str) -> Store:
-    port, tiers = LocalPort(member), member.node.tiers
-    if tiers is not None:
-        flush_at_exit(tiers.behind)
-    return Store(port, close_when_dropped(port, member.close, name))
-
-
-def _loaded(keys: str | PathLike[str]) -> KeyFile:
-    if not isinstance(keys, str | PathLike):
-        raise InvalidRequest(f"keys are {kind_of(keys)}: expected the path of a key file")
-    return KeyFile(keys).load()
-
-
-def _checked(limits: Limits | None) -> Limits | None:
-    if limits is not None and not isinstance(limits, Limits):
-        raise InvalidRequest(f"limits are {kind_of(limits)}: expected kvstore.node.settings.Limits")
-    return limits
 
 
 def connect(

@@ -15,9 +15,8 @@ from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar
 
 from kvstore import tracing
-from kvstore.counts import Count, NodeCount
+from kvstore.counts import Counts, NodeCount
 
-C = TypeVar("C", bound=Count)
 K = TypeVar("K", bound=Hashable)
 
 LATENCY_BUCKETS_S = (
@@ -29,24 +28,6 @@ LATENCY_BUCKETS_S = (
 TierName = Literal["memory", "peers", "disk", "root"]
 Operation = Literal["look", "read", "write"]
 Step = tuple[TierName, Operation]
-
-
-class Counts(Generic[C]):
-    """The counts of one enumeration since this object was made; thread-safe."""
-
-    def __init__(self, declared: type[C]) -> None:
-        self._lock = threading.Lock()  # guards the counts
-        self._counts: dict[C, int] = dict.fromkeys(declared, 0)
-
-    def add(self, counter: C, count: int = 1) -> None:
-        with self._lock:
-            self._counts[counter] += count
-
-    def snapshot(self) -> dict[str, int]:
-        """All counts at one moment, by their flat names."""
-        with self._lock:
-            counts = self._counts.copy()
-        return {counter.flat_name: count for counter, count in counts.items()}
 
 
 @dataclass(slots=True)

@@ -198,6 +198,18 @@ def make_images(
         _make_one(wanted, indexes[at], source(indexes[at]), images[at], incarnations[at])
 
 
+def seal_images(
+    wanted: KeySet, first: int, images: Sequence[memoryview], sums: npt.NDArray[np.uint64], ids: Ids
+) -> None:
+    """Writes the headers of images from chunk ``first`` on, whose sections are there.
+
+    ``sums`` has the checksums of each image in a row.
+    """
+    for index, (image, row) in enumerate(zip(images, sums.tolist(), strict=True), first):
+        expected = wanted.expected(index)
+        image[: expected.header_bytes] = encode(expected, Incarnation(ids.fresh()), row)
+
+
 def take_images(
     wanted: KeySet, indexes: Sequence[int], images: Sequence[memoryview], sections: Sections, borrowed: Borrowed
 ) -> Mask:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvstore.buffers import Buffers, Pieces, Sections
 from kvstore.census.selection import ClearOrder, Standing
+from kvstore.checks import TierName
 from kvstore.counts import NodeCount
 from kvstore.encodings.codec import KeyFile
 from kvstore.errors import InvalidRequest, KVStoreError
@@ -38,7 +39,7 @@ from kvstore.node.lanes import Batch, Deadline, Lanes, moved_on
 from kvstore.node.layers import SINGLY, Bands, LayerReader, MemoryOf
 from kvstore.node.looking import Looking
 from kvstore.node.memory_tier import MemoryTier, Slots
-from kvstore.node.prefetch import Prefetcher, TierName
+from kvstore.node.prefetch import Prefetcher
 from kvstore.node.reader import Reader
 from kvstore.node.refresh import Refresher
 from kvstore.node.settings import NO_TIERS, CurrentLimits, Limits, TierSettings

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
-from typing import Literal
 
-from kvstore.errors import InvalidRequest
+from kvstore.checks import TierName
 from kvstore.keyset import ChunkKeys
 from kvstore.node.disk_tier import DiskTier
 from kvstore.node.gc_state import GcState
@@ -16,10 +15,6 @@ from kvstore.node.settings import CurrentLimits
 from kvstore.node.tier_stack import TierStack
 from kvstore.operations import OperationRun
 from kvstore.sources import Clock
-from kvstore.text import brief
-
-TierName = Literal["memory", "disk"]
-"""The tiers to prefetch to."""
 
 STEP_BYTES = 64 << 20
 """Bytes brought, about, before checking whether to go on."""
@@ -29,13 +24,6 @@ LEAD_S = 0.005
 """Delay before the first step, because callers often read something else at the same moment."""
 GIVE_WAY_MAX = 20
 """A caller waits for a read, and none for a prefetch: before each step reads go first for so many times LEAD_S."""
-
-
-def checked_tier(tier: object) -> TierName:
-    """Returns a tier to prefetch to. Raises InvalidRequest."""
-    if isinstance(tier, str) and tier in ("memory", "disk"):
-        return "disk" if tier == "disk" else "memory"
-    raise InvalidRequest(f"tier={brief(tier)}: expected memory or disk")
 
 
 class Prefetcher:

@@ -8,9 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.address import Address
 from kvstore.background import Loop
-from kvstore.buffers import Sections
+from kvstore.buffers import Sections, address_of
 from kvstore.census.selection import ClearOrder, Standing
 from kvstore.counts import NodeCount
 from kvstore.errors import Overloaded, Unavailable
@@ -22,7 +25,7 @@ from kvstore.namespace import NamespaceDigest
 from kvstore.node.counters import Counters, TierName
 from kvstore.node.disk_tier import DiskTier
 from kvstore.node.encoded import Encodings
-from kvstore.node.images import make_images
+from kvstore.node.images import make_images, seal_images
 from kvstore.node.lanes import Batch, Deadline, Lanes
 from kvstore.node.memory_tier import MemoryTier, Slot
 from kvstore.node.settings import CurrentLimits, TierSettings
@@ -121,6 +124,51 @@ class Kept:
         return Kept(self.there[:at] + rest.there, self.fresh + [at + each for each in rest.fresh], waits_at)
 
 
+ARRIVING_SHARE = 4
+"""Share of memory that reservations may have together: clients that stop sending must not keep others out."""
+
+
+class Reservation:
+    """Slots for a run of chunks on their way from a client. A context: gives them back unless they were published."""
+
+    def __init__(self, tiers: TierStack, keys: KeySet, first: int, slots: list[Slot], hints: Hints) -> None:
+        self.first = first
+        self.count = len(slots)
+        self.size_bytes = sum(slot.entry.size_bytes for slot in slots)
+        self._tiers = tiers
+        self._keys = keys
+        self._slots = slots
+        self._hints = hints
+
+    def bases(self) -> npt.NDArray[np.uint64]:
+        """Returns where the sections belong: the first section of each chunk, then the second of each, and so on."""
+        payloads = [self._keys.payload_of(at, slot.memory) for at, slot in enumerate(self._slots, self.first)]
+        starts = np.fromiter(map(address_of, payloads), np.uint64, len(payloads))
+        offsets = np.arange(0, len(payloads[0]), self._keys.section_bytes(self.first), dtype=np.uint64)
+        return (offsets[:, None] + starts).ravel()
+
+    def publish(self, sums: npt.NDArray[np.uint64]) -> None:
+        """Makes the chunks ready; ``sums`` are the checksums of their sections, in the order of ``bases``."""
+        slots, tiers = self._slots, self._tiers
+        tables = sums.reshape(-1, len(slots)).T
+        seal_images(self._keys, self.first, [slot.memory for slot in slots], tables, tiers.incarnations)
+        self._slots = []
+        tiers.memory.ready(slots)
+        stop = self.first + len(slots)
+        tiers.behind.add(self._keys.needed(stop), self.first, len(slots), self._hints, self.size_bytes)
+        tiers.record()
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        slots, self._slots = self._slots, []
+        if slots:
+            self._tiers.memory.drop(slots)
+            self._tiers.behind.give_back(self.size_bytes)
+        self._tiers.has_arrived(self.size_bytes)
+
+
 class TierStack:
     """Takes ``arena`` over. Thread-safe."""
 
@@ -158,12 +206,13 @@ class TierStack:
         self._counters = counters
         self.copiers = lanes or Lanes(now.width, now.width, now.queue_max, now.stall_s, clock)
         """Lanes that never wait for a device: so memory is read while the root hangs."""
-        self._record = record
+        self.record = record
         self.encodings = encodings
-        self._incarnations = incarnations
+        self.incarnations = incarnations
         self.behind = WriteBehind(self.memory, publish, counters, limits, clock)
-        self._changed = threading.Condition()  # guards that chunks came into memory
+        self._changed = threading.Condition()  # guards that chunks came into memory, and the bytes on their way there
         self._is_filled = False
+        self._arriving_bytes = 0
         self._demoting = Loop("kvstore-demote", self._changed, lambda: self._turn)
 
     def add_disk(self, folder: str, size_bytes: int) -> None:
@@ -204,8 +253,30 @@ class TierStack:
             and self.behind.wait_for_room(put.keys.image_bytes(put.first + at), patience.left_s())
         ):
             kept = kept.then(at, self._absorb(put.rest(at)))
-        self._record()
+        self.record()
         return kept
+
+    def reserve(self, keys: KeySet, first: int, count: int, hints: Hints) -> Reservation | None:
+        """Claims slots for chunks on their way that are written to the root later; None unless all find room now."""
+        size_bytes = sum(keys.image_sizes(range(first, first + count)))
+        with self._changed:
+            if self._arriving_bytes + size_bytes > self.memory.size_bytes // ARRIVING_SHARE:
+                return None
+            self._arriving_bytes += size_bytes
+        self.filling(keys)
+        claimed, _ = self._claim(keys, first, [False] * count, hints, dirty=True)
+        slots = [slot for _, slot in claimed]
+        if len(slots) == count:
+            return Reservation(self, keys, first, slots, hints)
+        self.memory.drop(slots)
+        self.behind.give_back(sum(slot.entry.size_bytes for slot in slots))
+        self.has_arrived(size_bytes)
+        return None
+
+    def has_arrived(self, size_bytes: int) -> None:
+        """Notes that a reservation of so many bytes has ended."""
+        with self._changed:
+            self._arriving_bytes -= size_bytes
 
     def _absorb(self, put: Incoming) -> Kept:
         kept = self._take(put, dirty=True)
@@ -224,7 +295,7 @@ class TierStack:
         """
         with self.memory.refer(put.keys, put.first, put.count) as found:
             there = [entry is not None for entry in found.entries]
-            slots, waits_at = self._claim(put, there, dirty=dirty)
+            slots, waits_at = self._claim(put.keys, put.first, there, put.hints, dirty=dirty)
             try:
                 self._copy(put, slots)
             except BaseException:
@@ -234,12 +305,14 @@ class TierStack:
             self.memory.ready([slot for _, slot in slots])
         return Kept(there, [index - put.first for index, _ in slots], waits_at)
 
-    def _claim(self, put: Incoming, there: list[bool], *, dirty: bool) -> tuple[list[tuple[int, Slot]], int | None]:
+    def _claim(
+        self, keys: KeySet, first: int, there: list[bool], hints: Hints, *, dirty: bool
+    ) -> tuple[list[tuple[int, Slot]], int | None]:
         """Claims room for chunks that are not ``there``, which it updates; returns slots with their indexes.
 
         Also returns the position of the first that the write-behind queue has no room for.
         """
-        keys, first, slots = put.keys, put.first, list[tuple[int, Slot]]()
+        slots: list[tuple[int, Slot]] = []
         own: dict[Address, int] = {}  # a block that is given twice is claimed once
         missing = [at for at, is_there in enumerate(there) if not is_there]
         sizes = keys.image_sizes([first + at for at in missing])
@@ -247,7 +320,7 @@ class TierStack:
         unused_bytes = sum(sizes[:room_count]) if dirty else 0
         for number, (at, size_bytes) in enumerate(zip(missing, sizes, strict=True)):
             has_room = number < room_count
-            slot = self.memory.claim(keys, first + at, hints=put.hints, dirty=dirty) if has_room else None
+            slot = self.memory.claim(keys, first + at, hints=hints, dirty=dirty) if has_room else None
             if slot is not None:
                 there[at] = True
                 slots.append((first + at, slot))
@@ -273,7 +346,7 @@ class TierStack:
         def copy(number: int) -> bool:
             part = slots[number * size : (number + 1) * size]
             images = [slot.memory for _, slot in part]
-            make_images(put.keys, [index for index, _ in part], put.source, images, self._incarnations)
+            make_images(put.keys, [index for index, _ in part], put.source, images, self.incarnations)
             return True
 
         batch: Batch | None = None

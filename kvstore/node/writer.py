@@ -35,7 +35,7 @@ from kvstore.node.memory_tier import Slots
 from kvstore.node.reader import Reader
 from kvstore.node.refresh import Refresher
 from kvstore.node.settings import CurrentLimits
-from kvstore.node.tier_stack import Incoming, TierStack
+from kvstore.node.tier_stack import Incoming, Reservation, TierStack
 from kvstore.node.write_behind import Job
 from kvstore.results import PutResult, StoredBlocks
 from kvstore.root.posix import DiskFull, PosixRoot
@@ -416,6 +416,23 @@ class WriteBatch:
             # As much as memory took is put, whatever the root does with the rest.
             if self._root.abandon():
                 release()
+
+    def reserve(self, first: int, count: int) -> Reservation | None:
+        """Claims slots of memory for a run that is on its way, for ``add_arrived``; None if it is for ``add``."""
+        run = slice(first, first + count)
+        if self.mode is not WriteMode.BEHIND or self.refused or self._is_shed or self._root is not None:
+            return None
+        if (self._there | self._left_out)[run].any() or run.stop > len(self._there):
+            return None  # what is behind a chunk that a sweep is taking is not put
+        return self._tiers.reserve(self._wanted, first, count, self._hints)
+
+    def add_arrived(self, reserved: Reservation, sums: npt.NDArray[np.uint64]) -> None:
+        """Stores a run whose sections are in place, and have these checksums."""
+        run = slice(reserved.first, reserved.first + reserved.count)
+        reserved.publish(sums)
+        self._there[run] = self._fresh[run] = True
+        self._absorbed += reserved.count
+        self._absorbed_bytes += sum(self._sizes[run])
 
     def commit(self, deadline: Deadline) -> Written:
         """Waits for what is on its way to the root. Raises the root's errors, or Unavailable."""

@@ -8,8 +8,7 @@ from collections.abc import Collection, Mapping
 from random import Random
 from typing import Any
 
-from kvstore.client.bulk.links import Bulk
-from kvstore.client.credentials import PLAIN, Credentials
+from kvstore.client.bulk.links import PLAIN, Bulk, Credentials
 from kvstore.client.endpoints import SERVING, Endpoint
 from kvstore.client.limits import ClientLimits
 from kvstore.peers.limits import PeerLimits

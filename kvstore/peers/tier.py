@@ -16,8 +16,7 @@ import grpc
 
 from kvstore.address import Address
 from kvstore.background import Loop, Tasks
-from kvstore.client.bulk.links import BulkRefused, Link
-from kvstore.client.credentials import PLAIN, Credentials
+from kvstore.client.bulk.links import PLAIN, BulkRefused, Credentials, Link
 from kvstore.client.endpoints import Endpoint
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError

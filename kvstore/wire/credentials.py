@@ -1,4 +1,4 @@
-"""TLS for gRPC, at both ends. New connections use changed certificates (rule X2)."""
+"""TLS for gRPC at a worker. New connections use changed certificates (rule X2)."""
 
 from __future__ import annotations
 
@@ -32,12 +32,6 @@ def server_credentials(certificate: Certificate, *, asks_certificates: bool) -> 
             return None
 
     return grpc.dynamic_ssl_server_credentials(first, fetch, require_client_authentication=asks_certificates)
-
-
-def channel_credentials(certificate: Certificate) -> grpc.ChannelCredentials:
-    """Returns a client's credentials. Raises InvalidRequest."""
-    pems = certificate.pems
-    return grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
 
 
 def _configuration(certificate: Certificate, asks_certificates: bool) -> grpc.ServerCertificateConfiguration:

@@ -16,16 +16,15 @@ import grpc
 from google.protobuf.message import Message
 
 from kvstore.census.selection import Selection
+from kvstore.checks import checked_tier
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format.header import Encoding
 from kvstore.node import settings as node_limits
 from kvstore.node.lanes import Deadline
-from kvstore.node.looking import ChunkPlace, RootCopy
 from kvstore.node.member import Member, Sharing
-from kvstore.node.prefetch import checked_tier
 from kvstore.node.settings import Limits
 from kvstore.operations import NoOperation, OperationRun, OperationStatus
-from kvstore.results import LimitValue
+from kvstore.results import ChunkPlace, LimitValue, RootCopy
 from kvstore.root.interface import Space
 from kvstore.security.access import Role
 from kvstore.v1 import control_pb2 as pb

@@ -21,12 +21,12 @@ from google.protobuf.message import Message
 
 from kvstore import tracing
 from kvstore.buffers import aligned
-from kvstore.counts import WorkerCount
+from kvstore.counts import Counts, WorkerCount
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, Overloaded
 from kvstore.format.header import Ancestry
 from kvstore.keyset import BlockKeys, ChunkKeys, KeySet
 from kvstore.namespace import DIGEST_BYTES, Namespace, NamespaceDigest
-from kvstore.node.counters import Counts, Latencies, Latency
+from kvstore.node.counters import Latencies, Latency
 from kvstore.node.holds import Hold
 from kvstore.node.member import Member
 from kvstore.node.reader import Asked

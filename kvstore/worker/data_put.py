@@ -24,12 +24,12 @@ from kvstore.format.header import Expected
 from kvstore.keyset import KeySet
 from kvstore.memory.arena import follow
 from kvstore.node.lanes import Deadline
-from kvstore.node.writer import Written
+from kvstore.node.writer import WriteBatch, Written
 from kvstore.security.access import NOTHING, Presented
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import READY, RUN_BYTES, SPAN_BYTES, Kind, decode_placed, decode_span
-from kvstore.wire.bulk.runs import LEDGER_BYTES, SUM_BYTES, entry_value, receive_planes
+from kvstore.wire.bulk.runs import LEDGER_BYTES, PARTS_BYTES, SUM_BYTES, entry_value, receive_planes, receive_sections
 from kvstore.wire.images import receive_images
 from kvstore.wire.limits import MESSAGE_BYTES_MAX
 from kvstore.wire.messages import hints_of, parse, write_of
@@ -148,11 +148,11 @@ class Upload:
         self._wanted = wanted
         self._ends = [0, *accumulate(wanted.payload_sizes()[first : first + count])]
 
-    def runs(self, worker: WorkerContext, call: Call, reserved: ExitStack) -> Iterator[UploadedRun]:
-        """Yields runs in order.
+    def runs(self, write: WriteBatch, worker: WorkerContext, call: Call, reserved: ExitStack) -> Iterator[UploadedRun]:
+        """Yields runs in order, except those that ``write`` has memory for: they are received there, and stored.
 
-        Memory is reserved for the first run that comes as bytes, until ``reserved`` ends. Raises BrokenTransfer if
-        bytes do not match their checksums, InvalidRequest, LinkBroken, LinkLate.
+        Memory is reserved for the first run that comes into a buffer, until ``reserved`` ends. Raises BrokenTransfer
+        if bytes do not match their checksums, InvalidRequest, LinkBroken, LinkLate.
         """
         channel = self._connection.channel
         is_reserved = False
@@ -169,6 +169,7 @@ class Upload:
             if start != index or not 1 <= count <= stop - index:
                 raise channel.break_off(f"received {count} chunks from {start} on: expected chunks from {index} on")
             size_bytes = self._size_bytes(start, count)
+            index += count
             buffer: memoryview | None = None
             if head.kind is Kind.PLACED:
                 memory = self._connection.placed(offset, size_bytes)
@@ -178,6 +179,9 @@ class Upload:
                     raise channel.break_off(
                         f"received {head.length} bytes for {count} chunks: not their size, or too large a run"
                     )
+                if self._receive_into_memory(write, start, count):
+                    call.received(size_bytes)
+                    continue
                 if not is_reserved:
                     reserved.enter_context(worker.in_flight.reserved(self._in_memory_bytes, call.visit.pays))
                     is_reserved = True
@@ -185,9 +189,25 @@ class Upload:
                 if not receive_planes(channel, self._pieces(start, count, memory)):
                     raise self._broken(start, count)
             call.received(size_bytes)
-            index += count
             release = partial(self._release, index - self.first, worker.buffers, buffer)
             yield UploadedRun(start, count, self._sections(start, count, memory), release)
+
+    def _receive_into_memory(self, write: WriteBatch, first: int, count: int) -> bool:
+        """Receives and stores a run; False if it must come into a buffer."""
+        channel, keys = self._connection.channel, self._wanted
+        sizes = {keys.section_bytes(index) for index in range(first, first + count)}
+        size, parts = sizes.pop(), count if keys.prefix_ordered else 1
+        if sizes or not size or not channel.moves_natively or (parts > 1 and size % PARTS_BYTES):
+            return False
+        reserved = write.reserve(first, count)
+        if reserved is None:
+            return False
+        with reserved:
+            sums = receive_sections(channel, reserved.bases(), size, parts)
+            if sums is None:
+                raise self._broken(first, count)
+            write.add_arrived(reserved, sums)
+        return True
 
     def released(self, count: int) -> None:
         """Notes that the client may use the arena memory of its first ``count`` chunks again."""
@@ -245,7 +265,7 @@ def serve_put(worker: WorkerContext, connection: Connection, number: int, messag
     try:
         with ExitStack() as reserved:
             connection.channel.send(Kind.READY, number, [READY.pack(upload.first, upload.count, upload.run_bytes)])
-            for run in upload.runs(worker, call, reserved):
+            for run in upload.runs(write, worker, call, reserved):
                 write.add(run.sections, run.first, run.count, _deadline(worker, call), run.release)
             written = write.commit(_deadline(worker, call))
     except BaseException:

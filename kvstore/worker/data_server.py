@@ -29,7 +29,17 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.security.access import NOTHING, Presented
 from kvstore.security.tls import Certificate
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
+from kvstore.wire.bulk.channel import (
+    HELLO_BYTES,
+    Channel,
+    Grant,
+    LinkBroken,
+    LinkLate,
+    boot_id,
+    listen_tcp,
+    listen_unix,
+    read_hello,
+)
 from kvstore.wire.bulk.frames import (
     HEAD_BYTES,
     REQUESTS,
@@ -41,8 +51,6 @@ from kvstore.wire.bulk.frames import (
     decode_request,
     encode_arena,
 )
-from kvstore.wire.bulk.grants import HELLO_BYTES, Grant, boot_id, read_hello
-from kvstore.wire.bulk.sockets import listen_tcp, listen_unix
 from kvstore.wire.messages import parse, trace_of
 from kvstore.wire.statuses import Refusal, refusal
 from kvstore.worker.context import BulkContext, Calls, DaemonThreads, Refused, UnaryCall, WorkerContext

@@ -11,7 +11,6 @@ import pytest
 
 from kvstore.address import block_address
 from kvstore.client.limits import ClientLimits
-from kvstore.errors import InvalidRequest, WrongSize
 from kvstore.format.header import Descent, decode_any
 from kvstore.node.settings import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
@@ -102,37 +101,6 @@ def test_a_miss_in_the_middle_ends_nothing(served: Served) -> None:
             assert not any(buffers[at].any() for at in missing)
             assert cache.get(keys_of(8, 3), buffers_for(blocks[:3])) == [False] * 3
             assert counted(store, "gets") == {way: 2}
-
-
-def test_a_buffer_of_another_size_than_its_block_is_an_error_and_the_block_stays(served: Served) -> None:
-    for way in WAYS:
-        keys, blocks = keys_of(9, 3), blocks_of(9, 3, (5000,))
-        with connected(served, bulk=way) as store:
-            cache = store.namespace(f"sizes-{way}", MEDIUM).blocks
-            assert cache.put(keys, blocks) == [True] * 3
-            larger = [np.zeros(5000, np.uint8), np.zeros(5001, np.uint8), np.zeros(5000, np.uint8)]
-            with pytest.raises(
-                WrongSize, match="buffer 1 has 5001 bytes, and its block in the store has 5000"
-            ) as failed:
-                cache.get(keys, larger)
-            assert isinstance(failed.value, InvalidRequest) and failed.value.hits == [True, False, True]
-            assert same([larger[0], larger[2]], [blocks[0], blocks[2]])
-            with cache.hold(keys) as hold, pytest.raises(WrongSize, match="give a buffer of 5000 bytes"):
-                hold.get(keys, larger)
-            assert cache.get(keys_of(77, 1), larger[:1]) == [False]
-            assert cache.get(keys, buffers_for(blocks)) == [True] * 3
-            assert store.stats()["quarantined"] == 0
-
-
-def test_one_key_may_be_there_twice(served: Served) -> None:
-    for way in WAYS:
-        keys, blocks = keys_of(10, 1), blocks_of(10, 1, (9000,))
-        with connected(served, bulk=way) as store:
-            cache = store.namespace(f"twice-{way}", MEDIUM).blocks
-            assert cache.put(keys * 3, blocks * 3) == [True] * 3
-            buffers = [np.zeros_like(blocks[0]) for _ in range(3)]
-            assert cache.get(keys * 3, buffers) == [True] * 3
-            assert same(buffers, blocks * 3)
 
 
 def test_blocks_larger_than_a_run_and_puts_larger_than_the_shared_memory(served: Served, turn: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,23 +10,18 @@ import numpy as np
 import pytest
 
 from kvstore.address import Address, block_address
-from kvstore.client.bulk.receiving import ImageReceiver
 from kvstore.client.cache import Cache
-from kvstore.client.limits import ClientLimits
-from kvstore.errors import Unavailable
+from kvstore.client.fetching import ImageReceiver
 from kvstore.format import places
 from kvstore.keyset import BlockKeys
 from kvstore.meta.keys import Keys, SweepId
 from kvstore.meta.store import NO_LEASE, Event, KeyValue
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
 from kvstore.node.gc_state import View
-from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.wire.bulk.channel import LinkLate
 from kvstore.worker.limits import WorkerLimits
-from kvstore.writes import WriteModeName
-from tests.kit.arenas import Process, all_let_go, leases_end, memory_of, serving_memory, worker_with_memory
-from tests.kit.engine_blocks import blocks_of, buffers_for, counted, keys_of, same
-from tests.kit.patience import stretched
+from tests.kit.arenas import all_let_go, memory_of, serving_memory
+from tests.kit.damage import DAMAGES, spoil
+from tests.kit.engine_blocks import blocks_of, buffers_for, counted, keys_of
 from tests.kit.transports import MEDIUM, bulk_files_of
 from tests.kit.workers import Served, connected, eventually, serving
 
@@ -36,12 +30,6 @@ BOTH = pytest.mark.parametrize("way", ["shared", "tcp"])
 COUNT = 100
 SIZES = (100_000, 70_000)
 KEYS, BLOCKS = keys_of(1, COUNT), blocks_of(1, COUNT, SIZES)
-
-
-def hasty() -> ClientLimits:
-    """For calls to a worker that does not answer, beside some that it answers."""
-    hasty = ClientLimits(read_s=1.0, write_s=2.0, match_s=1.0, probe_s=0.5)
-    return stretched(hasty, "read_s", "write_s", "match_s", "probe_s")
 
 
 def file_of(served: Served, cache: Cache, root: Path, at: int) -> Path:
@@ -96,19 +84,7 @@ def test_a_damaged_file_is_a_miss_of_that_block_alone(served: Served, tmp_root: 
             cache = store.namespace("m", MEDIUM)
             cache.blocks.put(KEYS, BLOCKS)
             victim = file_of(served, cache, tmp_root, 70)
-            content = bytearray(victim.read_bytes())
-            if damage == "flipped":
-                content[4096 + 50_000] ^= 1
-            elif damage == "header":
-                content[50] ^= 1
-            elif damage == "truncated":
-                del content[-5000:]
-            elif damage == "another":
-                content[:] = file_of(served, cache, tmp_root, 72).read_bytes()
-            if damage == "removed":
-                victim.unlink()
-            else:
-                victim.write_bytes(content)
+            spoil(victim, damage, file_of(served, cache, tmp_root, 72))
             before = store.stats()["miss_damaged"]
             assert got(cache) == [at != 70 for at in range(COUNT)], damage
             if damage != "removed":
@@ -118,7 +94,7 @@ def test_a_damaged_file_is_a_miss_of_that_block_alone(served: Served, tmp_root: 
             assert got(cache) == [True] * COUNT
         eventually(lambda: not [name for name in bulk_files_of(os.getpid()) if "/chunks/" in name], "no file is open")
 
-    for damage in ("flipped", "header", "truncated", "removed", "another"):
+    for damage in DAMAGES:
         run_case(damage)
 
 
@@ -162,36 +138,6 @@ def test_what_memory_has_is_given_without_the_root(hot: Served, tmp_root: Path) 
         assert got(cache) == [at not in range(40, 50) for at in range(COUNT)]
 
 
-@pytest.mark.parametrize("root", ["files", "no files"])
-def test_what_only_memory_has_and_cannot_be_leased_is_sent(
-    tmp_root: Path, monkeypatch: pytest.MonkeyPatch, root: str
-) -> None:
-    """L1: beyond what may be leased blocks are read as if they were not in memory, or come as bytes."""
-    with serving_memory(tmp_root if root == "files" else MemoryRoot(MemoryFiles())) as hot:
-        with connected(hot, bulk="shared") as store:
-            cache = store.namespace("m", MEDIUM)
-            cache.blocks.put(KEYS, BLOCKS, write="through")
-            for file in (tmp_root / "chunks").glob("*/*"):
-                file.unlink()
-            monkeypatch.setattr(hot.worker.service.bulk_requests.leases, "_leases_max", 0)
-            assert got(cache) == [True] * COUNT
-            assert counted(store, "gets") == {"shared": 1}
-
-
-def test_a_get_larger_than_what_may_be_leased_is_whole(tmp_root: Path) -> None:
-    """L1: half of the memory is leased by this very get; the rest are files."""
-    size = 1 << 20
-    keys, blocks = keys_of(3, 48), blocks_of(3, 48, (size,))
-    with serving_memory(tmp_root, 64 << 20) as hot, connected(hot, bulk="shared") as store:
-        cache = store.namespace("m", MEDIUM).blocks
-        cache.put(keys, blocks, write="through")
-        buffers = buffers_for(blocks)
-        assert cache.get(keys, buffers) == [True] * 48
-        assert same(buffers, blocks)
-        assert counted(store, "gets") == {"shared": 1}
-        leases_end(hot)
-
-
 @pytest.mark.parametrize("way", ["shared", "tcp", "grpc"])
 def test_h1_what_a_sweep_condemned_counts_as_absent(hot: Served, way: str) -> None:
     """A block in memory or on the root: a client holds neither."""
@@ -221,57 +167,6 @@ def condemn(served: Served, victims: list[Address]) -> None:
     assert all(map(node.gc_view.condemns, victims))
 
 
-@pytest.mark.parametrize("write", [None, "behind"])
-def test_a_worker_with_memory_that_is_killed_within_calls_leaves_right_bytes_or_none(
-    tmp_root: Path, write: WriteModeName | None
-) -> None:
-    with worker_with_memory(tmp_root) as worker:
-        with connected(worker.said, bulk="shared", limits=hasty(), write=write) as store:
-            cache = store.namespace("m", MEDIUM)
-            killed = threading.Timer(0.3, worker.kill)
-            killed.start()
-            with pytest.raises(Unavailable):
-                while True:
-                    cache.blocks.put(KEYS, BLOCKS)
-                    got(cache)
-                    cache.clear()
-            killed.join()
-    with serving(tmp_root) as served, connected(served) as store:
-        got(store.namespace("m", MEDIUM))
-
-
-_CLIENT = """
-import sys
-import kvstore
-from tests.kit.engine_blocks import blocks_of, buffers_for, keys_of
-from tests.kit.transports import MEDIUM
-keys, blocks = keys_of(1, 100), blocks_of(1, 100, (100_000, 70_000))
-with kvstore.connect(sys.argv[1], bulk="shared") as store:
-    cache = store.namespace("m", MEDIUM).blocks
-    cache.put(keys, blocks)
-    print("ready", flush=True)
-    buffers = buffers_for(blocks)
-    while True:
-        cache.get(keys, buffers)
-        cache.put(keys, blocks)
-"""
-
-
-def test_clients_that_are_killed_within_calls_leak_nothing(hot: Served) -> None:
-    """A2: their leases, connections, arenas and open files end with them."""
-    before = sorted(bulk_files_of(os.getpid()))
-    for delay_s in (0.0, 0.05, 0.2):
-        client = Process(_CLIENT, hot.address)
-        threading.Event().wait(delay_s)
-        client.kill()
-    all_let_go(hot)
-    eventually(lambda: hot.worker.service.bulk.connections_count == 0, "their connections end")  # type: ignore[union-attr]
-    eventually(lambda: hot.worker.service.gate.inside_count == 0, "no call inside")
-    eventually(lambda: sorted(bulk_files_of(os.getpid())) == before, "their files are closed")
-    with connected(hot) as store:
-        assert all(got(store.namespace("m", MEDIUM)))
-
-
 def test_a_connection_that_breaks_goes_on_over_grpc_from_what_is_there(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,28 +189,6 @@ def test_a_connection_that_breaks_goes_on_over_grpc_from_what_is_there(
         assert store.stats()["client_bulk_broken"] == 1
         twice = served.worker.service.counters()["wire_bytes_out"] - sent - sum(map(len, BLOCKS))
         assert twice == sum(map(len, BLOCKS[64:]))
-
-
-def test_what_one_worker_gave_is_not_asked_of_the_next(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(tmp_root) as one, serving(tmp_root) as other:
-        with connected(one, other, bulk="shared", limits=hasty()) as store:
-            cache = store.namespace("m", MEDIUM)
-            cache.blocks.put(KEYS, BLOCKS)
-            steps, take = 0, ImageReceiver._take_files
-
-            def take_or_freeze(self: ImageReceiver, *span: int) -> None:
-                nonlocal steps
-                steps += 1
-                if steps == 2:
-                    raise LinkLate("nothing came for as long as a read may wait")
-                take(self, *span)
-
-            monkeypatch.setattr(ImageReceiver, "_take_files", take_or_freeze)
-            sent = sum(each.worker.service.counters()["wire_bytes_out"] for each in (one, other))
-            assert got(cache) == [True] * COUNT
-            assert store.stats()["client_retries"] == 1
-            sent = sum(each.worker.service.counters()["wire_bytes_out"] for each in (one, other)) - sent
-            assert sent - sum(map(len, BLOCKS)) == sum(map(len, BLOCKS[64:]))
 
 
 def test_a_put_over_a_full_worker_is_refused_and_repeated_elsewhere(tmp_root: Path) -> None:

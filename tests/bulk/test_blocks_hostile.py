@@ -14,9 +14,9 @@ import numpy.typing as npt
 import pytest
 
 from kvstore.buffers import Buffers
-from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.links import Link, WorkerMemory
-from kvstore.client.bulk.receiving import Ask, ImageReceiver
+from kvstore.client.caller import FileLanes
+from kvstore.client.fetching import Ask, ImageReceiver
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Incarnation, checksum, encode, expected_block
 from kvstore.keyset import BlockKeys
@@ -43,7 +43,7 @@ from tests.kit.arenas import all_let_go, serving_memory
 from tests.kit.descriptors import open_before, open_now
 from tests.kit.engine_blocks import blocks_of, buffers_for, keys_of, same
 from tests.kit.patience import slowness
-from tests.kit.transports import MEDIUM, greeted, is_closed, linked, send_head
+from tests.kit.transports import MEDIUM, greeted, is_cut_off, linked, send_head
 from tests.kit.workers import WAIT_S, Served, connected, eventually, opened, raw_stub
 
 pytestmark = pytest.mark.slow
@@ -147,8 +147,7 @@ def test_more_than_a_run_in_one_frame_is_refused(served: Served, way: str) -> No
         channel.receive_frame(Kind.READY)
         send_head(channel, Kind.CHUNKS, 1, 8 + 5 * ((2 << 20) + 8))
         channel.send_bytes([memoryview(encode_span(0, 5))])
-        with socket.socket(fileno=os.dup(channel.fileno())) as sock:
-            assert is_closed(sock)
+        assert is_cut_off(channel)
     eventually(lambda: served.worker.service.in_flight.count == 0, "all memory is given back")
 
 

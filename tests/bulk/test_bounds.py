@@ -14,13 +14,9 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
-from kvstore.buffers import Pieces
 from kvstore.client.bulk.links import Arena
-from kvstore.client.bulk.receiving import ImageReceiver
 from kvstore.client.limits import ClientLimits
-from kvstore.client.remote import remote_port
-from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.namespace import Namespace
+from kvstore.errors import Unavailable
 from kvstore.node.chunk_store import Run
 from kvstore.node.reader import Reading
 from kvstore.root.posix import PosixReader
@@ -31,7 +27,7 @@ from kvstore.worker import data_server as folder
 from kvstore.worker.data_server import BulkListener
 from kvstore.worker.limits import WorkerLimits
 from tests.kit.patience import NEVER_S, returns, slowness
-from tests.kit.transports import MEDIUM, bulk_files_of, greeted, is_closed, same, send_head, tokens_and_kv
+from tests.kit.transports import MEDIUM, bulk_files_of, greeted, is_cut_off, same, send_head, tokens_and_kv
 from tests.kit.workers import (
     WAIT_S,
     Served,
@@ -94,8 +90,7 @@ def test_a_worker_short_of_threads_closes_the_connection(
         with monkeypatch.context() as patch:
             patch.setattr(listener._threads, "submit", no_more_threads)
             send_head(channel, Kind.GET, 1, 0)
-            with socket.socket(fileno=os.dup(channel.fileno())) as sock:
-                assert is_closed(sock)
+            assert is_cut_off(channel)
     assert listener.connections_count == 0
 
 
@@ -109,8 +104,7 @@ def test_memory_for_runs_is_that_of_the_largest_whatever_the_first_is(served: Se
         send_head(channel, Kind.CHUNKS, 1, 8 + MEDIUM.chunk_bytes + 8 * MEDIUM.section_count)
         channel.send_bytes([memoryview(encode_span(0, 1))])
         eventually(lambda: in_flight.count == 4 * MEDIUM.chunk_bytes, "it is reserved")
-        with socket.socket(fileno=os.dup(channel.fileno())) as sock:
-            assert is_closed(sock)
+        assert is_cut_off(channel)
     eventually(lambda: in_flight.count == 0, "and given back")
     assert served.worker.service.counters()["calls_idle"] == 1
 
@@ -124,8 +118,7 @@ def test_files_that_nobody_asked_for_end_the_connection(served: Served, case: st
             channel.send(Kind.ARENA, 0, [encode_arena(4096)], [file.fileno()] * 2)
         else:
             channel.send(Kind.PUT, 1, [encode_request(WAIT_S, 0, start)], [file.fileno()])
-        with socket.socket(fileno=os.dup(channel.fileno())) as sock:
-            assert is_closed(sock)
+        assert is_cut_off(channel)
     with greeted(served, "shared") as channel:
         assert channel.is_quiet()
 
@@ -201,33 +194,6 @@ def test_a_connection_is_replaced_before_its_numbers_run_out(
         assert store.stats()["bulk_connections"] == 3
 
 
-def test_memory_is_asked_for_in_order_and_by_the_caller(served: Served) -> None:
-    """A source may take memory as it is asked, as ``hold.view`` does."""
-    namespace = Namespace("m", MEDIUM)
-    asked: list[int] = []
-    memory: list[bytearray] = []
-
-    def sections(index: int) -> Pieces:
-        assert threading.current_thread() is threading.main_thread()
-        asked.append(index)
-        memory.append(bytearray(MEDIUM.chunk_bytes))
-        size = MEDIUM.section_bytes
-        return [memoryview(memory[-1])[at : at + size] for at in range(0, MEDIUM.chunk_bytes, size)]
-
-    with connected(served) as store:
-        store.namespace("m", MEDIUM).put(LONG_TOKENS, LONG_KV)
-    port = remote_port([served.address], bulk="shared")
-    try:
-        count = len(LONG_TOKENS) // MEDIUM.chunk_tokens
-        assert port.get(namespace, LONG_TOKENS.astype(np.uint32), count, lambda _: sections) == count
-        assert port.counters.snapshot()["client_gets_shared"] == 1
-    finally:
-        port.close()
-    assert asked == list(range(count))
-    middle = LONG_KV[:, :, 70 * MEDIUM.chunk_tokens : 71 * MEDIUM.chunk_tokens]
-    assert bytes(memory[70]) == middle.tobytes()
-
-
 def test_an_interrupted_read_writes_nothing_afterwards(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, goes_on, ended = threading.Event(), threading.Event(), threading.Semaphore(0)
 
@@ -264,27 +230,6 @@ def test_an_interrupted_read_writes_nothing_afterwards(tmp_root: Path, monkeypat
         assert same(out, LONG_KV)
 
 
-def test_what_was_read_before_a_connection_broke_is_kept(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with worker_process(tmp_root) as worker, connected(worker.address, bulk="shared") as store:
-        cache = store.namespace("m", MEDIUM)
-        cache.put(LONG_TOKENS, LONG_KV)
-        steps = 0
-        take = ImageReceiver._take_files
-
-        def take_or_die(self: ImageReceiver, *span: int) -> None:
-            nonlocal steps
-            steps += 1
-            if steps == 3:
-                worker.kill()
-                raise self._link.channel.break_off("it is gone")
-            take(self, *span)
-
-        monkeypatch.setattr(ImageReceiver, "_take_files", take_or_die)
-        count, array = cache.get(LONG_TOKENS)
-        assert count == 2 * FILES_MAX * MEDIUM.chunk_tokens
-        assert same(array, LONG_KV[:, :, :count])
-
-
 def test_a_put_does_not_wait_for_the_arena_of_a_worker_that_is_gone(
     tmp_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,24 +248,6 @@ def test_a_put_does_not_wait_for_the_arena_of_a_worker_that_is_gone(
         monkeypatch.setattr(Arena, "take", never)
         with pytest.raises(Unavailable):
             returns(lambda: cache.put(*tokens_and_kv(4, seed=2)))
-
-
-def test_a_child_neither_uses_nor_cuts_the_connections_of_its_parent(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    port = remote_port([served.address], bulk="tcp")
-    try:
-        links = next(iter(port.endpoints.every())).bulk
-        with links.link(WAIT_S) as link:
-            assert link is not None
-            with monkeypatch.context() as patch:
-                patch.setattr("os.getpid", lambda: -1)
-                with pytest.raises(InvalidRequest, match="connect in the child"), links.link(WAIT_S):
-                    pass
-                links.close()
-            assert link.channel.is_quiet()
-    finally:
-        port.close()
 
 
 def test_workers_that_start_together_leave_each_others_folders_alone(

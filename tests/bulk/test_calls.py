@@ -9,16 +9,15 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
 from kvstore.client.bulk import links as memory
-from kvstore.client.bulk.links import Dialler, Links
+from kvstore.client.bulk.links import Links
 from kvstore.client.cache import Cache
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import KVStoreError, Overloaded
-from kvstore.namespace import Namespace, NamespaceDigest
 from kvstore.segments import Rope
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import Channel
@@ -94,23 +93,6 @@ def test_an_answer_larger_than_other_frames_may_be_is_read(served: Served) -> No
     assert counted(served) == {("MatchBlocks", "unix"): 1}
 
 
-@BOTH
-def test_a_namespace_that_a_worker_does_not_know_is_opened_and_asked_for_again(
-    served: Served, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, answers = served.member.find_namespace, [None]
-
-    def unknown_once(digest: NamespaceDigest) -> Namespace | None:
-        return answers.pop() if answers else real(digest)
-
-    with connected(served, bulk=way) as store:
-        cache = store.namespace("m", MEDIUM)
-        stored(cache)
-        monkeypatch.setattr(served.member, "find_namespace", unknown_once)
-        assert cache.blocks.match([KEY]) == 1
-        assert store.stats()["client_namespaces_reopened"] == 1
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_connection_that_breaks_leaves_the_call_to_grpc(
     served: Served, when: str, monkeypatch: pytest.MonkeyPatch
@@ -139,20 +121,6 @@ def test_a_connection_that_breaks_leaves_the_call_to_grpc(
     assert counted(served)["MatchBlocks", "unix"] >= 1
 
 
-def test_an_answer_that_makes_no_sense_leaves_the_call_to_grpc(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Channel.send
-
-    def wrong(channel: Channel, kind: Kind, *arguments: object) -> None:
-        real(channel, Kind.STORED if kind is Kind.ANSWER else kind, *arguments)  # type: ignore[arg-type]
-
-    with connected(served, bulk="shared") as store:
-        cache = store.namespace("m", MEDIUM)
-        stored(cache)
-        monkeypatch.setattr(Channel, "send", wrong)
-        assert cache.blocks.match([KEY]) == 1
-    assert counted(served)["MatchBlocks", "grpc"] == 1
-
-
 def test_a_refusal_keeps_its_class_and_its_connection(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     with connected(served, bulk="shared") as store:
         cache = store.namespace("m", MEDIUM)
@@ -166,23 +134,6 @@ def test_a_refusal_keeps_its_class_and_its_connection(served: Served, monkeypatc
             assert hold.tokens == len(TOKENS)
         assert served.worker.service.counters()["bulk_connections"] == 1
     assert counted(served)["Hold", "unix"] == 4
-
-
-def test_a_call_waits_for_no_connection(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A port that takes connections and says nothing costs reads time, and calls none."""
-
-    def dial(*_: object) -> NoReturn:
-        raise AssertionError("a call dialled")
-
-    with connected(served) as store:
-        cache = store.namespace("m", MEDIUM)
-        monkeypatch.setattr(Dialler, "dial", dial)
-        monkeypatch.setattr(Links, "_begin_ahead", lambda _: None)
-        for _ in range(3):
-            assert cache.blocks.match([KEY]) == 0
-            cache.hold(TOKENS).release()
-        assert store.stats()["client_set_aside"] == 0
-    assert counted(served)["MatchBlocks", "grpc"] == 3
 
 
 @pytest.mark.parametrize("way", ["auto", "shared"])
@@ -212,25 +163,6 @@ def test_no_connection_is_made_for_calls_that_cannot_use_it(served: Served, way:
     assert served.worker.service.counters()["bulk_connections"] == 0
 
 
-def test_a_connection_ahead_that_fails_is_not_tried_at_every_call(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried: list[object] = []
-
-    def refuse(*arguments: object) -> NoReturn:
-        tried.append(arguments)
-        raise OSError("no such file")
-
-    monkeypatch.setattr(Dialler, "_dial_shared", refuse)
-    with connected(served) as store:
-        cache = store.namespace("m", MEDIUM)
-        for _ in range(5):
-            assert cache.blocks.match([KEY]) == 0
-        eventually(lambda: not [each for each in threading.enumerate() if each.name == "kvstore-dial"], "it gave up")
-        assert cache.blocks.match([KEY]) == 0
-    assert len(tried) == 1
-
-
 def test_calls_leave_half_of_the_connections_to_bytes(served: Served) -> None:
     with connected(served, bulk="shared", limits=ClientLimits(bulk_links_max=4)) as store:
         cache = store.namespace("m", MEDIUM)
@@ -251,28 +183,6 @@ def test_calls_leave_half_of_the_connections_to_bytes(served: Served) -> None:
     assert counted(served)["MatchBlocks", "unix"] == 1
 
 
-def test_an_interrupt_takes_no_connection_away_for_good(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C between taking a connection and using it: nobody gives it back."""
-    with connected(served, bulk="shared", limits=ClientLimits(bulk_links_max=2)) as store:
-        cache = store.namespace("m", MEDIUM)
-        stored(cache)
-        real = Channel.is_quiet
-
-        def interrupted(_: Channel) -> NoReturn:
-            raise KeyboardInterrupt
-
-        for _ in range(3):
-            monkeypatch.setattr(Channel, "is_quiet", interrupted)
-            with suppress(KeyboardInterrupt):
-                cache.blocks.match([KEY])
-            monkeypatch.setattr(Channel, "is_quiet", real)
-            assert cache.get(TOKENS)[0] == len(TOKENS)
-            assert store.stats()["client_gets_grpc"] == 0
-        before = counted(served)["MatchBlocks", "unix"]
-        assert cache.blocks.match([KEY]) == 1
-        assert counted(served)["MatchBlocks", "unix"] == before + 1
-
-
 @BOTH
 def test_a_frozen_worker_is_a_miss_in_the_time_of_a_match(tmp_root: Path, way: str) -> None:
     limits = stretched(ClientLimits(match_s=1.0, probe_s=0.5), "match_s", "probe_s")
@@ -284,28 +194,6 @@ def test_a_frozen_worker_is_a_miss_in_the_time_of_a_match(tmp_root: Path, way: s
         assert cache.blocks.match([KEY]) == 0
         worker.send(signal.SIGCONT)
         eventually(lambda: cache.blocks.match([KEY]) == 1, "the client comes back to the worker")
-
-
-@BOTH
-def test_a_killed_worker_is_a_miss(tmp_root: Path, way: str) -> None:
-    with worker_process(tmp_root) as worker, connected(worker.address, bulk=way) as store:
-        cache = store.namespace("m", MEDIUM)
-        stored(cache)
-        assert cache.blocks.match([KEY]) == 1
-        worker.kill()
-        assert cache.blocks.match([KEY]) == 0
-
-
-def test_more_calls_at_once_than_connections_go_over_grpc(served: Served) -> None:
-    limits = ClientLimits(bulk_links_max=1)
-    with connected(served, bulk="shared", limits=limits) as store:
-        cache = store.namespace("m", MEDIUM)
-        stored(cache)
-        links: Links = next(iter(store._port.endpoints.every())).bulk  # type: ignore[attr-defined]
-        with links.link(WAIT_S) as link:
-            assert link is not None
-            assert cache.blocks.match([KEY]) == 1
-        assert counted(served)["MatchBlocks", "grpc"] == 1
 
 
 @pytest.mark.parametrize("number", [len(SHORT_CALLS), 255])
@@ -325,20 +213,6 @@ def test_a_call_whose_bytes_changed_on_the_way_is_refused(served: Served) -> Non
         assert "changed on the way" in parse(pb.BulkRefusal, payload).message
 
 
-@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError("can't start new thread")])
-def test_without_descriptors_or_threads_memory_is_read_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    def fail(*_: object) -> NoReturn:
-        raise error
-
-    monkeypatch.setattr(memory, "follow", fail)
-    with serving_memory() as served, connected(served, bulk="shared") as store:
-        cache = store.namespace("m", MEDIUM)
-        stored(cache)
-        assert cache.get(TOKENS)[0] == len(TOKENS)
-
-
 def test_a_store_that_closes_while_it_maps_memory_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     real = memory.WorkerMemory.__init__
 
@@ -355,16 +229,3 @@ def test_a_store_that_closes_while_it_maps_memory_leaves_no_file(monkeypatch: py
         with store, suppress(KVStoreError):
             store.namespace("m", MEDIUM).get(TOKENS)
         assert sum("memfd:kvstore-memory" in name for name in open_files_of(os.getpid())) == before
-
-
-def test_a_client_that_only_asks_maps_no_pages_of_the_workers_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    followed: list[object] = []
-    monkeypatch.setattr(memory, "follow", lambda *arguments: followed.append(arguments))
-    with serving_memory() as served, connected(served, bulk="shared") as store:
-        cache = store.namespace("m", MEDIUM)
-        stored(cache)
-        assert cache.blocks.match([KEY]) == 1
-        assert not followed
-        for _ in range(2):
-            assert cache.get(TOKENS)[0] == len(TOKENS)
-        assert len(followed) == 1

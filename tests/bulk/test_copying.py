@@ -8,28 +8,11 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kvstore.client.bulk import sending
-from kvstore.client.bulk.sending import copy_rows
+from kvstore.client import putting as sending
+from kvstore.client.putting import copy_rows
 from kvstore.node.lanes import Deadline, DeadlinePassed, Lanes
 from kvstore.sources import SystemClock
 from tests.kit.fake_meta import FakeClock
-
-
-def test_rows_are_copied_and_nothing_beside_them() -> None:
-    for rows, row_bytes, shift in ((1, 9_000_001, 3), (3, 4096, 0), (64, 200_003, 1), (2, 5, 7)):
-        source = np.random.default_rng(rows).integers(0, 256, (rows, row_bytes + shift), np.uint8)
-        target = np.zeros((rows, row_bytes + 16), np.uint8)
-        starts = np.arange(rows, dtype=np.uint64)
-        to = np.uint64(target.ctypes.data + shift) + starts * np.uint64(target.shape[1])
-        origin = np.uint64(source.ctypes.data + shift) + starts * np.uint64(source.shape[1])
-        clock = SystemClock()
-        lanes = Lanes(2, 2, 8, 5, clock)
-        try:
-            copy_rows(to, origin, row_bytes, (source, target), lanes, Deadline(clock, 30))
-        finally:
-            lanes.close()
-        assert (target[:, shift : shift + row_bytes] == source[:, shift:]).all()
-        assert not target[:, :shift].any() and not target[:, shift + row_bytes :].any()
 
 
 def test_what_is_copied_lives_as_long_as_somebody_copies_it() -> None:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,32 +22,26 @@ from kvstore.client.bulk import links
 from kvstore.client.bulk.links import Bulk, Dialler, Links, NoAnswer, NoBulkPath
 from kvstore.client.cache import Cache
 from kvstore.client.limits import ClientLimits
-from kvstore.errors import Overloaded, Unavailable
+from kvstore.errors import Unavailable
 from kvstore.format import places
 from kvstore.keyset import ChunkKeys
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.grants import GRANT_BYTES, SECRET_BYTES
+from kvstore.wire.bulk.channel import GRANT_BYTES, SECRET_BYTES
 from kvstore.worker.data_server import FOLDER_PREFIX
 from kvstore.worker.worker import Worker
+from tests.kit.damage import DAMAGES, spoil
 from tests.kit.descriptors import open_before, open_now
-from tests.kit.faulty_root import ENOSPC, FaultyRoot, Hang, Rule
-from tests.kit.patience import stretched
+from tests.kit.faulty_root import FaultyRoot, Hang, Rule
 from tests.kit.secured import secured
 from tests.kit.stores import member_on
-from tests.kit.transports import MEDIUM, bulk_files_of, same, tokens_and_kv
-from tests.kit.workers import WAIT_S, Served, connected, eventually, raw_channel, serving, worker_process
+from tests.kit.transports import MEDIUM, bulk_files_of, hasty, same, tokens_and_kv
+from tests.kit.workers import WAIT_S, Served, connected, eventually, serving, worker_process
 
 pytestmark = pytest.mark.slow
 BOTH = pytest.mark.parametrize("way", ["shared", "tcp"])
 TOKENS, KV = tokens_and_kv(100)
-
-
-def hasty() -> ClientLimits:
-    """For calls to a worker that does not answer, beside some that it answers."""
-    hasty = ClientLimits(read_s=1.0, write_s=2.0, match_s=1.0, probe_s=0.5)
-    return stretched(hasty, "read_s", "write_s", "match_s", "probe_s")
 
 
 def fill(worker: Served | str) -> None:
@@ -75,19 +68,7 @@ def test_a_damaged_file_is_a_miss_from_there_on(served: Served, tmp_root: Path, 
             cache.put(TOKENS, KV)
             assert cache.get(TOKENS)[0] == len(TOKENS)
             victim, other = chunk_files(tmp_root)[:2]
-            content = bytearray(victim.read_bytes())
-            if damage == "flipped":
-                content[4096 + 70_000] ^= 1
-            elif damage == "header":
-                content[50] ^= 1
-            elif damage == "truncated":
-                del content[-5000:]
-            elif damage == "another":
-                content[:] = other.read_bytes()
-            if damage == "removed":
-                victim.unlink()
-            else:
-                victim.write_bytes(content)
+            spoil(victim, damage, other)
             before = store.stats()["miss_damaged"]
             # More than was ever stored: that the worker has less is no reason to look no further.
             count, array = cache.get(np.concatenate([TOKENS, TOKENS[: 3 * MEDIUM.chunk_tokens]]))
@@ -100,7 +81,7 @@ def test_a_damaged_file_is_a_miss_from_there_on(served: Served, tmp_root: Path, 
             assert same(cache.get(TOKENS)[1], KV)
         eventually(lambda: not [name for name in bulk_files_of(os.getpid()) if "/chunks/" in name], "no chunk is open")
 
-    for damage in ("flipped", "header", "truncated", "removed", "another"):
+    for damage in DAMAGES:
         run_case(damage)
 
 
@@ -187,28 +168,6 @@ def test_a_worker_that_freezes_before_it_greets_is_a_miss(
         eventually(lambda: same(cache.get(TOKENS)[1], KV), "a miss where a second was too short")
 
 
-@BOTH
-@pytest.mark.parametrize("when", ["offered", "connected"])
-def test_a_worker_that_is_killed_before_it_greets_is_a_miss(
-    tmp_root: Path, way: str, when: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = Dialler._offer if when == "offered" else Dialler._greeted
-    with worker_process(tmp_root) as worker, connected(worker.address, bulk=way, limits=hasty()) as store:
-        cache = store.namespace("m", MEDIUM)
-
-        def dies(dialler: Dialler, *arguments: object) -> object:
-            if when == "connected":
-                worker.kill()
-            answer = real(dialler, *arguments)  # type: ignore[arg-type]
-            worker.kill()
-            return answer
-
-        monkeypatch.setattr(Dialler, real.__name__, dies)
-        assert cache.get(TOKENS)[0] == 0
-        with pytest.raises(Unavailable):
-            cache.put(TOKENS, KV)
-
-
 class Silent:
     """A port that takes every connection and says nothing, and the offer of the worker behind it."""
 
@@ -255,41 +214,10 @@ def test_a_silent_worker_is_said_once_and_what_follows_it_counts(caplog: pytest.
     assert levels == ["WARNING", "INFO", "INFO", "INFO"]
 
 
-def test_a_worker_without_bulk_paths_after_a_silent_one_is_an_older_one() -> None:
-    with Silent() as silent, serving() as served:
-        asked = Links(served.address, Bulk.TCP, IMPATIENT, lambda *_: silent.offered.SerializeToString())
-        with pytest.raises(NoAnswer), asked.link(1.0):
-            raise AssertionError("a connection was had")
-        with raw_channel(served) as channel:
-            unknown: Any = channel.unary_unary("/kvstore.v1.KVStore/Unknown")
-            asked._dialler._ask = lambda request, timeout_s: unknown(request, timeout=WAIT_S)
-            with pytest.raises(NoBulkPath, match="does not know the bulk protocol"), asked.link(WAIT_S):
-                raise AssertionError("a connection was had")
-
-
 def _stored(cache: Cache) -> bool:
     with suppress(Unavailable):
         return cache.put(TOKENS, KV).tokens_present == len(TOKENS)
     return False
-
-
-@BOTH
-def test_a_worker_that_is_started_again_is_found_again(tmp_root: Path, way: str) -> None:
-    member = member_on(PosixRoot(tmp_root))
-    first = Worker(member, "127.0.0.1:0")
-    address = first.start()
-    with connected(address, bulk=way, limits=hasty()) as store:
-        fill(address)
-        cache = store.namespace("m", MEDIUM)
-        first.stop()
-        second = Worker(member, address)
-        second.start()
-        try:
-            eventually(lambda: cache.get(TOKENS)[0] == len(TOKENS), "the new worker is used")
-            eventually(lambda: cache.get(TOKENS) and store.stats()[f"client_gets_{way}"] >= 2, "in the same way")
-        finally:
-            second.stop()
-    member.close()
 
 
 def test_without_its_socket_file_a_worker_is_reached_another_way(served: Served) -> None:
@@ -379,18 +307,6 @@ def test_a_hung_root_is_a_miss_in_time(way: str) -> None:
             hang.release.set()
             eventually(lambda: cache.get(TOKENS)[0] == len(TOKENS), "the root is read again")
             assert same(out, before)
-
-
-@BOTH
-def test_an_error_of_the_root_reaches_the_client(way: str) -> None:
-    root = FaultyRoot(MemoryRoot(MemoryFiles()))
-    with serving(root) as served, connected(served, bulk=way) as store:
-        cache = store.namespace("m", MEDIUM)
-        root.set_rules([Rule("stage", ENOSPC)])
-        with pytest.raises(Overloaded, match="ENOSPC"):
-            cache.put(*tokens_and_kv(300, seed=3), required=True)
-        root.set_rules([])
-        assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
 
 
 def test_a_worker_that_was_killed_leaves_no_folder_for_long(tmp_root: Path, tmp_path: Path) -> None:

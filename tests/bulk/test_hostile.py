@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import socket
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +12,11 @@ import pytest
 
 from kvstore.errors import InvalidRequest
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import Channel
+from kvstore.wire.bulk.channel import NONCE_BYTES, Channel, Grant
 from kvstore.wire.bulk.frames import (
     CONTROL_BYTES_MAX,
     HEAD_BYTES,
     Kind,
-    Mode,
     Placed,
     decode_head,
     encode_head,
@@ -26,15 +24,14 @@ from kvstore.wire.bulk.frames import (
     encode_request,
     encode_span,
 )
-from kvstore.wire.bulk.grants import NONCE_BYTES, Grant
 from kvstore.worker.limits import WorkerLimits
 from tests.kit.patience import stretched
 from tests.kit.transports import (
     MEDIUM,
-    bulk_files_of,
     dialled,
     greeted,
     is_closed,
+    is_cut_off,
     offered,
     same,
     send_head,
@@ -154,9 +151,7 @@ def test_more_connections_than_allowed_are_closed_at_once(served: Served, way: s
 def test_a_request_that_drips_is_cut_off(served: Served, way: str) -> None:
     with greeted(served, way) as channel:
         send_head(channel, Kind.GET, 1, 1000)
-        sock = socket.socket(fileno=os.dup(channel.fileno()))
-        assert is_closed(sock)
-        sock.close()
+        assert is_cut_off(channel)
     serves_others(served, way)
 
 
@@ -171,9 +166,7 @@ def test_a_frame_that_makes_no_sense_ends_the_connection(served: Served, way: st
     ):
         with greeted(served, way) as channel:
             send_head(channel, kind, 1, length)
-            sock = socket.socket(fileno=os.dup(channel.fileno()))
-            assert is_closed(sock)
-            sock.close()
+            assert is_cut_off(channel)
         serves_others(served, way)
 
 
@@ -193,9 +186,7 @@ def test_chunks_that_are_not_as_announced_store_nothing(served: Served, way: str
             channel.receive_frame(Kind.READY)
             send_head(channel, Kind.CHUNKS, 1, length)
             channel.send_bytes([memoryview(encode_span(*span))])
-            sock = socket.socket(fileno=os.dup(channel.fileno()))
-            assert is_closed(sock)
-            sock.close()
+            assert is_cut_off(channel)
     assert served.member.node.counters.snapshot()["chunks_written"] == 0
     serves_others(served, way)
 
@@ -235,9 +226,7 @@ def test_an_arena_that_could_kill_the_worker_is_refused(served: Served, tmp_path
             else:
                 channel.send(Kind.ARENA, 0, [struct.pack("<Q", size_bytes)])
             if case == "nothing":
-                sock = socket.socket(fileno=os.dup(channel.fileno()))
-                assert is_closed(sock)
-                sock.close()
+                assert is_cut_off(channel)
             else:
                 _, payload = channel.receive_frame(Kind.REFUSED)
                 assert "arena" in pb.BulkRefusal.FromString(payload).message
@@ -255,22 +244,6 @@ def test_chunks_placed_outside_the_arena_are_refused(served: Served) -> None:
             _, payload = channel.receive_frame(Kind.REFUSED)
             assert "arena" in pb.BulkRefusal.FromString(payload).message
         assert served.member.node.counters.snapshot()["chunks_written"] == 0
-
-
-def test_files_are_handed_over_for_reading_only(served: Served) -> None:
-    with connected(served) as store:
-        store.namespace("m", MEDIUM).put(TOKENS, KV)
-    with raw_stub(served) as stub:
-        request = pb.GetRequest(namespace=opened(stub, MEDIUM), tokens=packed(TOKENS))
-    with greeted(served, "shared") as channel:
-        channel.send(Kind.GET, 1, [encode_request(WAIT_S, Mode.FILES, request.SerializeToString())])
-        channel.receive_frame(Kind.SLOTS)
-        channel.receive_frame(Kind.FILES)
-        for fd in channel.take_files(4):
-            with pytest.raises(OSError, match="Bad file descriptor"):
-                os.write(fd, b"x")
-            os.close(fd)
-    eventually(lambda: not [name for name in bulk_files_of(os.getpid()) if "/chunks/" in name], "all files are closed")
 
 
 def test_a_client_that_changes_its_arena_harms_only_itself(served: Served) -> None:

@@ -13,10 +13,9 @@ import numpy.typing as npt
 import pytest
 
 from kvstore.buffers import Planes
-from kvstore.client.bulk.lanes import FileLanes
 from kvstore.client.bulk.links import BulkRefused, Link
-from kvstore.client.bulk.receiving import Ask, ImageReceiver
-from kvstore.client.fetching import ChunkFetch
+from kvstore.client.caller import FileLanes
+from kvstore.client.fetching import Ask, ChunkFetch, ImageReceiver
 from kvstore.client.remote import remote_port
 from kvstore.keyset import ChunkKeys, leading
 from kvstore.namespace import Namespace
@@ -126,7 +125,7 @@ def test_what_came_behind_a_miss_counts_no_more_once_it_is_asked_for_again() -> 
     """It is written over: a stream that breaks off in the middle of it would leave half of each."""
     port = remote_port(["127.0.0.1:1"])
     try:
-        fetch = ChunkFetch(CHAIN.namespace, CHAIN.tokens, pb.GetRequest(), COUNT, lambda _: planes(KV), port._tools)
+        fetch = ChunkFetch(CHAIN.namespace, CHAIN.tokens, pb.GetRequest(), COUNT, lambda _: planes(KV), port._caller)
         fetch.done[:3] = b"\1\0\1"
         request = fetch._request(range(1, COUNT))
         assert (request.first, request.chunks_max) == (1, COUNT)

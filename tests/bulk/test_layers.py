@@ -15,7 +15,7 @@ from kvstore.client.cache import Cache
 from kvstore.errors import HoldBroken
 from kvstore.format import places
 from kvstore.keyset import ChunkKeys
-from tests.kit.arenas import all_let_go, filled, leases_end, lose, memory_of, serving_memory
+from tests.kit.arenas import all_let_go, filled, leases_end, lose, serving_memory
 from tests.kit.cases import for_each
 from tests.kit.transports import MEDIUM, WAYS, bulk_files_of, same, tokens_and_kv
 from tests.kit.workers import Served, connected, eventually, serving
@@ -92,21 +92,6 @@ def test_i1_damaged_chunk_ends_the_layers_before_it(tmp_root: Path, way: str) ->
         assert broken.value.tokens_valid == 3 * SIZE
         assert not file.exists()
         assert cache.match(TOKENS) == 3 * SIZE
-
-
-def test_i1_damaged_image_in_memory_is_never_a_layer(tmp_root: Path) -> None:
-    """The worker finds the damage as it is asked over gRPC, and gives the root's chunk."""
-    with serving_memory(tmp_root) as served:
-        chain = filled(served, TOKENS, KV, MEDIUM)
-        memory = memory_of(served)
-        with memory.refer(chain, 50, 1) as slots:
-            assert slots.entries[0] is not None
-            memory.arena.memory[slots.entries[0].offset + 4096 + 5] ^= 1
-        with connected(served, bulk="shared") as store:
-            cache = store.namespace("m", MEDIUM)
-            assert read(cache) == read(cache) == MEDIUM.layers
-            assert store.stats()["client_bulk_damaged"] == store.stats()["memory_damaged"] == 1
-        all_let_go(served)
 
 
 def test_hold_that_ends_at_the_worker_gives_no_layers(served: Served) -> None:

@@ -5,20 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvstore.format import places
-from kvstore.format.places import Name
-from kvstore.keyset import ChunkKeys, KeySet
-from kvstore.node.counters import TierName
-from kvstore.node.lanes import Deadline
-from kvstore.results import PutResult
-from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.worker.limits import WorkerLimits
 from tests.kit.arenas import (
     MEMORY_BYTES,
     all_let_go,
@@ -32,7 +24,6 @@ from tests.kit.arenas import (
     viewing_client,
     worker_with_memory,
 )
-from tests.kit.faulty_root import FaultyRoot, Hang, Rule
 from tests.kit.transports import MEDIUM, bulk_files_of, same, tokens_and_kv
 from tests.kit.workers import Served, connected, eventually, serving
 
@@ -279,30 +270,6 @@ def test_a_damaged_image_is_never_used(served: Served, place: str, reads: str) -
         assert store.stats()["memory_damaged"] == 1
 
 
-def test_a_get_that_is_late_leaves_its_bytes_alone_until_the_client_is_done(tmp_root: Path) -> None:
-    """The worker gives up the request, not the chunks: the client may be copying them at that moment."""
-    with serving_memory(tmp_root, worker_limits=WorkerLimits(idle_s=0.3)) as served:
-        filled(served, TOKENS, KV, MEDIUM)
-        with viewing_client(served.address, COUNT) as client:
-            os.kill(client.pid, signal.SIGSTOP)
-            eventually(lambda: referenced_bytes(served) > 0, "it has views")
-            os.kill(client.pid, signal.SIGCONT)
-            assert client.go_on() == "done"
-        all_let_go(served)
-
-
-@pytest.mark.parametrize("way", ["shared", "tcp"])
-def test_a_put_behind_is_in_memory_and_reaches_the_root(served: Served, way: str) -> None:
-    with connected(served, bulk=way, write="behind") as store:
-        cache = store.namespace("m", MEDIUM)
-        assert cache.put(TOKENS, KV) == PutResult(len(TOKENS), COUNT, 0, COUNT * MEDIUM.chunk_bytes)
-        assert cache.match(TOKENS) == len(TOKENS)
-        assert same(cache.get(TOKENS)[1], KV)
-        assert memory_of(served).stats()["memory_chunks"] == COUNT
-        eventually(lambda: not memory_of(served).stats()["memory_dirty_bytes"], "the root has it")
-        assert served.member.node.counters.snapshot()["chunks_written"] == COUNT
-
-
 def test_one_mapping_serves_all_connections(served: Served) -> None:
     filled(served, TOKENS, KV, MEDIUM)
     gc.collect()
@@ -323,93 +290,20 @@ def mappings() -> int:
 
 
 @pytest.mark.parametrize("way", ["shared", "tcp"])
-def test_what_only_a_tier_below_has_is_brought_and_given(served: Served, way: str) -> None:
-    """R1: a chunk that a match counted is read, wherever it is; here the root has lost it."""
-    chain = filled(served, TOKENS, KV, MEDIUM)
-    assert served.member.node.tiers is not None
-    with memory_of(served).refer(chain, 0, COUNT) as slots:
-        below = Below(chain, [bytes(image) for image in slots.images(0, COUNT)])
-    lose(served, chain, 0, COUNT)
-    served.member.node.tiers.below.append(below)
-    namespace = chain.namespace
-    served.member.node.on_root(lambda: [served.member.node.root.remove(name) for name in names_of(served, chain)])
-    served.member.node.forget()
-    with connected(served, bulk=way) as store:
-        count, array = store.namespace(namespace.name, MEDIUM).get(TOKENS)
-        assert count == len(TOKENS)
-        assert same(array, KV)
-        assert store.stats()["client_gets_grpc"] == 0
-
-
-@pytest.mark.parametrize(("way", "cache"), [("shared", True), ("tcp", False), ("grpc", True)])
-def test_what_only_a_tier_below_has_is_put_on_the_root_all_the_same(served: Served, way: str, cache: bool) -> None:
-    """Acknowledged when the root has it: that a peer or the local disk does is not enough."""
-    chain = filled(served, TOKENS, KV, MEDIUM)
-    node = served.member.node
+def test_r1_chunks_of_the_local_disk_alone_are_read(on_files: Served, tmp_root: Path, tmp_path: Path, way: str) -> None:
+    """A chunk that a match counted is read, wherever it is; here the root has lost it."""
+    chain, node = filled(on_files, TOKENS, KV, MEDIUM), on_files.member.node
     assert node.tiers is not None
-    with memory_of(served).refer(chain, 0, COUNT) as slots:
-        below = Below(chain, [bytes(image) for image in slots.images(0, COUNT)])
-    lose(served, chain, 0, COUNT)
-    node.tiers.below.append(below)
-    node.on_root(lambda: [node.root.remove(name) for name in names_of(served, chain)])
+    node.tiers.add_disk(str(tmp_path / "disk"), 64 << 20)
+    disk, memory = node.tiers.disk, memory_of(on_files)
+    assert disk is not None
+    with memory.refer(chain, 0, COUNT) as slots:
+        for entry, image in zip(slots.referred, slots.images(0, COUNT), strict=True):
+            assert disk.add(memory.place(entry), image, entry.hints)
+    lose(on_files, chain, 0, COUNT)
+    for file in (tmp_root / "chunks").glob("*/*"):
+        file.unlink()
     node.forget()
-    with connected(served, bulk=way) as store:
-        result = store.namespace(chain.namespace.name, MEDIUM).put(TOKENS, KV, write="through", cache=cache)
-        assert result.tokens_present == len(TOKENS)
-    assert all(node.on_root(lambda: [node.root.stat(name) for name in names_of(served, chain)]))
-
-
-@pytest.mark.parametrize("way", ["shared", "tcp", "grpc"])
-def test_w1_a_put_behind_that_finds_the_queue_full_is_shed_and_waits_for_nothing(way: str) -> None:
-    hang = Hang()
-    root = FaultyRoot(MemoryRoot(MemoryFiles()))
-    with serving_memory(root, 16 << 20) as served, connected(served, bulk=way) as store:
-        cache = store.namespace("m", MEDIUM)
-        root.set_rules([Rule("stage", hang)])
-        try:
-            results = [cache.put(*tokens_and_kv(60, seed=90 + seed)).tokens_present // SIZE for seed in range(4)]
-            assert results[0] > 0 and results[-1] == 0
-            assert cache.get(tokens_and_kv(60, seed=90)[0])[0] == results[0] * SIZE
-        finally:
-            root.set_rules([])
-            hang.release.set()
-
-
-def names_of(served: Served, chain: ChunkKeys) -> list[Name]:
-    bits = served.member.node.identity.shard_bits
-    return [places.chunk(address, chain.namespace.id, bits) for address in chain.addresses]
-
-
-class Below:
-    """A tier that has the images of one chain."""
-
-    name: TierName = "disk"
-
-    def __init__(self, chain: ChunkKeys, images: list[bytes]) -> None:
-        self._images = dict(zip(chain.addresses, images, strict=True))
-
-    def leading(self, wanted: KeySet, first: int) -> int:
-        addresses = list(wanted.addresses)[first:]
-        return next((at for at, each in enumerate(addresses) if each not in self._images), len(addresses))
-
-    def holders(self, wanted: KeySet, index: int) -> tuple[str, ...]:
-        return ()
-
-    def fetch(
-        self, wanted: KeySet, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
-    ) -> list[bool]:
-        for index, image in zip(indexes, images, strict=True):
-            image[:] = self._images[wanted.addresses[index]]
-        return [True] * len(indexes)
-
-    def damaged(self, wanted: KeySet, index: int) -> None:
-        raise AssertionError("nothing here is damaged")
-
-    def drop_namespace(self, digest: bytes) -> None:
-        self._images.clear()
-
-    def stats(self) -> dict[str, int | float]:
-        return {}
-
-    def close(self, timeout_s: float) -> None:
-        self._images.clear()
+    with connected(on_files, bulk=way) as store:
+        assert same(store.namespace("m", MEDIUM).get(TOKENS)[1], KV)
+        assert store.stats()["client_gets_grpc"] == 0

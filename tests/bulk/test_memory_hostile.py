@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
-import socket
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -14,7 +12,7 @@ import pytest
 from kvstore.client.bulk.links import WorkerMemory
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
+from kvstore.wire.bulk.channel import Channel
 from kvstore.wire.bulk.frames import (
     FILES_MAX,
     SPAN_BYTES,
@@ -27,7 +25,7 @@ from kvstore.wire.bulk.frames import (
 from kvstore.worker.limits import WorkerLimits
 from tests.kit.arenas import all_let_go, filled, leases_end, lose, memory_of, referenced_bytes, serving_memory
 from tests.kit.patience import slowness
-from tests.kit.transports import MEDIUM, greeted, is_closed, same, tokens_and_kv
+from tests.kit.transports import MEDIUM, greeted, is_cut_off, same, tokens_and_kv
 from tests.kit.workers import WAIT_S, Served, connected, eventually, opened, packed, raw_stub
 
 pytestmark = pytest.mark.slow
@@ -74,8 +72,7 @@ def test_lease_without_a_connection_lasts_until_its_end_closes(served: Served) -
     with greeted(served, "shared") as channel:
         end = leased(channel, served)
         channel.send(Kind.CHUNKS, 2)
-        with socket.socket(fileno=os.dup(channel.fileno())) as sock:
-            assert is_closed(sock)
+        assert is_cut_off(channel)
     eventually(lambda: served.worker.service.bulk.connections_count == 0, "the connection ends")  # type: ignore[union-attr]
     assert referenced_bytes(served) > 0
     os.close(end)
@@ -163,22 +160,6 @@ def test_a_namespace_that_was_not_used_here_is_refused_without_a_look(served: Se
 def _last_section(index: int) -> bytes:
     size = MEDIUM.chunk_tokens
     return KV[-1, 1, index * size : (index + 1) * size].tobytes()
-
-
-def test_any_frames_leave_the_worker_as_it_was(served: Served) -> None:
-    """Frames of a GET in any order and with any numbers: answered, refused or cut off, in bounded time."""
-    for seed in range(30):
-        choose = random.Random(seed)
-        with greeted(served, "shared") as channel:
-            channel.limit(0.05, 5.0)
-            message = request(served, choose.choice([Mode.SLOTS, Mode.SLOTS, Mode.FILES]))
-            with suppress(LinkBroken, LinkLate):
-                channel.send(Kind.GET, 1, [message])
-                for _ in range(12):
-                    kind = choose.choice([Kind.TAKEN, Kind.TAKEN, Kind.MAP, Kind.SLOTS, Kind.MEMORY])
-                    channel.send(kind, 1, [bytes(choose.choice([0, 8]))])
-                while True:
-                    channel.receive_some([memoryview(bytearray(1 << 16))])
 
 
 def test_slots_outside_the_memory_are_not_looked_at(served: Served) -> None:

@@ -15,7 +15,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.format.header import Damaged
 from kvstore.keyset import ChunkKeys
 from kvstore.wire.bulk.channel import Channel, LinkBroken
-from kvstore.wire.bulk.frames import Kind, decode_head, decode_request, encode_arena, encode_head
+from kvstore.wire.bulk.frames import Kind, decode_request, encode_arena
 from kvstore.wire.images import fill_verified
 from kvstore.worker.data_put import Connection
 from tests.kit.images import chain_of, made
@@ -86,14 +86,6 @@ def test_an_arena_over_the_limit_is_refused() -> None:
         os.close(fd)
         connection.close()
         theirs.close()
-
-
-def test_a_head_of_another_protocol_is_refused() -> None:
-    head = bytearray(encode_head(Kind.GET, 1, 8))
-    assert decode_head(head).length == 8
-    head[0] ^= 1
-    with pytest.raises(InvalidRequest, match="not a frame"):
-        decode_head(head)
 
 
 def test_a_frame_brings_no_more_files_than_it_may() -> None:

@@ -64,38 +64,6 @@ def test_every_way_reads_without_the_native_library(tmp_root: Path, monkeypatch:
             check_every_way_reads(served, writer)
 
 
-def test_a_slice_of_a_larger_array_is_sent_and_filled_in_place(served: Served) -> None:
-    for way in WAYS:
-        tokens, kv = tokens_and_kv(20, seed=7)
-        with connected(served, bulk=way) as store:
-            cache = store.namespace(f"slices-{way}", MEDIUM)
-            part = tokens[: 10 * SIZE]
-            assert cache.put(part, kv[:, :, 5 * SIZE : 15 * SIZE]).tokens_present == len(part)
-            larger = np.zeros_like(kv)
-            assert cache.get(part, out=larger[:, :, 3 * SIZE : 13 * SIZE]) == len(part)
-            assert same(larger[:, :, 3 * SIZE : 13 * SIZE], kv[:, :, 5 * SIZE : 15 * SIZE])
-            assert not larger[:, :, : 3 * SIZE].any()
-            assert not larger[:, :, 13 * SIZE :].any()
-
-
-def test_a_prompt_grows_turn_by_turn(served: Served) -> None:
-    for way in WAYS:
-        check_turns(served, way)
-
-
-def check_turns(served: Served, way: str) -> None:
-    """Each put builds on the one before."""
-    tokens, kv = tokens_and_kv(12, seed=8)
-    with connected(served, bulk=way) as store:
-        cache = store.namespace(f"turns-{way}", MEDIUM)
-        for turn in range(12):
-            start, end = turn * SIZE, (turn + 1) * SIZE
-            result = cache.put(tokens[:end], kv[:, :, start:end], prefix=start)
-            assert result.tokens_present == end
-        assert cache.match(tokens) == len(tokens)
-        assert same(cache.get(tokens)[1], kv)
-
-
 def test_only_what_is_missing_is_sent(served: Served) -> None:
     for way in WAYS:
         tokens, kv = tokens_and_kv(9, seed=9)
@@ -106,15 +74,6 @@ def test_only_what_is_missing_is_sent(served: Served) -> None:
             assert cache.put(tokens, kv) == PutResult(len(tokens), 5, 4, 5 * MEDIUM.chunk_bytes)
             assert served.worker.service.counters()["wire_bytes_in"] - before == 5 * MEDIUM.chunk_bytes
             assert cache.put(tokens, kv) == PutResult(len(tokens), 0, 9, 0)
-
-
-def test_a_put_behind_a_hole_stores_nothing(served: Served) -> None:
-    for way in WAYS:
-        tokens, kv = tokens_and_kv(6, seed=10)
-        with connected(served, bulk=way) as store:
-            cache = store.namespace(f"hole-{way}", MEDIUM)
-            assert cache.put(tokens, kv[:, :, 3 * SIZE :], prefix=3 * SIZE).tokens_present == 0
-            assert cache.match(tokens) == 0
 
 
 def test_put_behind_without_memory_is_on_the_root(tmp_root: Path) -> None:

@@ -239,36 +239,6 @@ def test_being_cancelled_does_not_keep_a_hold_from_being_released(tmp_root: Path
     asyncio.run(use())
 
 
-def test_what_is_not_open_yet_says_so(tmp_root: Path) -> None:
-    async def use() -> None:
-        async with aio.open(str(tmp_root)) as found:
-            cache = await found.namespace("m", TINY)
-            opening = cache.hold(TOKENS)
-            assert repr(opening) == "<asyncio object that is not open yet: await it, or enter it with 'async with'>"
-            opening.close()
-
-    asyncio.run(use())
-
-
-def test_a_call_that_was_cancelled_before_it_began_never_does() -> None:
-    began, go = list[str](), threading.Event()
-
-    async def use() -> None:
-        threads = Threads(1)
-        first = asyncio.create_task(threads.run(lambda: go.wait(NEVER_S)))
-        second = asyncio.create_task(threads.run(lambda: began.append("second")))
-        await asyncio.sleep(0.05)
-        second.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await second
-        go.set()
-        assert await first
-        threads.close()
-
-    asyncio.run(use())
-    assert began == []
-
-
 def test_what_cannot_be_opened_says_so_and_leaves_no_thread() -> None:
     async def use() -> None:
         with pytest.raises(errors.RootMismatch):
@@ -279,25 +249,6 @@ def test_what_cannot_be_opened_says_so_and_leaves_no_thread() -> None:
 
     asyncio.run(use())
     assert not any(each.name.startswith("kvstore-aio") for each in _others())
-
-
-@for_each("way", ["embedded", "shared", "tcp", "grpc"])
-def test_calls_on_a_closed_store_end_as_those_of_its_twin(tmp_root: Path, way: str) -> None:
-    async def use() -> None:
-        async with opened(way, tmp_root) as found:
-            cache = await found.namespace("m", TINY)
-            await cache.put(TOKENS, KV)
-            pin = await cache.pin(TOKENS)
-            async with cache.hold(TOKENS) as hold:
-                await found.close()
-                for call in (cache.match, cache.get, cache.hold, cache.pin):
-                    with pytest.raises(errors.StoreClosed):
-                        await call(TOKENS)
-                for ended in (found.stats, hold.view, pin.release):
-                    with pytest.raises(errors.StoreClosed):
-                        await ended()
-
-    asyncio.run(use())
 
 
 async def _closed(opening: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import kvstore
 from kvstore.census.selection import Selection
-from kvstore.client.bulk.lanes import FileLanes
+from kvstore.client.caller import FileLanes
 from kvstore.errors import StoreClosed, Unavailable
 from kvstore.sources import SystemClock
 from tests.kit.cases import for_each

@@ -12,10 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-import kvstore
 from kvstore.wire.bulk.channel import Channel, LinkBroken
 from kvstore.wire.bulk.frames import Kind
 from tests.kit.arenas import filled, serving_memory
@@ -130,23 +128,6 @@ def test_files_that_came_without_descriptors_for_them_are_closed() -> None:
         receiver.close()
         assert open_now() <= before - 1
     sender.close()
-
-
-@for_each("memory", [0, 32 << 20])
-def test_a_node_without_descriptors_has_misses_and_damages_nothing(tmp_root: Path, memory: int) -> None:
-    tokens, kv = tokens_and_kv(CHUNKS, 3, SMALL)
-    with kvstore.open(str(tmp_root)) as store:
-        store.namespace("m", SMALL).put(tokens, kv)
-    with kvstore.open(str(tmp_root), memory=memory) as store:
-        cache = store.namespace("m", SMALL)
-        with few_descriptors(0):
-            assert cache.get(tokens)[0] == 0
-            with cache.hold(tokens) as hold:
-                assert hold.read_into(np.empty_like(kv)) == 0 and hold.view() == []
-        count, array = cache.get(tokens)
-        assert count == len(tokens) and same(array, kv)
-        assert not {name: each for name, each in store.stats().items() if "damage" in name and each}
-    assert not (tmp_root / "quarantine").exists() or not list((tmp_root / "quarantine").iterdir())
 
 
 @for_each("memory", [False, True])

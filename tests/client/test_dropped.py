@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import inspect
-import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +17,6 @@ import pytest
 
 import kvstore
 import kvstore.aio
-from kvstore.client import cache as dropping
 from kvstore.client.bulk.links import Bulk
 from kvstore.client.cache import Cache, close_when_dropped
 from kvstore.client.store import Store
@@ -131,22 +127,6 @@ def test_a_dropped_hold_warns_and_is_released(path: str, what: str, tmp_root: Pa
         eventually(lambda: store.stats()["holds"] == 0, "it is released")
 
 
-def test_a_hold_of_an_asynchronous_store_is_released_too(tmp_root: Path) -> None:
-    async def drops() -> None:
-        async with kvstore.aio.open(str(tmp_root)) as store:
-            cache = await store.namespace("m", TINY)
-            await cache.put(TOKENS, KV)
-            hold = await cache.hold(TOKENS)
-            assert hold.tokens == len(TOKENS)
-            del hold
-            while (await store.stats())["holds"]:
-                await asyncio.sleep(0.01)  # the thread that took it lets go of it when it has something else to do
-                gc.collect()
-
-    with pytest.warns(ResourceWarning, match="a hold was dropped"):
-        asyncio.run(asyncio.wait_for(drops(), PATIENCE_S))
-
-
 def test_a_store_may_be_dropped_by_a_thread_that_has_the_lock_that_closing_needs() -> None:
     class Port:
         """Nothing but something to drop."""
@@ -189,53 +169,6 @@ def test_a_forked_child_closes_nothing(tmp_root: Path) -> None:
     assert not ended.stderr
 
 
-ENDING = """
-import sys, kvstore
-from tests.kit.stores import TINY, kv_of
-
-def opened():
-    store = kvstore.open(sys.argv[1], memory=64 << 20) if sys.argv[2] == "embedded" else kvstore.connect(sys.argv[2])
-    cache = store.namespace("m", TINY)
-    cache.put(range(8), kv_of(TINY, range(8)))
-    assert cache.match(range(8)) == 8
-    return cache
-
-if sys.argv[3] == "global":
-    cache = opened()
-elif sys.argv[3] == "dropped":
-    opened()
-else:
-    import atexit
-    atexit.register(lambda cache: None, opened())
-"""
-
-
-@for_each("option", ["default", "error"])
-@for_each("where", ["global", "dropped", "atexit"])
-@for_each("path", ["embedded", "grpc"])
-def test_the_interpreter_ends_without_a_word_that_is_not_ours(
-    path: str, where: str, option: str, tmp_root: Path
-) -> None:
-    with serving(tmp_root / "served") as served:
-        place = served.address if path == "grpc" else path
-        ended = subprocess.run(
-            [sys.executable, "-W", f"{option}::ResourceWarning", "-c", ENDING, str(tmp_root / "own"), place, where],
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=True,
-        )
-    said = ended.stderr
-    if where == "dropped":
-        assert said.count("dropped without close()") == 1
-        assert said.count("Traceback") == (option == "error"), said
-    elif where == "global":
-        assert not said
-    else:  # it is let go after all calls of atexit: too late to close it
-        assert "kvstore: " not in said
-        assert "Traceback" not in said
-
-
 @for_each(
     "ends",
     [
@@ -266,21 +199,3 @@ def test_w3_what_was_put_behind_is_on_the_root_when_a_program_ends(tmp_root: Pat
     subprocess.run([sys.executable, "-W", "ignore", "-c", program, str(tmp_root)], check=False, timeout=PATIENCE_S)
     with kvstore.open(str(tmp_root)) as store:
         assert store.namespace("m", TINY).match(TOKENS) == len(TOKENS)
-
-
-def test_w3_stores_have_the_time_of_one_at_the_end_and_an_error_of_one_keeps_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given = list[float]()
-
-    class Slow:
-        def close(self, waited_s: float) -> None:
-            given.append(waited_s)
-            time.sleep(0.05)
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(dropping, "_open", {Slow(), Slow(), Slow()})
-    monkeypatch.setattr(dropping, "_process", os.getpid())
-    with pytest.raises(KeyboardInterrupt):
-        dropping._flush_all()
-    assert len(given) == 3 and given[0] < given[1] < given[2]

@@ -99,8 +99,8 @@ def all_locked(store: Store, hold: Hold) -> Iterator[None]:
     locks = [
         endpoints._changed,
         port.counters._lock,
-        port._tools.watch._changed,
-        port._tools.lanes._lock,
+        port._caller.watch._changed,
+        port._caller.lanes._lock,
         remote_hold._lock,
     ]
     for endpoint in endpoints._live.values():

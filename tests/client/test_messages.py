@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import re
-import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import grpc
-import numpy as np
 import pytest
 
 import kvstore
 from kvstore.client.caller import Caller, CallFailed
-from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.meta.etcd.messages import Fault, fault_of
+from kvstore.errors import Unavailable
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.namespaces import Namespaces
 from kvstore.meta.store import KeyValue
 from kvstore.wire.statuses import Failure, failure
 from tests.kit.cases import for_each
 from tests.kit.stores import SMALL, TINY, kv_of
-from tests.kit.workers import connected, serving, worker_process
+from tests.kit.workers import connected, serving
 
 TOKENS = range(8 * TINY.chunk_tokens)
 KEYS = [bytes([number]) * 16 for number in range(3)]
@@ -64,20 +61,6 @@ def test_a_connected_store_says_where_it_is() -> None:
         said_of(connected(served), f"workers {served.address}")
 
 
-def test_the_control_of_a_store_says_which_workers_it_controls() -> None:
-    with serving() as served:
-        store = connected(served)
-        control = store.control
-        assert repr(control) == f"<kvstore.client.control.Control workers {served.address}>"
-        store.close()
-        assert repr(control) == f"<kvstore.client.control.Control workers {served.address}, closed>"
-
-
-def test_a_store_of_many_workers_names_some() -> None:
-    with kvstore.connect(*(f"127.0.0.1:{port}" for port in range(7001, 7007))) as store:
-        assert repr(store).endswith("127.0.0.1:7004, ...>")
-
-
 @contextmanager
 def dialled(what: str, folder: Path) -> Iterator[str]:
     """An address at which there is no worker."""
@@ -107,27 +90,6 @@ def test_a_worker_that_cannot_be_reached_gives_advice(what: str, said: str, tmp_
             assert not any(word in message for word in ("UNKNOWN", "UNAVAILABLE", "all addresses", "errno"))
 
 
-@for_each(
-    "text, said",
-    [
-        ("errors resolving nobody:7070: [field:hostname lookup error: ...]", "its name has no address"),
-        ("failed to connect to all addresses; last error: Tls handshake failed (TSI_PROTOCOL_FAILURE)", "TLS failed"),
-        ("failed to connect to all addresses; last error: Failed parsing HTTP/2", "no worker listens there"),
-        ("failed to connect to all addresses; last error: No route to host", "there is no way to it; check the host"),
-        ("failed to connect to all addresses; last error: UNAVAILABLE: Socket closed", "if it speaks TLS, give tls="),
-        (
-            "failed to connect to all addresses; last error: Hostname Verification Check failed.",
-            "another name; give",
-        ),
-        ("Socket closed", "the connection to worker node7:7070 ended: it was stopped"),
-    ],
-)
-def test_what_grpc_says_becomes_advice(text: str, said: str) -> None:
-    failed = failure(grpc.StatusCode.UNAVAILABLE, text, (), "node7:7070")
-    assert said in str(failed.error) and "node7:7070" in str(failed.error)
-    assert (failed.answered, failed.unsent) == (False, text.startswith("failed to connect"))
-
-
 RAW = re.compile(r"[A-Z]+_[A-Z]+|UNAVAILABLE|CANCELLED|UNIMPLEMENTED|all addresses|StatusCode|recvmsg|Method not found")
 """Words of gRPC that help nobody."""
 GRPC_SAYS = [
@@ -151,49 +113,6 @@ def test_no_error_of_a_worker_has_the_words_of_grpc(code: grpc.StatusCode, text:
         assert "did not answer within 5 s" in said
 
 
-class Said(grpc.RpcError, grpc.Call):  # type: ignore[misc]
-    """What gRPC raises."""
-
-    def __init__(self, code: grpc.StatusCode, text: str) -> None:
-        self._said = code, text
-
-    def code(self) -> grpc.StatusCode:
-        return self._said[0]
-
-    def details(self) -> str:
-        return self._said[1]
-
-
-def of_etcd(code: grpc.StatusCode, text: str) -> Fault:
-    Said.__abstractmethods__ = frozenset()  # what else a call has is of no use here
-    return fault_of(Said(code, text))  # type: ignore[abstract]
-
-
-@for_each("code, text", GRPC_SAYS)
-def test_no_error_of_etcd_has_the_words_of_grpc(code: grpc.StatusCode, text: str) -> None:
-    said = str(of_etcd(code, text).error("get"))
-    assert said.startswith("etcd: get: ") and not RAW.search(said), said
-    assert "check" in said
-
-
-def test_what_etcd_itself_says_is_passed_on() -> None:
-    text = "etcdserver: mvcc: database space exceeded"
-    assert text in str(of_etcd(grpc.StatusCode.RESOURCE_EXHAUSTED, text).error("put"))
-
-
-@pytest.mark.slow
-def test_a_frozen_worker_is_named_with_the_time_that_it_had(tmp_root: Path) -> None:
-    limits = kvstore.ClientLimits(stats_s=1.0)
-    with worker_process(tmp_root) as worker, kvstore.connect(worker.address, limits=limits) as store:
-        store.namespace("m", TINY)
-        worker.send(signal.SIGSTOP)
-        try:
-            with pytest.raises(Unavailable, match=f"worker {worker.address} did not answer within 1 s: .* retry later"):
-                store.stats()
-        finally:
-            worker.send(signal.SIGCONT)
-
-
 class Frozen(MemoryMeta):
     """An etcd that does not answer in the time that it is given."""
 
@@ -212,21 +131,6 @@ def test_a_new_namespace_while_etcd_is_frozen_names_etcd() -> None:
             store.namespace("m", SMALL)
         # The worker hears of it before its client gives up, or the client could not name etcd.
         assert Frozen.waited_s is not None and Frozen.waited_s < 3.0
-
-
-def test_a_buffer_that_cannot_be_filled_is_an_error_and_no_miss(tmp_root: Path) -> None:
-    wrong: list[tuple[Callable[[], object], str]] = [
-        (lambda: b"abc", "buffer 1 is read-only"),
-        (lambda: np.zeros(6, np.uint8)[::2], "contiguous"),
-        (bytearray, "buffer 1 has 0 bytes"),
-        (lambda: 3, "buffer 1 is an int: expected contiguous bytes"),
-    ]
-    with kvstore.open(tmp_root) as store:
-        blocks = store.namespace("m", TINY).blocks
-        blocks.put(KEYS[:2], [b"abc"] * 2)
-        for buffer, said in wrong:
-            with pytest.raises(InvalidRequest, match=said):
-                blocks.get(KEYS[:2], [bytearray(3), buffer()])
 
 
 def test_what_one_worker_says_tells_more_than_the_silence_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-import kvstore
-import kvstore.aio
-from kvstore import Layout
 from kvstore.client import Cache, Store
 from kvstore.client import cache as cache_module
 from kvstore.client.local import LocalPort
 from kvstore.planning import storage
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.tokens import token_array
-from kvstore.wire.messages import pack_prompts, unpack_prompts
 from tests.kit.stores import SMALL, kv_of, member_on
 from tests.kit.workers import connected, serving
 
@@ -125,21 +118,3 @@ def test_prompts_are_matched_in_calls_that_answer_in_part(cache: Cache, monkeypa
     assert cache.match_each(iter(prompts)) == [4 * SIZE, SIZE, 0, 0, 4 * SIZE]
     assert cache.match_each(prompts) == [0] * 5, "it does not answer"
     assert cache.match_each([]) == []
-
-
-def test_prompts_go_over_the_wire_as_they_were() -> None:
-    prompts = [token_array(document(number)[: 3 * number]) for number in (2, 0, 5)]
-    packed = pack_prompts(prompts)
-    found = unpack_prompts(packed["tokens"], packed["lengths"])
-    assert [each.tolist() for each in found] == [each.tolist() for each in prompts]
-
-
-def test_a_plan_is_awaited(tmp_path: Path) -> None:
-    layout = Layout(layers=1, kv_heads=1, head_dim=4, dtype="int8", chunk_tokens=4)
-
-    async def planned() -> kvstore.aio.Plan:
-        async with kvstore.aio.open(str(tmp_path)) as store:
-            cache = await store.namespace("m", layout)
-            return await cache.plan([[1, 2, 3, 4, 5]] * 3, memory_tokens=9)
-
-    assert asyncio.run(planned()).tokens_to_compute == 7

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvstore import Layout
-from kvstore.buffers import planes_of
 from kvstore.client.cache import Cache
 from kvstore.client.operation import Operation
 from kvstore.errors import InvalidRequest, Overloaded, StoreClosed
 from kvstore.node import prefetch
-from kvstore.node.lanes import Deadline
 from kvstore.node.settings import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.tokens import token_array
 from kvstore.writes import WriteMode
 from tests.kit.cases import for_each
 from tests.kit.faulty_root import EIO, FaultyRoot, Hang, Rule
@@ -103,21 +97,6 @@ def test_prefetch_lets_reads_go_first_but_not_forever(monkeypatch: pytest.Monkey
         hang.release.set()
         reading.join(PATIENCE_S)
         assert not acting.member.node.reader.is_busy
-
-
-def test_dropped_read_delays_no_prefetch() -> None:
-    with patient(faulty(), write=WriteMode.UNCACHED) as acting:
-        acting.put(1, 8)
-        node, tokens = acting.member.node, acting.prompts.tokens(1, 8)
-        out = np.empty_like(acting.prompts.kv(1, 8))
-        hold = node.hold(node.chains.of(acting.cache.namespace, token_array(tokens)))
-        done = node.reader.begin(hold.chain, 0, 8, planes_of(out, acting.prompts.layout), Deadline(node.clock, WAIT_S))
-        eventually(lambda: not node.reader.is_busy)
-        dropped = weakref.ref(done)
-        del done
-        gc.collect()
-        assert dropped() is None and not node.reader.is_busy
-        node.holds.release(hold)
 
 
 def test_prefetch_to_disk_leaves_memory_alone(tmp_path: Path) -> None:

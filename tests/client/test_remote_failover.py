@@ -15,7 +15,7 @@ import pytest
 
 import kvstore
 from kvstore import Layout
-from kvstore.buffers import Sections, planes_of
+from kvstore.buffers import Laid, planes_of
 from kvstore.client import Store
 from kvstore.client.bulk.links import Dialled, Dialler
 from kvstore.client.endpoints import Endpoints
@@ -74,12 +74,6 @@ def matches(served: Served) -> int:
 
 def gets(served: Served) -> int:
     return served.member.node.counters.snapshot()["requests_get"]
-
-
-def test_what_one_worker_stored_another_serves(pair: tuple[Served, Served]) -> None:
-    with connected(pair[0]) as one, connected(pair[1]) as other:
-        one.namespace("m", SMALL).put(TOKENS, KV)
-        assert same(other.namespace("m", SMALL).get(TOKENS)[1], KV)
 
 
 def test_load_is_spread_and_prompts_that_begin_alike_stay_together(pair: tuple[Served, Served]) -> None:
@@ -242,7 +236,7 @@ def test_a_read_goes_on_at_another_worker_where_the_first_one_died() -> None:
         port = store._port
         asked = 0
 
-        def memory(count: int) -> Sections:
+        def memory(count: int) -> Laid:
             """Stops the worker that serves this read once the first bytes are about to be written."""
             nonlocal asked
             asked += 1

@@ -19,11 +19,10 @@ import pytest
 from kvstore import Layout
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import KVStoreError, Unavailable
-from kvstore.keyset import BlockKeys
 from kvstore.namespace import Namespace
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreServicer, add_KVStoreServicer_to_server
-from kvstore.wire.bulk.sockets import dial_tcp
+from kvstore.wire.bulk.channel import dial_tcp
 from tests.kit.cases import for_each
 from tests.kit.patience import stretched
 from tests.kit.stores import SMALL, kv_of, same
@@ -35,8 +34,6 @@ TOKENS = np.arange(4 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)
 NAMESPACE = Namespace.of("m", SMALL)
 IMAGES = images_of(chain_of(SMALL, TOKENS), sections_of(KV, SMALL))
-KEYS = [bytes(16), bytes(range(16))]
-BLOCK_IMAGES = images_of(BlockKeys.of(NAMESPACE, KEYS, [3, 3]), [b"abc", b"def"])
 HASTY = stretched(
     ClientLimits(match_s=2.0, read_s=0.5, write_s=2.0, pin_s=5.0), "match_s", "read_s", "write_s", "pin_s"
 )
@@ -151,24 +148,6 @@ def test_a_get_that_is_answered_wrongly(name: str) -> None:
             assert same(again[:, :, :held], KV[:, :, :held])
             assert same(np.concatenate([KV[:, :, :0], *hold.view()], axis=2), KV[:, :, : len(hold.view()) * 16])
         assert same(out, after)  # nobody wrote into it after the return
-
-
-OF_BLOCKS = pb.GetResponse(start=pb.GetStart(chunks=2))
-BLOCKS: dict[str, tuple[list[pb.GetResponse], list[bool]]] = {
-    "nothing": ([], [False, False]),
-    "one block": ([OF_BLOCKS, pb.GetResponse(index=1, data=BLOCK_IMAGES[1])], [False, True]),
-    "a block that was not asked for": ([OF_BLOCKS, pb.GetResponse(index=2, data=BLOCK_IMAGES[1])], [False, False]),
-    "the block of another key": ([OF_BLOCKS, pb.GetResponse(index=0, data=BLOCK_IMAGES[1])], [False, False]),
-    "a wrong byte": ([OF_BLOCKS, pb.GetResponse(index=0, data=BLOCK_IMAGES[0][:-1] + b"x")], [False, False]),
-}
-
-
-@for_each("name", BLOCKS)
-def test_blocks_that_are_answered_wrongly(name: str) -> None:
-    answer, hits = BLOCKS[name]
-    with lying(Liar(frames(*answer))) as address, connected(address) as store:
-        buffers = [bytearray(3), bytearray(3)]
-        assert store.namespace("m", SMALL).blocks.get(KEYS, buffers) == hits
 
 
 def test_a_put_that_nobody_takes_returns_in_time_and_lets_go_of_the_memory() -> None:

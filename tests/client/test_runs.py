@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import get_context
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -24,15 +24,15 @@ import kvstore.aio
 from kvstore import Group, Plan, Run, SharedRun
 from kvstore.client import Cache, Store
 from kvstore.client.local import LocalPort
-from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.errors import Unavailable
 from kvstore.node.settings import Limits
-from kvstore.planning.run import NEXT, Taken
+from kvstore.planning.run import Taken
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.writes import WriteMode
 from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S, eventually, returns
 from tests.kit.stores import SMALL, kv_of, member_of, member_on
-from tests.kit.tiers import LARGE, ROOM_CHUNKS, Acting, faulty
+from tests.kit.tiers import ROOM_CHUNKS, Acting, faulty
 from tests.kit.workers import connected, serving
 
 SIZE = SMALL.chunk_tokens
@@ -173,24 +173,6 @@ def test_a_shared_group_is_done_when_the_next_is_asked_for_and_comes_again_if_no
     assert not os.path.exists(os.path.dirname(shared.path))
 
 
-def test_a_consumer_elsewhere_that_ends_while_it_waits_takes_nothing(cache: Cache) -> None:
-    plan = plan_of(cache)
-    with plan.run(attempts=1) as run, run.share() as shared:
-        taken = [taken_of(run) for _ in range(GROUPS)]
-        with Client(shared.path, "AF_UNIX") as waits:
-            waits.send_bytes(NEXT)
-            eventually(lambda: consumers() == 1, "it waits for a group")
-        eventually(lambda: consumers() == 0, "it has gone")
-        for each in taken:
-            each.done()
-        assert run.is_over and not run.failed
-
-
-def consumers() -> int:
-    """Threads of this process that take groups for others."""
-    return sum(thread.name == "kvstore-run" for thread in threading.enumerate()) - 1
-
-
 def test_a_run_that_is_shared_no_more_is_an_error_for_its_consumers(cache: Cache) -> None:
     plan = plan_of(cache)
     with plan.run() as run:
@@ -220,15 +202,6 @@ def test_a_late_consumer_does_not_end_the_group_of_another(cache: Cache) -> None
         assert list(run) == list(plan.groups)
 
 
-def test_a_group_that_nobody_survives_fails_and_the_run_goes_on(cache: Cache) -> None:
-    plan = plan_of(cache)
-    with plan.run(attempts=2) as run:
-        for _ in range(2):
-            taken_of(run).give_back()
-        assert list(run) == list(plan.groups[1:])
-        assert run.failed == [plan.groups[0]]
-
-
 def test_the_last_consumer_waits_for_groups_that_may_come_back(cache: Cache) -> None:
     plan = plan_of(cache)
     with plan.run() as run, ThreadPoolExecutor(1) as threads:
@@ -238,17 +211,6 @@ def test_the_last_consumer_waits_for_groups_that_may_come_back(cache: Cache) -> 
         for each in others:
             each.done()
         assert waiting.result() == [last.group]
-
-
-def test_prefixes_in_use_never_exceed_memory(cache: Cache) -> None:
-    plan = plan_of(cache, memory_tokens=7 * SIZE)
-    with plan.run() as run:
-        first, second = taken_of(run), taken_of(run)
-        assert run.try_take(0.0, lambda: True) is None
-        first.done()
-        third = run.try_take(0.0, lambda: True)
-        assert third is not None and third.group == plan.groups[2]
-        second.done()
 
 
 def test_a_prefix_is_held_while_its_group_runs(tmp_path: Path) -> None:
@@ -287,26 +249,6 @@ def test_the_next_prefixes_are_brought_into_memory_and_those_that_are_done_leave
             assert all(acting.in_memory(1, 3) + acting.in_memory(2, 3))
 
 
-def test_what_is_stored_of_members_behind_their_prefix_is_brought_too() -> None:
-    with Acting(faulty(), write=WriteMode.UNCACHED, limits=Limits()) as acting:
-        longer = [np.append(acting.prompts.tokens(1, 2), acting.prompts.tokens(number, 4, 2)) for number in (1, 2, 3)]
-        for prompt in longer[:2]:
-            acting.cache.put(prompt, kv_of(LARGE, prompt))
-        plan = acting.cache.plan([acting.prompts.tokens(9, 1), *longer], memory_tokens=1 << 20)
-        assert [group.members for group in plan.groups] == [(0,), (1, 2, 3)]
-        with plan.run() as run, taken_of(run):
-            eventually(lambda: acting.stat("memory_chunks") == 6, "two chunks that are shared, and two of each member")
-
-
-def test_without_memory_a_run_goes_without_prefetch(tmp_path: Path) -> None:
-    with kvstore.open(tmp_path) as store:
-        cache = store.namespace("m", SMALL)
-        cache.put(prompts()[0], kv_of(SMALL, prompts()[0]))
-        plan = plan_of(cache)
-        with plan.run() as run:
-            assert list(run) == list(plan.groups)
-
-
 def test_a_run_without_a_worker_still_hands_out_its_groups() -> None:
     with serving(MemoryRoot(MemoryFiles())) as served, connected(served) as store:
         cache = store.namespace("m", SMALL)
@@ -315,20 +257,6 @@ def test_a_run_without_a_worker_still_hands_out_its_groups() -> None:
         served.worker.stop()
         with plan.run() as run:
             assert list(run) == list(plan.groups)
-
-
-def test_blocks_of_an_engine_run_by_their_keys(cache: Cache) -> None:
-    keys = [bytes([number]) * 16 for number in range(4)]
-    cache.blocks.put(keys[:2], [b"12"] * 2)
-    plan = cache.blocks.plan([keys[:3], [keys[3]], keys[:2]], memory_tokens=99 * SIZE)
-    with plan.run() as run:
-        assert [group.members for group in run] == [(0, 2), (1,)]
-
-
-@for_each("wrong", [{"ahead": -1}, {"ahead": 99}, {"attempts": 0}])
-def test_a_wrong_argument_is_refused(cache: Cache, wrong: dict[str, int]) -> None:
-    with pytest.raises(InvalidRequest, match=next(iter(wrong))):
-        plan_of(cache).run(**wrong)
 
 
 async def awaited_cache(store: kvstore.aio.Store) -> kvstore.aio.Plan:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-import kvstore.client
 from benchmarks.spreading import by_first_chunk, marks_of_blocks, replay, zipf_chats
 from kvstore import Layout
 from kvstore.client import spreading
 from kvstore.client.spreading import Spreading, depths, marks_of
 from kvstore.namespace import Namespace
 from tests.kit.cases import for_each
-from tests.kit.workers import connected, serving
 
 WORKERS = [f"10.0.0.{at}:8100" for at in range(5)]
 LAYOUT = Layout(layers=1, kv_heads=1, head_dim=1, chunk_tokens=4)
@@ -95,39 +91,3 @@ def test_marks_are_forgotten_and_never_too_many(monkeypatch: pytest.MonkeyPatch)
     for number in range(300):
         choices.chosen(marks_of_blocks(chat(number, 3)), WORKERS)
     assert len(choices._seen) == 100
-
-
-def test_threads_may_choose_at_once() -> None:
-    choices, calls = Spreading(), Counter[str]()
-
-    def choose(seed: int) -> None:
-        for number in range(200):
-            calls[choices.chosen(marks_of_blocks(chat(seed * 1_000 + number, 2)), WORKERS[: 2 + number % 4])] += 1
-
-    threads = [threading.Thread(target=choose, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert calls.total() == 800 and choices.chosen(marks_of_blocks(chat(0, 1)), ["only:1"]) == "only:1"
-
-
-@pytest.mark.slow
-@for_each("blocks", [False, True])
-def test_prompts_with_one_system_prompt_reach_both_workers(tmp_root: Path, blocks: bool) -> None:
-    chats = 400  # a worker is chosen by its port as well: with few chats chance may give one of them less
-    with serving(tmp_root) as one, serving(tmp_root) as two, connected(one, two) as store:
-        cache = store.namespace("m", LAYOUT)
-        for number in range(chats):
-            tokens = np.array(chat(number, 2, system=16), np.uint32)
-            keys = [token.tobytes() * 4 for token in tokens]
-            if blocks:
-                assert all(cache.blocks.put(keys, [b"block"] * len(keys)))
-            else:
-                assert cache.match(tokens) == 0
-        calls = [int(each["chunks_written" if blocks else "requests_match"]) for each in _counts(store)]
-        assert sum(calls) == (16 + 8 * chats if blocks else chats) and min(calls) >= 0.4 * sum(calls)
-
-
-def _counts(store: kvstore.client.Store) -> list[dict[str, int | float]]:
-    return [each for each in store.stats_each().values() if isinstance(each, dict)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -84,3 +85,23 @@ def fill(root: Root, chunks_count: int = 6, name: str = "model") -> Filled:
     block = expected_block(namespace, b"k" * 16, 500)
     write(root, filled.name_of(block.address), chunk_bytes(block))
     return filled
+
+
+DAMAGES = ("flipped", "header", "truncated", "removed", "another")
+
+
+def spoil(file: Path, how: str, other: Path) -> None:
+    """Does one of DAMAGES to a chunk file of more than 50,000 bytes; ``other`` is another chunk's."""
+    content = bytearray(file.read_bytes())
+    if how == "removed":
+        file.unlink()
+        return
+    if how == "flipped":
+        content[4096 + 50_000] ^= 1
+    elif how == "header":
+        content[50] ^= 1
+    elif how == "truncated":
+        del content[-5000:]
+    elif how == "another":
+        content[:] = other.read_bytes()
+    file.write_bytes(content)

@@ -15,14 +15,14 @@ import numpy.typing as npt
 
 from kvstore import Layout
 from kvstore.client.bulk.links import Dialled, Link, WorkerMemory
+from kvstore.client.limits import ClientLimits
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import Channel
+from kvstore.wire.bulk.channel import NONCE_BYTES, Channel, Grant, dial_tcp, dial_unix
 from kvstore.wire.bulk.frames import (
     Kind,
     encode_head,
 )
-from kvstore.wire.bulk.grants import NONCE_BYTES, Grant
-from kvstore.wire.bulk.sockets import dial_tcp, dial_unix
+from tests.kit.patience import stretched
 from tests.kit.stores import same as same
 from tests.kit.workers import WAIT_S, Served, raw_stub
 
@@ -40,6 +40,12 @@ def tokens_and_kv(
     shape = layout.shape(len(tokens))
     kv = random.integers(0, 1 << 16, shape, dtype=np.uint16).view(np.float16)
     return tokens, kv
+
+
+def hasty() -> ClientLimits:
+    """Limits for calls to a worker that does not answer, beside some that it answers."""
+    limits = ClientLimits(read_s=1.0, write_s=2.0, match_s=1.0, probe_s=0.5)
+    return stretched(limits, "read_s", "write_s", "match_s", "probe_s")
 
 
 def offered(served: Served) -> pb.OpenBulkResponse:
@@ -93,6 +99,12 @@ def is_closed(sock: socket.socket) -> bool:
     except ConnectionError:
         pass
     return True
+
+
+def is_cut_off(channel: Channel) -> bool:
+    """True if the worker closes this connection, soon."""
+    with socket.socket(fileno=os.dup(channel.fileno())) as sock:
+        return is_closed(sock)
 
 
 def open_files_of(pid: int) -> list[str]:

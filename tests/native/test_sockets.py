@@ -14,7 +14,7 @@ import pytest
 
 from kvstore import Layout
 from kvstore.buffers import Planes
-from kvstore.client.bulk.receiving import Natively
+from kvstore.client.fetching import Natively
 from kvstore.format.header import Damaged, checksum
 from kvstore.keyset import ChunkKeys
 from kvstore.namespace import Namespace

@@ -10,8 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
-from kvstore.client.bulk.links import Bulk, BulkRefused
-from kvstore.client.credentials import Credentials
+from kvstore.client.bulk.links import Bulk, BulkRefused, Credentials
 from kvstore.client.endpoints import Endpoint
 from kvstore.client.limits import ClientLimits
 from kvstore.client.local import LocalPort
@@ -131,7 +130,7 @@ def snapshot(served: Secured) -> object:
     service = served.worker.service
     namespaces = [namespace.digest for namespace in served.member.node.namespaces(WAIT_S)]
     pins = [pin.id for pin in served.member.pins()]
-    return sorted(files), sorted(pins), sorted(namespaces), len(service.holds), service.limits, served.worker.is_serving
+    return sorted(files), sorted(pins), sorted(namespaces), len(service.holds), service.worker.limits, served.worker.is_serving
 
 
 @for_each("who", WHO)

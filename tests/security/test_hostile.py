@@ -19,8 +19,7 @@ import pytest
 
 import kvstore
 from kvstore import ClientTls
-from kvstore.client.bulk.links import Bulk
-from kvstore.client.credentials import Credentials
+from kvstore.client.bulk.links import Bulk, Credentials
 from kvstore.client.endpoints import Endpoint
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import PermissionDenied, Unauthenticated, Unavailable

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.counts import ClientCount
-from kvstore.node.counters import Counts
+from kvstore.counts import ClientCount, Counts
 from tests.kit import locking
 from tests.kit.locking import Order, OrderedLock, Site, site_of
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.client.remote import RemotePort
-from kvstore.client.remote_hold import RemoteHold
+from kvstore.client.remote import RemoteHold, RemotePort
 from kvstore.client.store import Store
 from kvstore.errors import HoldBroken
 from kvstore.sources import SystemClock
@@ -118,8 +117,8 @@ def test_what_the_worker_has_let_go_says_so() -> None:
             assert isinstance(port, RemotePort)
             for lease in leases:
                 lease.renewed_s -= LEASE_S  # type: ignore[attr-defined]
-            with port._tools.renewing._changed:
-                port._tools.renewing._changed.notify_all()
+            with port._caller.renewing._changed:
+                port._caller.renewing._changed.notify_all()
             eventually(lambda: all(each.ended for each in leases), "both are told")  # type: ignore[attr-defined]
             assert renewals(served) == 1, "one call for all that a worker has"
             for hold in (first, second, third):

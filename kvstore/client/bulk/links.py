@@ -1,4 +1,4 @@
-"""The bulk connections to one worker: made at first use, kept open, used by one call at a time."""
+"""The bulk connections to one worker, made at first use, kept open, used by one call at a time; and credentials."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import fcntl
 import logging
 import mmap
 import os
+import socket
+import ssl
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
 from typing import Any, Literal
 
 import grpc
@@ -21,26 +24,162 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import Message
 
-from kvstore.client.credentials import PLAIN, Credentials
+from kvstore.background import Owner
+from kvstore.channels import open_channel
 from kvstore.client.limits import ClientLimits
-from kvstore.counts import ClientCount
+from kvstore.counts import ClientCount, Counts
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.format.header import PAGE_BYTES
 from kvstore.memory.arena import follow, map_arena, populate
-from kvstore.node.counters import Counts
 from kvstore.node.images import ImagesIn
 from kvstore.root.posix import MEMORY_FILE_SYSTEMS, file_system_type
-from kvstore.text import brief
+from kvstore.security.authentication import HEADER, TOKEN_BYTES_MAX, account_secret, proof
+from kvstore.security.tls import Certificate, ClientTls, Watched, client_certificate, is_loopback, read_secret
+from kvstore.text import brief, kind_of
+from kvstore.tracing import Metadata
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
+from kvstore.wire.bulk.channel import (
+    NONCE_BYTES,
+    PROOF_BYTES,
+    Channel,
+    Grant,
+    LinkBroken,
+    LinkLate,
+    boot_id,
+    dial_tcp,
+    dial_unix,
+)
 from kvstore.wire.bulk.frames import SHORT_CALLS, VERSION, Head, Kind, Mode, decode_arena, encode_arena, encode_request
-from kvstore.wire.bulk.grants import NONCE_BYTES, PROOF_BYTES, Grant, boot_id
 from kvstore.wire.bulk.runs import LEDGER_BYTES, released_count
-from kvstore.wire.bulk.sockets import dial_tcp, dial_unix
 from kvstore.wire.messages import parse, traced
 from kvstore.wire.statuses import Failure, failure
 
-# The path that chunk bytes take between a client and its workers: apart from the links, because users name it.
+# A client's credentials: TLS files and a token file, reloaded when they change.
+
+
+log = logging.getLogger(__name__)
+
+
+class Credentials:
+    """The credentials of one client, for all its connections. Thread-safe.
+
+    Without ``tls`` and ``token_file`` connections are plain.
+    """
+
+    def __init__(self, tls: ClientTls | None = None, token_file: str | Path | None = None) -> None:
+        if tls is not None and not isinstance(tls, ClientTls):
+            raise InvalidRequest(f"tls is {kind_of(tls)}: expected kvstore.ClientTls")
+        if token_file is not None and not isinstance(token_file, str | PathLike):
+            # Only its type: it may be a token.
+            raise InvalidRequest(f"token_file is {kind_of(token_file)}: expected the path of a file")
+        self._tls = tls
+        self._certificate: Certificate | None = client_certificate(tls) if tls is not None else None
+        self._token_file = token_file
+        self._watched = Watched([token_file] if token_file is not None else [])
+        self._lock = threading.Lock()
+        self._metadata: Metadata = ()
+        self._token_version = 0
+
+    def check(self, address: str) -> None:
+        """Raises InvalidRequest if a file is wrong, or if a token would cross the network in the clear."""
+        if self._token_file is not None and self._certificate is None and not is_loopback(address):
+            raise InvalidRequest(
+                f"a token for {address} would go over the network in the clear: give TLS files too "
+                "(tls=, --tls-ca FILE)"
+            )
+        assert self.version >= 0
+
+    @property
+    def version(self) -> int:
+        """Grows when anything has changed. Raises InvalidRequest if the files were never good."""
+        self._read_token()
+        return (self._certificate.version if self._certificate is not None else 0) + self._token_version
+
+    @property
+    def connection_version(self) -> int:
+        """Grows when connections must be made again: after a new certificate, not after a new token."""
+        return self._certificate.version if self._certificate is not None else 0
+
+    @property
+    def metadata(self) -> Metadata:
+        """Returns the token as the metadata of a call."""
+        if self._token_file is not None:
+            self._read_token()
+        return self._metadata
+
+    def account(self, address: str) -> Metadata:
+        """Returns the proof of our account for a worker of this host; nothing if the account has no secret."""
+        if not is_loopback(address):
+            return ()
+        try:
+            return ((HEADER, proof(account_secret(), address)),)
+        except InvalidRequest as error:
+            log.debug("client.no_account %s", error)  # a worker that asks for it says what to do
+            return ()
+
+    def channel(self, address: str, options: list[tuple[str, Any]]) -> grpc.Channel:
+        """Returns a channel to a worker; it connects at first use. Raises InvalidRequest."""
+        if self._certificate is None:
+            return open_channel(address, lambda: grpc.insecure_channel(address, options=options))
+        name = self._name(address)
+        if name is not None:
+            options = [*options, ("grpc.ssl_target_name_override", name)]
+        pems = self._certificate.pems
+        credentials = grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
+        return open_channel(address, lambda: grpc.secure_channel(address, credentials, options=options))
+
+    def wrapped(self, sock: socket.socket, address: str) -> socket.socket:
+        """Wraps the socket of a bulk connection in TLS within its time-out; returns it as it is if calls are plain.
+
+        Raises LinkLate or LinkBroken if the worker is silent or goes away meanwhile, Unavailable for anything else.
+        """
+        if self._certificate is None:
+            return sock
+        host = self._name(address) or address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+        try:
+            return self._certificate.context(server=False).wrap_socket(sock, server_hostname=host)
+        except OSError as cause:  # includes SSLError
+            sock.close()
+            kind: type[Unavailable] = Unavailable
+            if isinstance(cause, TimeoutError):
+                kind = LinkLate
+            elif isinstance(cause, (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)):
+                kind = LinkBroken
+            raise kind(f"the TLS handshake with the bulk port of {address} failed: {cause}") from cause
+
+    def _name(self, address: str) -> str | None:
+        """Returns the name expected in the worker's certificate, if it is not the host."""
+        if self._tls is not None and self._tls.server_name is not None:
+            return self._tls.server_name
+        return "localhost" if address.startswith("unix:") else None
+
+    def _read_token(self) -> None:
+        file = self._token_file
+        # Asked in any case, so that changes count from before the first read on.
+        if file is None or (not self._watched.changed() and self._metadata):
+            return
+        with self._lock:
+            try:
+                token = read_secret(file, "token file", TOKEN_BYTES_MAX).decode("ascii").strip()
+            except UnicodeDecodeError as cause:
+                raise InvalidRequest(f"the token file {str(file)!r} holds no token") from cause
+            except KVStoreError:
+                if self._metadata:
+                    return  # perhaps it is just being replaced: keep the last token while it is valid
+                raise
+            if not token or not token.isprintable() or " " in token:
+                raise InvalidRequest(f"the token file {str(file)!r} holds no token: one line, as token issue writes it")
+            metadata = (("authorization", f"Bearer {token}"),)
+            if metadata != self._metadata:
+                self._metadata = metadata
+                self._token_version += 1
+
+
+PLAIN = Credentials()
+"""Credentials of a client that proves nothing."""
+
+
+# The path that chunk bytes take between a client and its workers.
 
 
 BulkName = Literal["auto", "shared", "tcp", "grpc"]
@@ -269,9 +408,6 @@ class Leased:
 
 
 # Makes bulk connections to one worker: negotiated over gRPC, on the shortest path that works, proved at both ends.
-
-
-log = logging.getLogger(__name__)
 
 
 class NoBulkPath(InvalidRequest):
@@ -602,20 +738,18 @@ class Links:
     ) -> None:
         self._address = address
         self._counters = counters or Counts(ClientCount)
-        self._links_max = limits.bulk_links_max
         self._credentials = credentials
         self._bulk = bulk
         self._limits = limits
         self._dialler = Dialler(address, bulk, limits.probe_s, ask, credentials)
         self._lock = threading.Lock()
         self._idle: list[Link] = []
-        # Weak: one that an interrupt (Ctrl-C) took from its user must not count for ever.
-        self._open: weakref.WeakSet[Link] = weakref.WeakSet()
+        self._open: set[Link] = set()
         self._dialling = 0
-        self._pid = os.getpid()
+        self._owner = Owner()
         self._calls = 0
         """Short calls that were made."""
-        self._calling: weakref.WeakSet[Link] = weakref.WeakSet()
+        self._calling: set[Link] = set()
         """The connections that short calls use now."""
         self._ahead_at_s = 0.0
         self._retry_at_s = 0.0
@@ -676,7 +810,7 @@ class Links:
 
     def close(self) -> None:
         """Closes all connections; calls in progress fail. Idempotent."""
-        if self._pid != os.getpid():
+        if not self._owner.is_here:
             return  # they belong to our parent
         with self._lock:
             self._closed = True
@@ -690,14 +824,14 @@ class Links:
             link.channel.cut()
 
     def _take_at_hand(self) -> Link | None:
-        if self._pid != os.getpid():
+        if not self._owner.is_here:
             return None
         with self._lock:
             self._calls += 1
             fit = [link for link in self._idle if link.is_shared]
             if not fit and not self._open and not self._dialling:
                 self._begin_ahead()
-            if not fit or len(self._calling) > (self._links_max - 1) // 2:
+            if not fit or len(self._calling) > (self._limits.bulk_links_max - 1) // 2:
                 return None
             link = next((each for each in reversed(fit) if each.arena is None), fit[-1])
             self._idle.remove(link)
@@ -724,7 +858,8 @@ class Links:
     def _dial_ahead(self) -> None:
         link: Link | None = None
         try:
-            link = self._made(self._dialler.dial_here())
+            dialled = self._dialler.dial_here()
+            link = Link(dialled, self._address) if dialled is not None else None
         except Exception as error:  # noqa: BLE001  # calls go over gRPC
             log.debug("client.no_connection_ahead worker=%s why=%s", self._address, error)
         with self._lock:
@@ -737,15 +872,11 @@ class Links:
     def _take(self, timeout_s: float) -> Link | None:
         if self._bulk is Bulk.GRPC:
             return None
-        if self._pid != os.getpid():
-            raise InvalidRequest(
-                "this store was connected before a fork, and a forked child must not use its parent's "
-                "connections: connect in the child, and start the child by spawn"
-            )
+        self._owner.check()
         while True:
             with self._lock:
                 link = self._idle.pop() if self._idle else None
-                is_full = link is None and len(self._open) + self._dialling >= self._links_max
+                is_full = link is None and len(self._open) + self._dialling >= self._limits.bulk_links_max
                 dials = not (link or is_full or self._closed) and time.monotonic() >= self._retry_at_s
                 self._dialling += dials
             if link is None:
@@ -756,7 +887,8 @@ class Links:
             self._drop(link)
         if dials:
             try:
-                link = self._made(self._dialler.dial(timeout_s))
+                dialled = self._dialler.dial(timeout_s)
+                link = Link(dialled, self._address) if dialled is not None else None
             finally:
                 with self._lock:
                     self._dialling -= 1
@@ -767,9 +899,6 @@ class Links:
         if link is None and not (is_full or self._closed):
             self._dialler.check()
         return link
-
-    def _made(self, dialled: Dialled | None) -> Link | None:
-        return Link(dialled, self._address) if dialled is not None else None
 
     def _give(self, link: Link) -> None:
         with self._lock:

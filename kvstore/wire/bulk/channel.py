@@ -1,4 +1,4 @@
-"""One connection of the bulk protocol: frames in and out, files handed over, and a time limit on every step.
+"""One connection of the bulk protocol: its socket, the proof of both ends, frames, files handed over, and time limits.
 
 The socket never blocks: every step waits in ``poll`` for at most ``idle_s`` and until the request's own end. So bytes
 arrive in the caller's memory only while the caller is in a call of this module. Used by one thread at a time.
@@ -7,19 +7,141 @@ arrive in the caller's memory only while the caller is in a call of this module.
 from __future__ import annotations
 
 import array
+import errno
+import hashlib
+import hmac
 import os
 import select
 import socket
 import ssl
+import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from kvstore.buffers import Pieces, byte_length, skip
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.wire.bulk.frames import CONTROL_BYTES_MAX, FILES_MAX, HEAD_BYTES, Head, Kind, decode_head, encode_head
+
+# Sockets, made at both ends here alone. TLS wraps those between hosts.
+
+
+BACKLOG = 128
+
+
+def listen_unix(path: str) -> socket.socket:
+    """Returns a listening unix socket at ``path``, for this user alone. Raises OSError."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(path)
+        os.chmod(path, 0o600)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def listen_tcp(host: str, port: int) -> socket.socket:
+    """Returns a listening TCP socket. The system chooses port 0; ``host`` may have brackets. Raises OSError."""
+    host = host.removeprefix("[").removesuffix("]")
+    host = "0.0.0.0" if host == "*" else host
+    is_v6 = ":" in host
+    listener = socket.create_server(
+        (host, port),
+        family=socket.AF_INET6 if is_v6 else socket.AF_INET,
+        backlog=BACKLOG,
+        dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
+    )
+    listener.setblocking(False)
+    return listener
+
+
+def dial_unix(path: str, timeout_s: float) -> socket.socket:
+    """Connects to a worker on this host. Raises OSError."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(path)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def dial_tcp(host: str, port: int, timeout_s: float) -> socket.socket:
+    """Connects to a worker. Raises OSError."""
+    return socket.create_connection((host.removeprefix("[").removesuffix("]"), port), timeout_s)
+
+
+# Grants: two ends that met over gRPC prove it on another connection, without sending their secret.
+
+
+GRANT_BYTES = 16
+SECRET_BYTES = 32
+NONCE_BYTES = 16
+PROOF_BYTES = 32
+_HELLO = struct.Struct(f"<{GRANT_BYTES}s{NONCE_BYTES}s{PROOF_BYTES}s")
+HELLO_BYTES = _HELLO.size
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Permission to open one connection."""
+
+    id: bytes
+    secret: bytes
+
+    @classmethod
+    def fresh(cls) -> Grant:
+        """Returns a grant that nobody else has."""
+        return cls(os.urandom(GRANT_BYTES), os.urandom(SECRET_BYTES))
+
+    def hello(self, nonce: bytes) -> bytes:
+        """Returns the client's greeting."""
+        return _HELLO.pack(self.id, nonce, _proof(self.secret, b"client", nonce))
+
+    def welcome(self, nonce: bytes) -> bytes:
+        """Returns the worker's answer."""
+        return _proof(self.secret, b"worker", nonce)
+
+    def is_welcome(self, nonce: bytes, payload: bytes) -> bool:
+        """True if an answer comes from the worker that gave the grant."""
+        return hmac.compare_digest(self.welcome(nonce), payload)
+
+    def is_hello(self, nonce: bytes, proof: bytes) -> bool:
+        """True if a greeting comes from the client that was given the grant."""
+        return hmac.compare_digest(_proof(self.secret, b"client", nonce), proof)
+
+
+def read_hello(payload: bytes) -> tuple[bytes, bytes, bytes]:
+    """Returns grant id, nonce and proof of a greeting of HELLO_BYTES bytes."""
+    grant, nonce, proof = _HELLO.unpack(payload)
+    return grant, nonce, proof
+
+
+def boot_id() -> str:
+    """Returns the id of this boot of this host; empty if the system does not say.
+
+    Raises OSError if this process has no file descriptor left to read it: that says nothing about the host.
+    """
+    try:
+        with open(BOOT_ID, encoding="ascii") as file:
+            return file.read().strip()
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        return ""
+
+
+def _proof(secret: bytes, role: bytes, nonce: bytes) -> bytes:
+    return hashlib.blake2b(role + nonce, key=secret, digest_size=PROOF_BYTES).digest()
+
 
 # Bytes of the bulk protocol over TLS, which handles one record at a time, not pieces or several buffers.
 

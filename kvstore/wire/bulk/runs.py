@@ -47,6 +47,8 @@ def block_sums(blocks: Pieces) -> tuple[int, ...]:
 
 
 SUM_BYTES = 8
+PARTS_BYTES = 1024
+"""XXH3 takes so many bytes at a time: sections of a multiple are summed alone and as a part of their plane."""
 
 
 def send_run(channel: Channel, planes: Planes, first: int, count: int) -> None:
@@ -68,14 +70,27 @@ def receive_planes(channel: Channel, planes: Pieces) -> bool:
     size_bytes = len(planes[0])
     if channel.moves_natively and size_bytes and all(len(plane) == size_bytes for plane in planes):
         bases = np.fromiter(map(address_of, planes), np.uint64, len(planes))
-        rows, sums = _rows(bases, 0, size_bytes), np.zeros(len(planes), "<u8")
-        came = ctypes.create_string_buffer(native.ROWS_BYTES)
-        receive = native.library.kv_receive_rows
-        channel.receive_by(partial(receive, rows.ctypes.data, 1, sums.ctypes.data, None, came))
-    else:
-        channel.receive_into(planes)
-        sums = np.array(list(map(checksum, planes)), "<u8")
+        return receive_sections(channel, bases, size_bytes, 1) is not None
+    channel.receive_into(planes)
+    sums = np.array(list(map(checksum, planes)), "<u8")
     return channel.receive(sums.nbytes) == sums.tobytes()
+
+
+def receive_sections(
+    channel: Channel, bases: npt.NDArray[np.uint64], size_bytes: int, parts: int
+) -> npt.NDArray[np.uint64] | None:
+    """Fills sections at ``bases``, which come as planes of ``parts`` sections each, natively.
+
+    Returns the checksums of the sections; None if those of the planes, which follow, do not match. Sections have a
+    multiple of PARTS_BYTES if a plane has several.
+    """
+    assert parts == 1 or size_bytes % PARTS_BYTES == 0
+    rows, sums = _rows(bases, 0, size_bytes), np.zeros(len(bases), "<u8")
+    planes = np.zeros(len(bases) // parts, "<u8") if parts > 1 else sums
+    came = ctypes.create_string_buffer(native.ROWS_BYTES)
+    receive = native.library.kv_receive_rows
+    channel.receive_by(partial(receive, rows.ctypes.data, parts, sums.ctypes.data, planes.ctypes.data, came))
+    return sums if channel.receive(planes.nbytes) == planes.tobytes() else None
 
 
 def _rows(bases: npt.NDArray[np.uint64], offset: int, size_bytes: int) -> npt.NDArray[np.void]:

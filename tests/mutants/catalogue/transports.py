@@ -114,7 +114,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "grant-unproven",
         "BULK: a grant is proven",
-        at("kvstore.wire.bulk.grants:Grant", "is_hello", giving(True)),
+        at("kvstore.wire.bulk.channel:Grant", "is_hello", giving(True)),
         HOSTILE,
         "-k",
         "grant or proof",
@@ -122,7 +122,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "worker-unproven",
         "BULK: the worker proves the grant",
-        at("kvstore.wire.bulk.grants:Grant", "is_welcome", giving(True)),
+        at("kvstore.wire.bulk.channel:Grant", "is_welcome", giving(True)),
         "contract/test_transport_rules.py",
     ),
     mutant(
@@ -144,7 +144,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "lost-hold-is-a-miss",
         "Client: a hold whose worker is gone is broken",
-        at("kvstore.client.remote_hold:RemoteHold", "read", _broken_is_a_miss),
+        at("kvstore.client.remote:RemoteHold", "read", _broken_is_a_miss),
         "client/test_remote_failover.py",
         "-k",
         "hold",
