@@ -443,7 +443,7 @@ class Node:
             "root_full": int(self.gc_view.is_full),
             "operations_running": self.operations.count(OperationState.RUNNING),
             "operations_waiting": self.operations.count(OperationState.WAITING),
-            "native_path": int(self._chunks.runs.is_native),
+            "native_path": int(self._chunks.is_native),
             "keys_known": len(self.encodings.ring.by_id),
             **(self.tiers.stats() if self.tiers is not None else {}),
         }

@@ -21,7 +21,7 @@ from kvstore.keyset import ChunkKeys
 from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.node import chunk_store, writer
-from kvstore.node.chunk_store import Places, Run, SharedPut, Sizes
+from kvstore.node.chunk_store import Places, Run, StoredRun
 from kvstore.node.lanes import GROUP_FILES_MAX
 from kvstore.node.settings import Limits
 from kvstore.node.writer import TURN_PUBLISHED_MAX, TURN_SYNCED_MAX
@@ -96,11 +96,11 @@ def test_blocks_get_their_names_in_the_turn_that_stages_them_and_it_has_few(
 ) -> None:
     noted, published = Noted(native.library, "kv_stage_turn"), []
 
-    def publish(self: SharedPut, at: Places, *, ordered: bool) -> None:
+    def publish(self: StoredRun, at: Places, *, ordered: bool) -> None:
         published.append(len(at))
 
     monkeypatch.setattr(native, "library", noted)
-    monkeypatch.setattr(SharedPut, "publish", publish)
+    monkeypatch.setattr(StoredRun, "_publish", publish)
     keys = [at.to_bytes(16, "little") for at in range(500)]
     with opened(tmp_root, native=True) as store:
         blocks = store.namespace("m", TINY).blocks
@@ -132,9 +132,9 @@ def test_a_turn_at_a_put_ends_after_its_time(tmp_root: Path, monkeypatch: pytest
 def test_a_put_that_was_given_up_takes_nothing_more_in_its_turn(
     tmp_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    noted, stage = Noted(native.library, "kv_stage_turn"), SharedPut.stage
+    noted, stage = Noted(native.library, "kv_stage_turn"), StoredRun._stage
 
-    def given_up(self: SharedPut) -> tuple[Places, bool, int]:
+    def given_up(self: StoredRun) -> tuple[Places, bool, int]:
         assert self._abandoned is not None
         self._abandoned.value = 1
         return stage(self)
@@ -146,7 +146,7 @@ def test_a_put_that_was_given_up_takes_nothing_more_in_its_turn(
     with opened(tmp_root, native=True, limits=Limits(width=1)) as store:
         blocks = store.namespace("m", TINY).blocks
         blocks.put([b"first".ljust(16)], [b"makes the folder of shards"])
-        monkeypatch.setattr(SharedPut, "stage", given_up)
+        monkeypatch.setattr(StoredRun, "_stage", given_up)
         noted.turns.clear()
         assert blocks.put(keys, [key * 16 for key in keys]) == [False] * len(keys)
         assert blocks.present(keys) == [False] * len(keys)
@@ -250,7 +250,7 @@ def test_a_lane_that_reads_what_is_not_cached_opens_no_more_files_than_it_may(
         cache.put(tokens, kv_of(SMALL, tokens))
         chain = ChunkKeys.of(cache.namespace, tokens.astype(np.uint32))
         out = np.zeros(SMALL.shape(len(tokens)), SMALL.numpy_dtype)
-        run = chunks_of(store).runs.of(chain, 0, 64, planes_of(out, SMALL))
+        run = chunks_of(store).run(chain, 0, 64, planes_of(out, SMALL))
         assert run is not None
         run.common.direct, run.common.may_wait = True, False  # tmpfs knows no RWF_NOWAIT: nothing there is cached
         most = 0
@@ -261,9 +261,10 @@ def test_a_lane_that_reads_what_is_not_cached_opens_no_more_files_than_it_may(
             Run.read_blocked(run, places, borrowed)
 
         monkeypatch.setattr(run, "read_blocked", read_blocked)
-        shared, more = chunks_of(store).runs.shared_read(run, Sizes(4, 64, 6)), True
+        run.begin_turns(4, 64, 6)
+        more = True
         while more:
-            left, more = shared.read(Borrowed())
+            left, more = run.read_turn(Borrowed())
             assert not left
-        assert shared.end().all() and same(out, kv_of(SMALL, tokens))
+        assert run.end_read().all() and same(out, kv_of(SMALL, tokens))
         assert most == 4, "a step more would be 8"

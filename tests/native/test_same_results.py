@@ -236,12 +236,12 @@ def test_memory_that_is_read_only_is_never_written_to(tmp_root: Path) -> None:
         frozen = np.zeros(SMALL.shape(len(tokens)), SMALL.numpy_dtype)
         frozen.flags.writeable = False
         chain = ChunkKeys.of(cache.namespace, tokens.astype(np.uint32))
-        runs = chunks_of(store).runs
-        assert runs.of(chain, 0, 1, planes_of(frozen, SMALL), fills=True) is None
-        assert runs.of(chain, 0, 2, planes_of(frozen.copy(), SMALL)) is None, "it has no room for two"
+        chunks = chunks_of(store)
+        assert chunks.run(chain, 0, 1, planes_of(frozen, SMALL), fills=True) is None
+        assert chunks.run(chain, 0, 2, planes_of(frozen.copy(), SMALL)) is None, "it has no room for two"
         key = b"k" * 16
         blocks = BlockKeys(cache.namespace, [key], [Address(key)], [5])
-        assert runs.of(blocks, 0, 1, Buffers([memoryview(b"bytes")]), fills=True) is None
+        assert chunks.run(blocks, 0, 1, Buffers([memoryview(b"bytes")]), fills=True) is None
 
 
 def test_the_option_direct_reaches_the_root(tmp_root: Path) -> None:

@@ -20,8 +20,8 @@ import kvstore
 from kvstore import Layout, errors
 from kvstore.client import Cache, Store
 from kvstore.native import library as native
-from kvstore.node import puts
-from kvstore.node.chunk_store import ChunkRuns, Places, SharedPut
+from kvstore.node import writer as node_writer
+from kvstore.node.chunk_store import Places, StoredRun
 from kvstore.node.writer import RootWrite
 from kvstore.recency import QUANTUM_S, is_fresh
 from tests.kit.heartbeat import others_run_during
@@ -98,15 +98,15 @@ def test_put_on_a_full_disk_keeps_space_for_its_first_chunk(small_root: Path, mo
     """The first chunk finds no room, and the lanes that took it are still at work."""
     layout = Layout(layers=1, kv_heads=1, head_dim=65_536, dtype="int8", chunk_tokens=4)  # chunks of 512 KiB
     is_full, needs_room = threading.Event(), threading.Event()
-    really_stage, make_room = ChunkRuns.stage, RootWrite.make_room
+    really_stage, make_room = StoredRun.stage_turn, RootWrite.make_room
 
-    def stage(self: ChunkRuns, put: SharedPut) -> tuple[Places, bool]:
-        taken, more = really_stage(self, put)
-        if native.OTHER in put.taken(taken)["status"]:
+    def stage(self: StoredRun) -> tuple[Places, bool]:
+        taken, more = really_stage(self)
+        if native.OTHER in self.items[taken]["status"]:
             is_full.set()
         if 0 in taken:
             assert is_full.wait(PATIENCE_S)
-            put.run.items["status"][taken] = native.OTHER
+            self.items["status"][taken] = native.OTHER
         else:
             assert needs_room.wait(PATIENCE_S)
         return taken, more
@@ -115,10 +115,10 @@ def test_put_on_a_full_disk_keeps_space_for_its_first_chunk(small_root: Path, mo
         needs_room.set()
         return make_room(self, index)
 
-    monkeypatch.setattr(puts, "STEP_BYTES", 4 * layout.chunk_bytes)
-    monkeypatch.setattr(puts, "TURN_BYTES_MAX", 4 * layout.chunk_bytes)
-    monkeypatch.setattr(puts, "ROOM_S", PATIENCE_S)
-    monkeypatch.setattr(ChunkRuns, "stage", stage)
+    monkeypatch.setattr(node_writer, "STEP_BYTES", 4 * layout.chunk_bytes)
+    monkeypatch.setattr(node_writer, "TURN_BYTES_MAX", 4 * layout.chunk_bytes)
+    monkeypatch.setattr(node_writer, "ROOM_S", PATIENCE_S)
+    monkeypatch.setattr(StoredRun, "stage_turn", stage)
     monkeypatch.setattr(RootWrite, "make_room", told_to_make_room)
     with kvstore.open(str(small_root), max_bytes=None) as store:
         cache = store.namespace("model", layout)
