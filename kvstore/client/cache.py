@@ -40,7 +40,7 @@ from kvstore.format.header import DESCENT_BYTES_MAX, Ancestry, Descent
 from kvstore.hints import DEFAULT, Hints, Preset, checked_unused_s
 from kvstore.namespace import Namespace
 from kvstore.node.prefetch import TierName, checked_tier
-from kvstore.node.write_behind import WriteBehind
+from kvstore.node.tier_stack import WriteBehind
 from kvstore.planning import KeyStorage, Plan, Prompts, TokenStorage, make_plan
 from kvstore.planning.prompts import checked_prompts
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks

@@ -42,8 +42,7 @@ from kvstore.node.prefetch import Prefetcher, TierName
 from kvstore.node.reader import Reader
 from kvstore.node.refresh import Refresher
 from kvstore.node.settings import NO_TIERS, CurrentLimits, Limits, TierSettings
-from kvstore.node.tier_stack import TierStack
-from kvstore.node.write_behind import Job
+from kvstore.node.tier_stack import Job, TierStack
 from kvstore.node.writer import Writer, Written
 from kvstore.operations import OperationRun, Operations, OperationState
 from kvstore.results import LayerMemory, PutResult
