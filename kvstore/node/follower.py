@@ -19,14 +19,10 @@ from kvstore.meta.keys import Keys
 from kvstore.meta.session import ANNOUNCED_MAX, Session
 from kvstore.meta.store import LeaseGone, Meta, Watch, WatchLost
 from kvstore.meta.sweeps import Condemned
-from kvstore.node.counters import Counters
 from kvstore.node.gc_state import ChainBroken, View
-from kvstore.node.holds import Holds
 from kvstore.node.node import Node
-from kvstore.node.settings import Limits
 from kvstore.root.fences import lift_unnamed
 from kvstore.root.identity import read_newest
-from kvstore.sources import Clock
 
 # What a node of a cluster does before a session of it protects anything: it compares generations, and fences.
 
@@ -98,30 +94,21 @@ class Follower:
     ``fence`` is None for a node alone, whose root no collector of this metadata sweeps.
     """
 
-    def __init__(
-        self,
-        meta: Meta,
-        keys: Keys,
-        view: View,
-        holds: Holds,
-        fence: StartFence | None,
-        counters: Counters,
-        limits: Limits,
-        clock: Clock,
-    ) -> None:
+    def __init__(self, node: Node, view: View, meta: Meta, keys: Keys, fence: StartFence | None) -> None:
+        """``view`` is the node's."""
         self._meta = meta
         self._keys = keys
         self._view = view
-        self._holds = holds
+        self._holds = node.holds
         self._fence = fence
-        self._counters = counters
-        self._limits = limits
-        self._clock = clock
+        self._counters = node.counters
+        self._limits = node.limits
+        self._clock = node.clock
         self._following: _Following | None = None
         self._foreign: Session | None = None
         """The session that protects nothing because the generations differ."""
         self._ended = threading.Event()
-        self._stepped_s = clock.monotonic_s()
+        self._stepped_s = node.clock.monotonic_s()
 
     def begin(self, session: Session) -> None:
         """Follows rule V1: once the session's key exists, reads ``gc/``, watches from there on, fences (C4), then

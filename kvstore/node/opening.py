@@ -158,7 +158,7 @@ def join(
     presence.attach(began, ended)
     if isinstance(node.gc_view, View):
         fence = StartFence(node, meta, etcd_keys) if sharing is Sharing.CLUSTER else None
-        follower = Follower(meta, etcd_keys, node.gc_view, node.holds, fence, node.counters, limits, clock)
+        follower = Follower(node, node.gc_view, meta, etcd_keys, fence)
 
         def follow(session: Session) -> None:
             follower.begin(session)

@@ -84,14 +84,11 @@ class Alone:
         )
         assert isinstance(self.node.gc_view, View)
         self.view = self.node.gc_view
-        limits = self.node.limits
         fence: Fence | None = None
         if standing is not None:
             fence = Fence(self.node, self.meta, self.keys)
             fence.found = standing
-        self.follower = Follower(
-            self.meta, self.keys, self.view, self.node.holds, fence, self.node.counters, limits, clock
-        )
+        self.follower = Follower(self.node, self.view, self.meta, self.keys, fence)
 
     def session(self) -> Session:
         return Session.open(self.meta, self.keys, clock=SystemClock(), ids=RandomIds())
