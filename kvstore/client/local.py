@@ -37,7 +37,7 @@ from kvstore.node.member import Member
 from kvstore.node.node import Node, match_each
 from kvstore.node.opening import open_member
 from kvstore.node.settings import AskedBound, Limits, TierSettings
-from kvstore.node.write_behind import WriteBehind
+from kvstore.node.tier_stack import WriteBehind
 from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
 from kvstore.root.identity import SHARD_BITS_DEFAULT
 from kvstore.text import brief, kind_of, shown

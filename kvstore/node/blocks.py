@@ -155,8 +155,8 @@ class Blocks:
         What cannot be looked at in time is a miss. For a ``prefix``, blocks nearer than the root are there too, and
         those behind a miss may count as misses.
         """
-        count, runs = len(wanted), self._chunks.runs
-        run = runs.of(wanted, 0, count)
+        count = len(wanted)
+        run = self._chunks.run(wanted, 0, count)
         parts = _parts(count, self._lanes.width, growing=prefix) if run is not None else _parts(count, count)
         found = [False] * count
 
@@ -167,7 +167,7 @@ class Blocks:
             unswept = self._view.unswept(picked)
             left: Sequence[int] = part
             if run is not None and unswept.all():
-                on_root, left = runs.present(run, part.start, part.stop, epoch)
+                on_root, left = run.present(part.start, part.stop, epoch)
                 there |= on_root
             found[part.start : part.stop] = (there & unswept).tolist()
             for at in left:

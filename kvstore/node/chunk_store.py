@@ -1,6 +1,6 @@
 """The chunk files of one root: found, read, mapped, staged, published and quarantined. All bytes are verified.
 
-Native code does the common case, many chunks in one call that needs no GIL (``ChunkRuns``). It reports failures, and
+Native code does the common case, many chunks in one call that needs no GIL (``StoredRun``). It reports failures, and
 ``ChunkStore`` redoes those one by one. Called on lanes only: a lane has its own part of a run, or takes turns at a
 shared one. A file that is corrupt, or that cannot be read, is renamed away from its name, so that the next put can
 repair it.
@@ -223,18 +223,6 @@ hung.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Sizes of turns, in chunks."""
-
-    step: int
-    """Chunks taken at a time, so that lanes end together."""
-    most: int
-    """Chunks that end a turn, at least ``step``."""
-    files: int = 1
-    """Files that a reading lane may have open at once; a step may need more."""
-
-
 class Run(Items):
     """Chunks ``first`` to ``first + count - 1`` of what is wanted, in files. Indexes are those of the request.
 
@@ -355,96 +343,6 @@ class Run(Items):
         item["status"] = native.DONE
 
 
-class SharedBatch:
-    """A run that several lanes do together: each takes the next few chunks again and again, in one call.
-
-    So all lanes end at about the same time, with few calls. That matters because Python's own memory has left the
-    processor's cache by the time the next call needs it (benchmarks/NOTES.md). Made on any thread.
-    """
-
-    def __init__(self, run: Run, sizes: Sizes) -> None:
-        self.run = run
-        self._sizes = sizes
-        self._next = ctypes.c_int64(0)
-        self._header_bytes = int(run.items["header_bytes"].max())
-        self._abandoned: ctypes.c_int32 | None = None
-        run.items["status"] = native.OTHER
-
-    def stop(self) -> None:
-        self._next.value = self.run.count
-
-    def turn(self) -> tuple[Any, Places]:
-        """Returns what native code needs for a turn, and the memory for the offsets of the chunks that it reports."""
-        sizes = self._sizes
-        told = np.empty(sizes.most + sizes.step, np.int32)
-        at = told.__array_interface__["data"][0]
-        taken = ctypes.pointer(self._next)
-        files = max(sizes.step, sizes.files)
-        turn = native.Turn(taken, sizes.step, sizes.most, files, self._header_bytes, at, time_ns=TURN_NS)
-        if self._abandoned is not None:
-            turn.abandoned = ctypes.pointer(self._abandoned)
-        return turn, told
-
-
-class SharedPut(SharedBatch):
-    """A run on its way to the root, staged under names of a session.
-
-    After its turn a chunk's status says that it is already there (FOUND), staged (DONE), PUBLISHED, or left to Python.
-    Numbers for the names, incarnations and stamps are in the items before the first turn.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        sizes: Sizes,
-        session: bytes,
-        durable: bool,
-        epoch: int,
-        abandoned: ctypes.c_int32 | None = None,
-    ) -> None:
-        """``epoch`` is the epoch of what the node remembers, read before anybody looks at the root.
-
-        With ``abandoned`` a turn publishes what it staged, unless that is set by then.
-        """
-        super().__init__(run, sizes)
-        self._abandoned = abandoned
-        self.epoch = epoch
-        self._session = session
-        self._common = native.Common.from_buffer_copy(run.common)
-        self._common.session = session.hex().encode()
-        self._common.durable = durable
-        self.is_right = bool(run.common.from_images)
-        """True if native code compares what it stages with the images that it comes from."""
-
-    def stage(self) -> tuple[Places, bool, int]:
-        """Takes a turn. Of a chunk that could not be staged nothing is left.
-
-        Returns the offsets of the chunks that it looked for and staged if they were missing, whether there may be more,
-        and the bytes of those that it staged.
-        """
-        turn, told = self.turn()
-        more = native.library.kv_stage_turn(self._common, self.run.at(0), self.run.count, turn)
-        return told[: turn.told_count], bool(more), turn.bytes
-
-    def publish(self, at: Places, *, ordered: bool) -> None:
-        """Gives staged chunks their final names: they become PUBLISHED. The others stay staged, for Python.
-
-        An ``ordered`` call ends with the first of the others. Durable puts are all left to Python, because each
-        waits for the device.
-        """
-        if not self._common.durable:
-            listed = at.__array_interface__["data"][0]
-            native.library.kv_publish(self._common, self.run.at(0), listed, len(at), ordered)
-
-    def taken(self, at: Places) -> npt.NDArray[Any]:
-        """Returns the structures of chunks as they are now: their statuses, and the mtimes of those that were FOUND."""
-        found: npt.NDArray[Any] = self.run.items[at]
-        return found
-
-    def name(self, place: int) -> Name:
-        return places.staged(self._session, int(self.run.items["number"][place]))
-
-
 class _Mapped:
     """A ``kv_mapping`` by its address, which it hands over to one array by DLPack.
 
@@ -486,41 +384,6 @@ def _cold_memory() -> Iterator[int]:
             _cold_pool.append(memory)
 
 
-class SharedRead(SharedBatch):
-    """The chunks of one read on their way into the caller's memory."""
-
-    def __init__(self, runs: ChunkRuns, run: Run, sizes: Sizes, counters: Counters, epoch: int) -> None:
-        super().__init__(run, sizes)
-        self._runs = runs
-        self._counters = counters
-        self._epoch = epoch
-
-    def read(self, borrowed: Borrowed) -> tuple[list[int], bool]:
-        """Takes one lane's turn. Raises Withdrawn.
-
-        Returns the offsets of the chunks that are left to ``ChunkStore.read``, and whether there may be more to read.
-        """
-        run, (turn, told) = self.run, self.turn()
-        with self._counters.timed("root", "read") as timed:
-            outcome = native.library.kv_read_turn(run.common, run.at(0), run.count, turn, borrowed.natively)
-            timed.size_bytes, left = turn.bytes, told[: turn.told_count]
-            if left.size:
-                run.read_blocked(left, borrowed)
-                is_read = run.items["status"][left] == native.DONE
-                timed.size_bytes += sum(map(run.payload_bytes, left[is_read].tolist()))
-                left = left[~is_read]
-        if outcome < 0:
-            raise Withdrawn
-        return left.tolist(), bool(outcome)
-
-    def end(self) -> Mask:
-        """Returns which chunks were read and verified. Call it once, when nobody writes into the memory any more."""
-        run = self.run
-        self._runs.note(run, run.first, run.first + run.count, self._epoch)
-        done: Mask = run.items["status"] == native.DONE
-        return done
-
-
 @dataclass(frozen=True, slots=True)
 class ChunkWriter:
     """The parts that give a node's files their names, incarnations and encodings."""
@@ -531,192 +394,228 @@ class ChunkWriter:
     """Numbers for the names of staged files; none comes twice."""
     incarnations: Incarnations
     encodings: Encodings
-    usage: Usage
-    """Counts the bytes that the node writes, for collectors."""
 
 
-class ChunkRuns:
-    """Makes runs of the chunk files of one root; makes none if native code or the root cannot."""
+class StoredRun(Run):
+    """A run of a store's files, whose findings the store remembers and counts. Failures are left to ``ChunkStore``.
+
+    Several lanes do it together: each takes the next few chunks again and again, in one call. So all lanes end at about
+    the same time, with few calls. That matters because Python's own memory has left the processor's cache by the time
+    the next call needs it (benchmarks/NOTES.md).
+    """
 
     def __init__(
-        self,
-        root: Root,
-        shard_bits: int,
-        writer: ChunkWriter,
-        known: Known,
-        counters: Counters,
-        suspects: Suspects,
+        self, chunks: ChunkStore, files: LocalFiles, keys: KeySet, first: int, count: int, sections: Laid | None
     ) -> None:
-        self._writer = writer
-        self._suspects = suspects
-        self._files = local_files(root) if is_available() else None
-        self._encodings = writer.encodings
-        self._shard_bits = shard_bits
-        self._known = known
-        self._counters = counters
+        super().__init__(files, chunks.shard_bits, keys, first, count, sections)
+        self._files = files
+        self._chunks = chunks
+        self._known = chunks.known
+        self._counters = chunks.counters
 
-    def of(
-        self, wanted: KeySet, first: int, count: int, sections: Sections | None = None, *, fills: bool = False
-    ) -> Run | None:
-        """Returns chunks ``first`` to ``first + count - 1`` as a native run; None if they must be done one by one.
+    # Parts
 
-        The run is written from ``sections``, or read into them if it ``fills``. Without sections it is looked at or
-        mapped.
-        """
-        if self._files is None or count < 1:
-            return None
-        if not self._encodings.is_plain and self._encodings.encodes(wanted.namespace.tenant):
-            return None
-        if sections is None:
-            return Run(self._files, self._shard_bits, wanted, first, count)
-        if not isinstance(sections, Laid) or not sections.covers(first, count) or (fills and not sections.is_writable):
-            return None
-        return Run(self._files, self._shard_bits, wanted, first, count, sections)
-
-    def layer_files(self, tenant: str) -> tuple[LocalFiles | None, int] | None:
-        """Returns the files that a layer-by-layer read may open, and their shard bits; None without native code."""
-        if not is_available() or self._encodings.encodes(tenant):
-            return None
-        return None if self._files is None or self._files.direct else self._files, self._shard_bits
-
-    @property
-    def is_native(self) -> bool:
-        return self._files is not None
-
-    @property
-    def stages(self) -> bool:
-        return self._files is not None and self._files.stages
-
-    def look(self, run: Run, start: int, stop: int, epoch: int | None = None) -> tuple[Mask, npt.NDArray[np.int64]]:
-        """Returns which chunks of part of a run exist, and their mtimes. The rest is left to ``ChunkStore.look``."""
+    def look(self, start: int, stop: int, epoch: int | None = None) -> tuple[Mask, npt.NDArray[np.int64]]:
         epoch = self._known.epoch if epoch is None else epoch
-        found, mtimes_ns = run.look(start, stop)
-        if self._doubt(run, np.arange(start - run.first, stop - run.first, dtype=np.int32)):
-            part = run.items[start - run.first : stop - run.first]
+        found, mtimes_ns = super().look(start, stop)
+        if self._doubt(np.arange(start - self.first, stop - self.first, dtype=np.int32)):
+            part = self.items[start - self.first : stop - self.first]
             found = part["status"] == native.FOUND
             mtimes_ns = part["mtime_ns"][found]
-        at, count = run.part(start, stop)
-        self._known.add_run(at, count, native.FOUND, self._known.quantum(), epoch=epoch)
+        self._known.add_run(*self.part(start, stop), native.FOUND, self._known.quantum(), epoch=epoch)
         return found, mtimes_ns
 
-    def present(self, run: Run, start: int, stop: int, epoch: int) -> tuple[Mask, list[int]]:
-        """Returns which blocks of part of a run exist, whatever their size, and the indexes of those not known yet.
+    def present(self, start: int, stop: int, epoch: int) -> tuple[Mask, list[int]]:
+        """Returns which blocks exist, whatever their size, and the indexes of those not known yet.
 
         ``epoch`` is the epoch of what the node remembers, read before anybody made sure that none is condemned.
         """
-        assert self._files is not None
-        found, _ = self.look(run, start, stop, epoch)
-        statuses = run.items["status"][start - run.first : stop - run.first]
+        found, _ = self.look(start, stop, epoch)
+        statuses = self.items["status"][start - self.first : stop - self.first]
         is_known = statuses == native.FOUND
         if self._files.knows_absence:
             is_known |= statuses == native.ABSENT
         left: list[int] = (start + np.flatnonzero(~is_known)).tolist()
         return found, left
 
-    def read(self, run: Run, start: int, stop: int, borrowed: Borrowed) -> Mask:
-        """Reads and verifies part of a run; True for each chunk that is right. ``ChunkStore.read`` does the rest."""
+    def read(self, start: int, stop: int, borrowed: Borrowed) -> Mask:
         epoch = self._known.epoch
         with self._counters.timed("root", "read") as timed:
-            done = run.read(start, stop, borrowed)
-            timed.size_bytes = self.note(run, start, stop, epoch)
+            done = super().read(start, stop, borrowed)
+            timed.size_bytes = self._note(start, stop, epoch)
         return done
 
-    def shared_read(self, run: Run, sizes: Sizes) -> SharedRead:
-        return SharedRead(self, run, sizes, self._counters, self._known.epoch)
+    def map(self, start: int, stop: int) -> list[memoryview | None]:
+        epoch = self._known.epoch
+        with self._counters.timed("root", "read") as timed:
+            mapped = super().map(start, stop)
+            timed.size_bytes = self._note(start, stop, epoch)
+        return mapped
 
-    def note(self, run: Run, start: int, stop: int, epoch: int) -> int:
-        """Remembers the DONE chunks of part of a run as present; returns the bytes of their sections."""
-        at, count = run.part(start, stop)
+    def _note(self, start: int, stop: int, epoch: int) -> int:
+        """Remembers the DONE chunks as present; returns the bytes of their sections."""
+        at, count = self.part(start, stop)
         chunks, size_bytes = self._known.add_run(at, count, native.DONE, self._known.quantum(), epoch=epoch)
         if chunks:
             self._counters.add_read(size_bytes, chunks)
         return size_bytes
 
-    def shared_put(
+    # Turns
+
+    def begin_turns(self, step: int, most: int, files: int = 1) -> None:
+        """Prepares turns of at least ``step`` and about ``most`` chunks. A step is taken at a time.
+
+        A lane that reads may have ``files`` open at once; a step may need more.
+        """
+        self._step, self._most, self._open_max = step, most, max(step, files)
+        self._next = ctypes.c_int64(0)
+        self._header_bytes_max = int(self.items["header_bytes"].max())
+        self._abandoned: ctypes.c_int32 | None = None
+        self.items["status"] = native.OTHER
+        self.epoch = self._known.epoch
+        """The epoch of what the node remembers, from before the first look at the root."""
+
+    def stop(self) -> None:
+        """Begins no more chunks."""
+        self._next.value = self.count
+
+    def _turn(self) -> tuple[Any, Places]:
+        """Returns what native code needs for a turn, and the memory for the offsets of the chunks that it reports."""
+        reported = np.empty(self._most + self._step, np.int32)
+        at = reported.__array_interface__["data"][0]
+        taken = ctypes.pointer(self._next)
+        turn = native.Turn(taken, self._step, self._most, self._open_max, self._header_bytes_max, at, time_ns=TURN_NS)
+        if self._abandoned is not None:
+            turn.abandoned = ctypes.pointer(self._abandoned)
+        return turn, reported
+
+    def read_turn(self, borrowed: Borrowed) -> tuple[list[int], bool]:
+        """Reads chunks that no other lane took. Raises Withdrawn.
+
+        Returns the offsets of the chunks that are left to ``ChunkStore.read``, and whether there may be more to read.
+        """
+        turn, reported = self._turn()
+        with self._counters.timed("root", "read") as timed:
+            outcome = native.library.kv_read_turn(self.common, self.at(0), self.count, turn, borrowed.natively)
+            timed.size_bytes, left = turn.bytes, reported[: turn.told_count]
+            if left.size:
+                self.read_blocked(left, borrowed)
+                is_read = self.items["status"][left] == native.DONE
+                timed.size_bytes += sum(map(self.payload_bytes, left[is_read].tolist()))
+                left = left[~is_read]
+        if outcome < 0:
+            raise Withdrawn
+        return left.tolist(), bool(outcome)
+
+    def end_read(self) -> Mask:
+        """Returns which chunks were read and verified. Call it once, when no lane writes into the memory any more."""
+        self._note(self.first, self.first + self.count, self.epoch)
+        done: Mask = self.items["status"] == native.DONE
+        return done
+
+    # Puts
+
+    def begin_put(
         self,
-        run: Run,
-        sizes: Sizes,
+        step: int,
+        most: int,
         depths: npt.NDArray[np.int64],
         *,
         stamped_s: float,
         durable: bool,
         hints: Hints,
         abandoned: ctypes.c_int32 | None = None,
-    ) -> SharedPut:
-        """Returns a run that several lanes put together; ``depths`` are the indexes of its chunks in their prompt.
+    ) -> None:
+        """Prepares turns that stage chunks; ``depths`` are their indexes in their prompt, ``stamped_s`` their time.
 
-        ``stamped_s`` is the time of their stamps; ``abandoned`` is as in ``SharedPut``.
+        After its turn a chunk's status says that it is already there (FOUND), staged (DONE), PUBLISHED, or left to
+        Python. With ``abandoned`` a turn publishes what it staged, unless that is set by then.
         """
-        put = SharedPut(run, sizes, self._writer.session(), durable, self._known.epoch, abandoned)
-        indexes = np.arange(run.first, run.first + run.count)
-        run.items["number"] = list(islice(self._writer.numbers, run.count))
-        run.items["incarnation"] = np.frombuffer(b"".join(self._incarnations_of(run, indexes)), "V16")
-        run.items["mtime_ns"] = stamps_ns(stamped_s, depths, hints)
-        return put
+        writer = self._chunks.writer
+        self.begin_turns(step, most)
+        self._abandoned = abandoned
+        self._session = writer.session()
+        self._put_common = native.Common.from_buffer_copy(self.common)
+        self._put_common.session = self._session.hex().encode()
+        self._put_common.durable = durable
+        self.is_right = bool(self.common.from_images)
+        """True if native code compares what it stages with the images that it comes from."""
+        incarnations = (
+            [writer.incarnations.renewed(self.origins[index]) for index in range(self.first, self.first + self.count)]
+            if self.origins
+            else writer.incarnations.fresh_each(self.count)
+        )
+        self.items["number"] = list(islice(writer.numbers, self.count))
+        self.items["incarnation"] = np.frombuffer(b"".join(incarnations), "V16")
+        self.items["mtime_ns"] = stamps_ns(stamped_s, depths, hints)
 
-    def stage(self, put: SharedPut) -> tuple[Places, bool]:
-        """Takes one lane's turn at a put: looks for chunks and stages those that are missing.
+    def stage_turn(self) -> tuple[Places, bool]:
+        """Looks for chunks that no other lane took, and stages those that are missing.
 
         Returns the offsets of the chunks that it took, and whether there may be more. Those that are then neither found
         nor staged are left to ``ChunkStore``; ``publish`` counts those that are PUBLISHED.
         """
-        self._writer.incarnations.record()
+        self._chunks.writer.incarnations.record()
         with self._counters.timed("root", "write") as timed:
-            places, more, timed.size_bytes = put.stage()
+            places, more, timed.size_bytes = self._stage()
         if not len(places):
             return places, more
-        self._doubt(put.run, places)
-        at = put.run.at(0)
-        self._known.add_run(at, places, native.FOUND, self._known.quantum(), epoch=put.epoch)
+        self._doubt(places)
+        at = self.at(0)
+        self._known.add_run(at, places, native.FOUND, self._known.quantum(), epoch=self.epoch)
         for status in (native.DONE, native.PUBLISHED):
             self._known.forget_run(at, places, status)
         return places, more
 
-    def publish(self, put: SharedPut, places: Places, *, ordered: bool, epoch: int | None = None) -> tuple[int, int]:
-        """Publishes staged chunks, and counts those that are PUBLISHED; returns how many, and the bytes of their
-        sections.
+    def _stage(self) -> tuple[Places, bool, int]:
+        """Takes a turn. Of a chunk that could not be staged nothing is left."""
+        turn, reported = self._turn()
+        more = native.library.kv_stage_turn(self._put_common, self.at(0), self.count, turn)
+        return reported[: turn.told_count], bool(more), turn.bytes
+
+    def publish(self, places: Places, *, ordered: bool) -> tuple[int, int]:
+        """Gives staged chunks their final names; returns how many, and the bytes of their sections.
 
         An ``ordered`` call stops at the first chunk that native code cannot publish. Those that are not PUBLISHED are
-        left to ``ChunkStore.publish``. With ``epoch`` they are PUBLISHED already, and only counted: it is the epoch of
-        what the node remembers from before.
+        left to ``ChunkStore.publish``.
         """
-        if epoch is None:
-            epoch = self._known.epoch
-            put.publish(places, ordered=ordered)
-        at = put.run.at(0)
-        chunks, size_bytes = self._known.add_run(at, places, native.PUBLISHED, self._known.quantum(), epoch=epoch)
+        epoch = self._known.epoch
+        self._publish(places, ordered=ordered)
+        return self.count_published(places, epoch)
+
+    def _publish(self, at: Places, *, ordered: bool) -> None:
+        """Durable puts are all left to Python, because each waits for the device."""
+        if not self._put_common.durable:
+            listed = at.__array_interface__["data"][0]
+            native.library.kv_publish(self._put_common, self.at(0), listed, len(at), ordered)
+
+    def count_published(self, places: Places, epoch: int) -> tuple[int, int]:
+        """Remembers and counts those that are PUBLISHED; returns how many, and the bytes of their sections."""
+        at, quantum = self.at(0), self._known.quantum()
+        chunks, size_bytes = self._known.add_run(at, places, native.PUBLISHED, quantum, epoch=epoch)
         if chunks:
-            published = places[put.run.items["status"][places] == native.PUBLISHED]
-            self._writer.usage.wrote(size_bytes + int(put.run.items["header_bytes"][published].sum()))
+            published = places[self.items["status"][places] == native.PUBLISHED]
+            self._chunks.usage.wrote(size_bytes + int(self.items["header_bytes"][published].sum()))
             self._counters.add(NodeCount.CHUNKS_WRITTEN, chunks)
             self._counters.add(NodeCount.BYTES_WRITTEN, size_bytes)
         return chunks, size_bytes
 
-    def _doubt(self, run: Run, places: Places) -> bool:
+    def staged_name(self, place: int) -> Name:
+        """Returns the name under which a chunk is staged."""
+        return places.staged(self._session, int(self.items["number"][place]))
+
+    def _doubt(self, places: Places) -> bool:
         """Leaves to ``ChunkStore`` what was found by size alone and was unreadable before; True if there was any."""
-        if not len(self._suspects):
+        all_suspects = self._chunks.suspects
+        if not len(all_suspects):
             return False
         suspects = [
             place
             for place in places.tolist()
-            if run.items["status"][place] == native.FOUND and run.items["address"][place].tobytes() in self._suspects
+            if self.items["status"][place] == native.FOUND and self.items["address"][place].tobytes() in all_suspects
         ]
-        run.items["status"][suspects] = native.OTHER
+        self.items["status"][suspects] = native.OTHER
         return bool(suspects)
-
-    def _incarnations_of(self, run: Run, indexes: npt.NDArray[np.intp]) -> list[Incarnation]:
-        """Returns fresh incarnations; those of chunks from images keep writer and time of the image."""
-        if not run.origins:
-            return self._writer.incarnations.fresh_each(len(indexes))
-        return [self._writer.incarnations.renewed(run.origins[index]) for index in indexes.tolist()]
-
-    def map(self, run: Run, start: int, stop: int) -> tuple[Mask, list[memoryview | None]]:
-        """Returns verified payloads of part of a run, mapped read-only. ``ChunkStore.map`` does the rest."""
-        epoch = self._known.epoch
-        with self._counters.timed("root", "read") as timed:
-            mapped = run.map(start, stop)
-            timed.size_bytes = self.note(run, start, stop, epoch)
-        return np.array([payload is not None for payload in mapped], np.bool_), mapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -747,14 +646,52 @@ class ChunkStore:
         self.root = root
         self.known = known
         self.usage = usage
-        self._shard_bits = shard_bits
-        self._counters = counters
-        self._writer = writer = ChunkWriter(session, numbers, incarnations, encodings, usage)
+        self.shard_bits = shard_bits
+        self.counters = counters
+        self.writer = ChunkWriter(session, numbers, incarnations, encodings)
         self.suspects = Suspects()
-        self.runs = ChunkRuns(root, shard_bits, writer, known, counters, self.suspects)
+        self._files = local_files(root) if is_available() else None
+
+    # Many chunks, in native code
+
+    @property
+    def is_native(self) -> bool:
+        """True if native code reads this root's files."""
+        return self._files is not None
+
+    @property
+    def stages_natively(self) -> bool:
+        return self._files is not None and self._files.stages
+
+    def run(
+        self, keys: KeySet, first: int, count: int, sections: Sections | None = None, *, fills: bool = False
+    ) -> StoredRun | None:
+        """Returns chunks ``first`` to ``first + count - 1`` as a native run; None if they must be done one by one.
+
+        The run is written from ``sections``, or read into them if it ``fills``. Without sections it is looked at or
+        mapped.
+        """
+        encodings = self.writer.encodings
+        if self._files is None or count < 1:
+            return None
+        if not encodings.is_plain and encodings.encodes(keys.namespace.tenant):
+            return None
+        if sections is None:
+            return StoredRun(self, self._files, keys, first, count, None)
+        if not isinstance(sections, Laid) or not sections.covers(first, count) or (fills and not sections.is_writable):
+            return None
+        return StoredRun(self, self._files, keys, first, count, sections)
+
+    def layer_files(self, tenant: str) -> tuple[LocalFiles | None, int] | None:
+        """Returns the files that a layer-by-layer read may open, and their shard bits; None without native code."""
+        if not is_available() or self.writer.encodings.encodes(tenant):
+            return None
+        return None if self._files is None or self._files.direct else self._files, self.shard_bits
+
+    # One chunk
 
     def name(self, address: Address, namespace: NamespaceId) -> Name:
-        return places.chunk(address, namespace, self._shard_bits)
+        return places.chunk(address, namespace, self.shard_bits)
 
     def is_present(self, expected: Expected) -> bool:
         """True if a file of the right size exists. A file of another size is damaged, and set aside.
@@ -792,7 +729,7 @@ class ChunkStore:
             reader = self._open(expected)
         if reader is None:
             return False
-        with self.noted(expected), reader, self._counters.timed("root", "read") as timed:
+        with self.noted(expected), reader, self.counters.timed("root", "read") as timed:
             timed.size_bytes = expected.payload_bytes
             try:
                 read_verified(reader, expected, sections, borrowed)
@@ -802,7 +739,7 @@ class ChunkStore:
                 return False
             self._seen(expected, reader.stat, epoch)
         self.suspects.forget(expected.address)
-        self._counters.add_read(expected.payload_bytes)
+        self.counters.add_read(expected.payload_bytes)
         return True
 
     def open(self, expected: Expected) -> tuple[Reader, Header] | None:
@@ -832,7 +769,7 @@ class ChunkStore:
         None also if the client must not read the file: it is encoded, its tenant's chunks are encrypted, or it is not a
         file.
         """
-        if self._writer.encodings.encrypts(expected.tenant):
+        if self.writer.encodings.encrypts(expected.tenant):
             return None
         opened = self.open(expected)
         if opened is None:
@@ -848,7 +785,7 @@ class ChunkStore:
         """Reads and verifies sections from ``first`` on of an open chunk; False is a miss."""
         offset = header.header_bytes + first * header.section_bytes
         try:
-            with self.noted(expected), self._counters.timed("root", "read") as timed:
+            with self.noted(expected), self.counters.timed("root", "read") as timed:
                 timed.size_bytes = len(sections) * header.section_bytes
                 fill(reader, sections, offset, borrowed)
                 verify(sections, header.checksums[first : first + len(sections)])
@@ -857,7 +794,7 @@ class ChunkStore:
             self.set_aside(expected, damaged.damage)
             return False
         # A chunk counts once, with its first section.
-        self._counters.add_read(len(sections) * header.section_bytes, chunks=0 if first else 1)
+        self.counters.add_read(len(sections) * header.section_bytes, chunks=0 if first else 1)
         return True
 
     def stage(
@@ -874,13 +811,13 @@ class ChunkStore:
 
         ``stamped_s`` is the time of its stamp, ``origin`` the incarnation of its image, if it has one.
         """
-        incarnation = self._writer.incarnations.fresh() if origin is None else self._writer.incarnations.renewed(origin)
-        self._writer.incarnations.record()
-        pieces = self._writer.encodings.pieces(expected, incarnation, sections)
-        name = places.staged(self._writer.session(), next(self._writer.numbers))
+        incarnation = self.writer.incarnations.fresh() if origin is None else self.writer.incarnations.renewed(origin)
+        self.writer.incarnations.record()
+        pieces = self.writer.encodings.pieces(expected, incarnation, sections)
+        name = places.staged(self.writer.session(), next(self.writer.numbers))
         stamp = stamp_ns(stamped_s, depth, hints)
         try:
-            with self._counters.timed("root", "write") as timed:
+            with self.counters.timed("root", "write") as timed:
                 timed.size_bytes = expected.payload_bytes
                 self.root.stage(name, pieces, stamp_ns=stamp, durable=durable)
         except KVStoreError:
@@ -893,12 +830,12 @@ class ChunkStore:
         expected, epoch = staged.expected, self.known.epoch
         won = self.root.publish(staged.name, self._name_of(expected), durable=durable)
         if won:
-            self._writer.usage.wrote(staged.size_bytes)
+            self.usage.wrote(staged.size_bytes)
             self.known.add(expected.address, self.known.quantum(), renewed=True, epoch=epoch)
-            self._counters.add(NodeCount.CHUNKS_WRITTEN)
-            self._counters.add(NodeCount.BYTES_WRITTEN, expected.payload_bytes)
+            self.counters.add(NodeCount.CHUNKS_WRITTEN)
+            self.counters.add(NodeCount.BYTES_WRITTEN, expected.payload_bytes)
         else:
-            self._counters.add(NodeCount.CHUNKS_LOST_RACE)
+            self.counters.add(NodeCount.CHUNKS_LOST_RACE)
             with suppress(KVStoreError):  # on failure it is not remembered, and the next request looks for it
                 # The winner's file may be encrypted with a key that this node lacks: then no match may promise it.
                 self.look(expected)
@@ -914,8 +851,8 @@ class ChunkStore:
         more under its new name, which nobody else uses. A good one goes back by link, unless yet another writer was
         first.
         """
-        self._counters.add(NodeCount.MISS_DAMAGED)
-        self._counters.add(_DAMAGE[damage])
+        self.counters.add(NodeCount.MISS_DAMAGED)
+        self.counters.add(_DAMAGE[damage])
         self.known.forget(expected.address)
         name, aside = self._name_of(expected), self._name_aside(expected.address)
         try:
@@ -923,12 +860,12 @@ class ChunkStore:
                 return
             if self._is_intact(aside, expected):
                 self.root.publish(aside, name, durable=False)
-                self._counters.add(NodeCount.QUARANTINE_RESTORED)
+                self.counters.add(NodeCount.QUARANTINE_RESTORED)
             else:
-                self._counters.add(NodeCount.QUARANTINED)
+                self.counters.add(NodeCount.QUARANTINED)
         except KVStoreError:
             # The root is read-only or failing: the read is a miss all the same, and the next read finds the file again.
-            self._counters.add(NodeCount.QUARANTINE_FAILED)
+            self.counters.add(NodeCount.QUARANTINE_FAILED)
 
     def settle(self, address: Address, name: Name) -> None:
         """Reads the file of a suspect again, and renames it away if that fails too often.
@@ -967,12 +904,12 @@ class ChunkStore:
         try:
             is_readable = self._read_through(aside)
         except KVStoreError:
-            self._counters.add(NodeCount.QUARANTINED)
+            self.counters.add(NodeCount.QUARANTINED)
             return
         if is_readable:
             with suppress(KVStoreError):  # on failure a collector puts it back
                 self.root.publish(aside, name, durable=False)
-                self._counters.add(NodeCount.QUARANTINE_RESTORED)
+                self.counters.add(NodeCount.QUARANTINE_RESTORED)
 
     def _read_through(self, name: Name) -> bool:
         """Reads a whole file, without looking at its bytes; False if there is none. Raises the root's errors."""
@@ -991,7 +928,7 @@ class ChunkStore:
             return False
         with found:
             try:
-                reader = plain(found, expected, self._writer.encodings)
+                reader = plain(found, expected, self.writer.encodings)
                 if reader is None:
                     return False
                 verify_whole(reader, expected)
@@ -1002,7 +939,7 @@ class ChunkStore:
         return True
 
     def _name_aside(self, address: Address) -> Name:
-        return places.quarantined(address, self._writer.session(), next(self._writer.numbers))
+        return places.quarantined(address, self.writer.session(), next(self.writer.numbers))
 
     @contextmanager
     def noted(self, expected: Expected) -> Iterator[None]:
@@ -1019,10 +956,10 @@ class ChunkStore:
         reader = self.root.open(self._name_of(expected))
         if reader is None:
             self.known.forget(expected.address)
-            self._counters.add(NodeCount.MISS_ABSENT)
+            self.counters.add(NodeCount.MISS_ABSENT)
             return None
         try:
-            found = plain(reader, expected, self._writer.encodings)
+            found = plain(reader, expected, self.writer.encodings)
         except NotDecodable as reason:
             reader.close()
             self._not_decodable(expected, reason)
@@ -1047,7 +984,7 @@ class ChunkStore:
             return False
         with reader:
             try:
-                if self._writer.encodings.is_whole(reader, expected):
+                if self.writer.encodings.is_whole(reader, expected):
                     return True
                 damage = Damage.SIZE
             except NotDecodable as reason:
@@ -1061,12 +998,12 @@ class ChunkStore:
     def _not_decodable(self, expected: Expected, reason: NotDecodable) -> None:
         """Counts a miss of this node alone: another node has the key."""
         self.known.forget(expected.address)
-        self._counters.add(reason.counter)
+        self.counters.add(reason.counter)
 
     def _wrong_size(self, expected: Expected, damage: Damage = Damage.SIZE) -> None:
         """Sets aside a file of the wrong size, unless the engine asked for a block with another size than it has."""
         if expected.kind is Kind.BLOCK and self._is_block_of_other_size(expected):
-            self._counters.add(NodeCount.MISS_OTHER_SIZE)
+            self.counters.add(NodeCount.MISS_OTHER_SIZE)
             return
         self.set_aside(expected, damage)
 
@@ -1093,7 +1030,7 @@ class ChunkStore:
         try:
             self.root.discard(name)
         except KVStoreError:
-            self._counters.add(NodeCount.QUARANTINE_FAILED)
+            self.counters.add(NodeCount.QUARANTINE_FAILED)
 
     def _name_of(self, expected: Expected) -> Name:
-        return places.chunk(expected.address, NamespaceId(expected.namespace[:8]), self._shard_bits)
+        return places.chunk(expected.address, NamespaceId(expected.namespace[:8]), self.shard_bits)

@@ -9,66 +9,58 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError, PermissionDenied, RootMismatch, Unavailable
-from kvstore.meta.cluster import Agreed, Foreign, Standing
+from kvstore.host.tables import publish_first
+from kvstore.meta.cluster import Agreed, Foreign, Standing, join_generation
 from kvstore.meta.keys import Keys
 from kvstore.meta.session import ANNOUNCED_MAX, Session
 from kvstore.meta.store import LeaseGone, Meta, Watch, WatchLost
 from kvstore.meta.sweeps import Condemned
-from kvstore.node.counters import Counters
 from kvstore.node.gc_state import ChainBroken, View
-from kvstore.node.holds import Holds
-from kvstore.node.settings import Limits
+from kvstore.node.node import Node
 from kvstore.root.fences import lift_unnamed
-from kvstore.root.interface import Root
-from kvstore.sources import Clock
+from kvstore.root.identity import read_newest
 
 # What a node of a cluster does before a session of it protects anything: it compares generations, and fences.
 
 
 class StartFence:
-    """The root of one node, for its follower.
+    """The root of one node, before a session protects anything."""
 
-    ``on_root`` does something with the root under a deadline of its own, such as on a lane.  ``standing`` compares the
-    generations of root and etcd (rule C6).
-    """
-
-    def __init__(
-        self,
-        root: Root,
-        shard_bits: int,
-        on_root: Callable[[Callable[[], object]], object],
-        standing: Callable[[], Standing],
-        meta: Meta,
-        keys: Keys,
-        meta_deadline_s: float,
-    ) -> None:
-        self._root = root
-        self._shard_bits = shard_bits
-        self._on_root = on_root
-        self.standing = standing
+    def __init__(self, node: Node, meta: Meta, keys: Keys) -> None:
+        self._node = node
         self._meta = meta
         self._keys = keys
-        self._meta_deadline_s = meta_deadline_s
+
+    def standing(self) -> Standing:
+        """Compares the generations of root and etcd (rule C6). Raises Unavailable, and what the root raises."""
+        node, root = self._node, self._node.root
+        return node.on_root(
+            lambda: join_generation(
+                self._meta,
+                self._keys,
+                node.ids,
+                read_root=lambda: read_newest(root),
+                publish_root=lambda mine: publish_first(root, mine, ids=node.ids, clock=node.clock),
+                timeout_s=node.limits.meta_deadline_s,
+            )
+        )
 
     def lift_unnamed(self) -> None:
         """Follows rule C4: a trash folder that no condemned key names belongs to a sweep that etcd has forgotten.
 
         Raises PermissionDenied where this node may not fence, Unavailable, what the root raises.
         """
-        if self._root.traits.fenced:
-            self._on_root(self._lift_unnamed)
-
-    def _lift_unnamed(self) -> int:
-        return lift_unnamed(self._root, self._shard_bits, self._named)
+        node = self._node
+        if node.root.traits.fenced:
+            node.on_root(lambda: lift_unnamed(node.root, node.identity.shard_bits, self._named))
 
     def _named(self) -> set[bytes]:
         """Returns the sweeps in flight. Raises Unavailable if one cannot be read: it may name any folder."""
-        found = self._meta.list(self._keys.condemned, self._meta_deadline_s)
+        found = self._meta.list(self._keys.condemned, self._node.limits.meta_deadline_s)
         try:
             return {Condemned.from_bytes(kv.value).sweep for kv in found.items}
         except RootMismatch as error:
@@ -102,30 +94,21 @@ class Follower:
     ``fence`` is None for a node alone, whose root no collector of this metadata sweeps.
     """
 
-    def __init__(
-        self,
-        meta: Meta,
-        keys: Keys,
-        view: View,
-        holds: Holds,
-        fence: StartFence | None,
-        counters: Counters,
-        limits: Limits,
-        clock: Clock,
-    ) -> None:
+    def __init__(self, node: Node, view: View, meta: Meta, keys: Keys, fence: StartFence | None) -> None:
+        """``view`` is the node's."""
         self._meta = meta
         self._keys = keys
         self._view = view
-        self._holds = holds
+        self._holds = node.holds
         self._fence = fence
-        self._counters = counters
-        self._limits = limits
-        self._clock = clock
+        self._counters = node.counters
+        self._limits = node.limits
+        self._clock = node.clock
         self._following: _Following | None = None
         self._foreign: Session | None = None
         """The session that protects nothing because the generations differ."""
         self._ended = threading.Event()
-        self._stepped_s = clock.monotonic_s()
+        self._stepped_s = node.clock.monotonic_s()
 
     def begin(self, session: Session) -> None:
         """Follows rule V1: once the session's key exists, reads ``gc/``, watches from there on, fences (C4), then

@@ -118,24 +118,28 @@ class GcState(ABC):
         return 0
 
     @abstractmethod
+    def _leading(self, addresses: Sequence[Address]) -> int:
+        """Returns how many leading addresses are not condemned."""
+
     def leading(self, wanted: KeySet) -> int:
         """Returns how many leading chunks are not condemned; hold ``lock`` if that must stay true."""
+        return len(wanted) if self.is_calm else self._leading(wanted.addresses)
 
-    @abstractmethod
     def condemns(self, address: Address) -> bool:
         """True if an address counts as absent (rule H1)."""
+        return not self._leading((address,))
 
     def allowed(self, addresses: Sequence[Address]) -> Sequence[int]:
         """Returns the offsets of those that are not condemned."""
-        if self.is_calm:
+        if self.is_calm or self._leading(addresses) == len(addresses):
             return range(len(addresses))
         return [at for at, address in enumerate(addresses) if not self.condemns(address)]
 
     def unswept(self, wanted: KeySet) -> npt.NDArray[np.bool_]:
         """Returns which chunks are not condemned."""
-        unswept = np.zeros(len(wanted), np.bool_)
-        unswept[list(self.allowed(wanted.addresses))] = True
-        return unswept
+        if self.is_calm:
+            return np.ones(len(wanted), np.bool_)
+        return np.array([not self.condemns(address) for address in wanted.addresses], np.bool_)
 
     def stays(self, wanted: KeySet) -> npt.NDArray[np.bool_]:
         """Returns which chunks that a put has just written or found are still there, as far as sweeps go."""
@@ -215,9 +219,6 @@ class View(GcState):
         """True if no sweep is in flight: nothing is condemned."""
         return not self._open
 
-    def leading(self, wanted: KeySet) -> int:
-        return self._leading(wanted.addresses) if self._open else len(wanted)
-
     def _leading(self, addresses: Sequence[Address]) -> int:
         open_, shift = self._open, 16 - self._shard_bits
         for index, address in enumerate(addresses):
@@ -225,9 +226,6 @@ class View(GcState):
             if sweep is not None and address in sweep.members:
                 return index
         return len(addresses)
-
-    def condemns(self, address: Address) -> bool:
-        return not self._leading((address,))
 
     def check_room(self, size_bytes: int = 0) -> None:
         """Raises StoreFull while collectors publish that the root is full."""

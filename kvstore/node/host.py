@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -97,14 +97,11 @@ class HostView(GcState):
     def is_calm(self) -> bool:
         return not self._evicting()
 
-    def leading(self, wanted: KeySet) -> int:
+    def _leading(self, addresses: Sequence[Address]) -> int:
         evicting = self._evicting()
-        if not evicting or evicting.isdisjoint(wanted.addresses):
-            return len(wanted)
-        return next(at for at, address in enumerate(wanted.addresses) if address in evicting)
-
-    def condemns(self, address: Address) -> bool:
-        return address in self._evicting()
+        if evicting.isdisjoint(addresses):
+            return len(addresses)
+        return next(at for at, address in enumerate(addresses) if address in evicting)
 
     def stays(self, wanted: KeySet) -> npt.NDArray[np.bool_]:
         """Returns that all chunks of a put are there: it kept them."""

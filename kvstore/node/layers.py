@@ -288,7 +288,7 @@ class LayerReader:
         return memories
 
     def _native_run(self, images: npt.NDArray[np.uint64], ahead: int) -> LayerRun | None:
-        found = self._chunks.runs.layer_files(self._chain.namespace.tenant)
+        found = self._chunks.layer_files(self._chain.namespace.tenant)
         if found is None or (found[0] is None and not images.any()):
             return None
         return LayerRun(self._chain, images, *found, self._size, self._files_max, ahead)

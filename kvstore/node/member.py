@@ -62,13 +62,7 @@ class PinnedInMemory:
     def add(self, pin_id: str, addresses: Sequence[Address], seconds: float) -> None:
         """Keeps a pin's chunks that are in memory there, until it is removed or ``seconds`` are over."""
         self.expire()
-        bytes_max = self._memory.size_bytes // 2
-        kept: list[Address] = []
-        for address in addresses:
-            if self._memory.stats()["memory_pinned_bytes"] >= bytes_max:
-                break
-            if self._memory.pin([address])[0]:
-                kept.append(address)
+        kept = self._memory.pin(addresses, self._memory.size_bytes // 2)
         with self._lock:
             self._pins[pin_id] = (self._clock.monotonic_s() + seconds, kept)
 

@@ -344,13 +344,19 @@ class MemoryTier:
         with self._lock:
             return self._admission.asked(wanted.addresses[index], self._clock.monotonic_s())
 
-    def pin(self, addresses: Sequence[Address]) -> list[bool]:
-        """Keeps chunks in memory until they are unpinned; True for each that is there."""
+    def pin(self, addresses: Sequence[Address], bytes_max: int) -> list[Address]:
+        """Keeps chunks in memory until they are unpinned, until ``bytes_max`` are pinned in all; returns which."""
+        pinned: list[Address] = []
         with self._lock:
-            return [self._inventory.pin(address) for address in addresses]
+            for address in addresses:
+                if self._inventory.pinned_bytes >= bytes_max:
+                    break
+                if self._inventory.pin(address):
+                    pinned.append(address)
+        return pinned
 
     def unpin(self, addresses: Sequence[Address]) -> None:
-        """Undoes ``pin`` for those that it returned True for."""
+        """Undoes ``pin`` for those that it returned."""
         with self._lock:
             for address in addresses:
                 self._inventory.unpin(address)

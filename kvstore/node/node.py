@@ -43,8 +43,7 @@ from kvstore.node.prefetch import Prefetcher
 from kvstore.node.reader import Reader
 from kvstore.node.refresh import Refresher
 from kvstore.node.settings import NO_TIERS, CurrentLimits, Limits, TierSettings
-from kvstore.node.tier_stack import TierStack
-from kvstore.node.write_behind import Job
+from kvstore.node.tier_stack import Job, TierStack
 from kvstore.node.writer import Writer, Written
 from kvstore.operations import OperationRun, Operations, OperationState
 from kvstore.results import LayerMemory, PutResult
@@ -446,7 +445,7 @@ class Node:
             "root_full": int(self.gc_view.is_full),
             "operations_running": self.operations.count(OperationState.RUNNING),
             "operations_waiting": self.operations.count(OperationState.WAITING),
-            "native_path": int(self._chunks.runs.is_native),
+            "native_path": int(self._chunks.is_native),
             "keys_known": len(self.encodings.ring.by_id),
             **(self.tiers.stats() if self.tiers is not None else {}),
         }

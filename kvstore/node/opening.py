@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 from kvstore.encodings import codec
 from kvstore.encodings.codec import KeyFile
 from kvstore.errors import InvalidRequest, PermissionDenied, RootMismatch
-from kvstore.host.tables import check_left, publish_first, why_not_shared
+from kvstore.host.tables import check_left, why_not_shared
 from kvstore.memory.arena import PAGE_BYTES, Arena
-from kvstore.meta.cluster import Standing, bind_root, bound_root, forget_command, join_generation
+from kvstore.meta.cluster import bind_root, bound_root, forget_command
 from kvstore.meta.etcd import EtcdMeta, EtcdTls, EtcdUser, check_access
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta
@@ -38,7 +38,6 @@ from kvstore.root.identity import (
     create_or_open,
     default_bound,
     newest_number,
-    read_newest,
 )
 from kvstore.root.interface import Root
 from kvstore.root.open import check_place, open_root
@@ -158,8 +157,8 @@ def join(
     presence = Presence(meta, etcd_keys, clock=clock, ids=ids, ttl_s=options.session_ttl_s)
     presence.attach(began, ended)
     if isinstance(node.gc_view, View):
-        fence = _fence_of(node, meta, etcd_keys) if sharing is Sharing.CLUSTER else None
-        follower = Follower(meta, etcd_keys, node.gc_view, node.holds, fence, node.counters, limits, clock)
+        fence = StartFence(node, meta, etcd_keys) if sharing is Sharing.CLUSTER else None
+        follower = Follower(node, node.gc_view, meta, etcd_keys, fence)
 
         def follow(session: Session) -> None:
             follower.begin(session)
@@ -262,25 +261,6 @@ def _bind(cluster: Meta, root: Root, identity: RootIdentity, limits: Limits, clo
     """Tells a cluster where the root is. Raises RootMismatch while processes of this host share that without etcd."""
     _on_a_lane(lambda: check_left(root), limits, clock)
     bind_root(cluster, root.url, identity.root)
-
-
-def _fence_of(node: Node, meta: Meta, keys: Keys) -> StartFence:
-    """What a node of a cluster does on its root before a session protects anything."""
-    root, timeout_s = node.root, node.limits.meta_deadline_s
-
-    def standing() -> Standing:
-        return node.on_root(
-            lambda: join_generation(
-                meta,
-                keys,
-                node.ids,
-                read_root=lambda: read_newest(root),
-                publish_root=lambda mine: publish_first(root, mine, ids=node.ids, clock=node.clock),
-                timeout_s=timeout_s,
-            )
-        )
-
-    return StartFence(root, node.identity.shard_bits, node.on_root, standing, meta, keys, timeout_s)
 
 
 def _on_a_lane(work: Callable[[], T], limits: Limits, clock: Clock) -> T:

@@ -27,7 +27,7 @@ from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError
 from kvstore.format.header import Damaged, header_bytes
 from kvstore.keyset import BlockKeys, ChunkKeys, KeySet
-from kvstore.node.chunk_store import ChunkStore, SharedRead, Sizes
+from kvstore.node.chunk_store import ChunkStore, StoredRun
 from kvstore.node.counters import Counters
 from kvstore.node.gc_state import GcState
 from kvstore.node.holds import Hold, Holds
@@ -64,7 +64,7 @@ class Groups:
     chunks: int
     read: Callable[[int, int, Borrowed], Mask]
     """Reads the chunks from one index up to another; True for those that are right. Raises Withdrawn."""
-    turns: SharedRead | None = None
+    turns: StoredRun | None = None
     """Reads the same chunks once, without fixed bounds between the lanes."""
 
 
@@ -160,16 +160,16 @@ class Reading:
         self._running = None
         turns, self._turns = self._turns, None
         if turns is not None:
-            np.frombuffer(self._done, np.bool_)[:] |= turns.end()
+            np.frombuffer(self._done, np.bool_)[:] |= turns.end_read()
         if self._ended is not None:
             self._ended()
 
-    def _work_on_turns(self, turns: SharedRead, _: int) -> bool:
+    def _work_on_turns(self, turns: StoredRun, _: int) -> bool:
         """Reads what no other lane took, as ``_work_on_group`` does."""
         more = True
         while more:
             try:
-                left, more = turns.read(self._borrowed)
+                left, more = turns.read_turn(self._borrowed)
             except Withdrawn:
                 return False
             if not all(map(self._work, left)):
@@ -249,18 +249,19 @@ def root_groups(
     chunks: ChunkStore, lanes: Lanes, wanted: KeySet, first: int, count: int, into: Sections
 ) -> Groups | None:
     """Returns chunks from ``first`` on on the root in groups, counted from 0; None if they are read one by one."""
-    run = chunks.runs.of(wanted, first, count, into, fills=True)
+    run = chunks.run(wanted, first, count, into, fills=True)
     if run is None:
         return None
 
     def read(start: int, stop: int, borrowed: Borrowed) -> Mask:
-        return chunks.runs.read(run, first + start, first + stop, borrowed)
+        return run.read(first + start, first + stop, borrowed)
 
     chunk_bytes = max(1, wanted.mean_bytes(first, count))
     size = group_size(count, chunk_bytes, lanes.width)
     step = max(1, min(size, GROUP_BYTES_MIN // chunk_bytes))
     most = max(step, min(GROUP_BYTES_MAX // chunk_bytes, TURN_CHUNKS_MAX))
-    return Groups(size, count, read, chunks.runs.shared_read(run, Sizes(step, most, size)))
+    run.begin_turns(step, most, size)
+    return Groups(size, count, read, run)
 
 
 RECENT_MAX = 64
@@ -635,7 +636,7 @@ class Reader:
         """Returns the other payloads, mapped from the root if possible, copied otherwise."""
         layout, count = chain.namespace.layout, len(chain)
         payloads: list[memoryview | None] = [None] * count
-        run = self._chunks.runs.of(chain, 0, count) if self._chunks.root.traits.mapped else None
+        run = self._chunks.run(chain, 0, count) if self._chunks.root.traits.mapped else None
 
         def read(index: int, borrowed: Borrowed) -> bool:
             if index in found:
@@ -654,7 +655,8 @@ class Reader:
                 done = np.array([index in found for index in range(start, stop)], np.bool_)
                 for at, end in gaps(done):
                     part = slice(start + at, start + end)
-                    done[at:end], payloads[part] = self._chunks.runs.map(run, part.start, part.stop)
+                    payloads[part] = run.map(part.start, part.stop)
+                    done[at:end] = [payload is not None for payload in payloads[part]]
                 return done
 
             groups = Groups(group_size(count, layout.chunk_bytes, self._lanes.width), count, map_group)

@@ -26,7 +26,7 @@ from kvstore.errors import KVStoreError, Overloaded, Unavailable
 from kvstore.hints import DEFAULT, Hints
 from kvstore.keyset import KeySet, leading
 from kvstore.native import library as native
-from kvstore.node.chunk_store import ChunkStore, Run, SharedPut, Sizes, Staged
+from kvstore.node.chunk_store import ChunkStore, Staged, StoredRun
 from kvstore.node.counters import Counters
 from kvstore.node.gc_state import GcState, Reserved
 from kvstore.node.images import Images
@@ -35,8 +35,12 @@ from kvstore.node.memory_tier import Slots
 from kvstore.node.reader import Reader
 from kvstore.node.refresh import Refresher
 from kvstore.node.settings import CurrentLimits
+<<<<<<< HEAD
 from kvstore.node.tier_stack import Incoming, Reservation, TierStack
 from kvstore.node.write_behind import Job
+=======
+from kvstore.node.tier_stack import Incoming, Job, TierStack
+>>>>>>> engine
 from kvstore.results import PutResult, StoredBlocks
 from kvstore.root.posix import DiskFull, PosixRoot
 from kvstore.sources import Clock
@@ -70,7 +74,7 @@ DISCARD_S = 1.0
 
 Mask = npt.NDArray[np.bool_]
 Indexes = npt.NDArray[np.int64]
-Ready = Staged | SharedPut | None
+Ready = Staged | StoredRun | None
 """A chunk that may be published: staged alone, staged in a run, or already in the store (None)."""
 
 
@@ -614,9 +618,9 @@ class RootWrite:
 
         Native code looks for many at once.
         """
-        chain, lanes, runs = self.wanted, self._writer.lanes, self._chunks.runs
+        chain, lanes = self.wanted, self._writer.lanes
         count = min(self.first, len(chain))
-        run = runs.of(chain, 0, count)
+        run = self._chunks.run(chain, 0, count)
         size = min(max(-(-count // lanes.width), LOOKED_MIN), LOOKED_MAX) if run is not None else 1
         missing = [count]
 
@@ -624,7 +628,7 @@ class RootWrite:
             start = number * size
             indexes = np.arange(start, min(start + size, count))
             if run is not None:
-                there, mtimes_ns = runs.look(run, start, start + len(indexes))
+                there, mtimes_ns = run.look(start, start + len(indexes))
                 self._found(indexes[there], mtimes_ns)
                 indexes = indexes[~there]
             for index in indexes.tolist():
@@ -770,28 +774,28 @@ class RootWrite:
     # Staging, on lanes
 
     def _begin(self, source: Sections, first: int, count: int) -> Batch:
-        runs, lanes = self._chunks.runs, self._writer.lanes
-        run = runs.of(self.wanted, first, count, source) if runs.stages else None
+        chunks, lanes = self._chunks, self._writer.lanes
+        run = chunks.run(self.wanted, first, count, source) if chunks.stages_natively else None
         if run is None:
             return lanes.start(count, lambda at: self._store(source, first + at))
-        put = self._shared(run)
+        self._begin_turns(run)
 
         def store(_: int) -> bool:
             more = True
             try:
                 while more:
-                    left, more = self._add_turn(put)
-                    self._store_left(source, left, put)
+                    left, more = self._add_turn(run)
+                    self._store_left(source, left, run)
                     moved_on()
             except BaseException:
-                put.stop()
+                run.stop()
                 raise
             return True
 
         return lanes.start(min(count, lanes.width), store)
 
-    def _shared(self, run: Run) -> SharedPut:
-        """Returns chunks that lanes find, stage and publish together."""
+    def _begin_turns(self, run: StoredRun) -> None:
+        """Prepares the turns in which lanes find, stage and publish the chunks."""
         durable, chunk_bytes = self._writer.durable, max(1, self.wanted.mean_bytes(run.first, run.count))
         # Blocks that the caller vouches for need no look between staging and publishing.
         at_once = not self._is_chain and not durable and not self._sources
@@ -799,10 +803,9 @@ class RootWrite:
         if at_once:
             files_max, bytes_max = TURN_PUBLISHED_MAX, TURN_PUBLISHED_BYTES_MAX
         most = max(1, min(bytes_max // chunk_bytes, files_max))
-        sizes = Sizes(max(1, min(STEP_BYTES // chunk_bytes, STEP_FILES_MAX, most)), most)
-        return self._chunks.runs.shared_put(
-            run,
-            sizes,
+        run.begin_put(
+            max(1, min(STEP_BYTES // chunk_bytes, STEP_FILES_MAX, most)),
+            most,
             np.array(self.wanted.depths()[run.first : run.first + run.count], np.int64),
             stamped_s=self._stamped_s,
             durable=durable,
@@ -810,7 +813,7 @@ class RootWrite:
             abandoned=self.abandoned if at_once else None,
         )
 
-    def _add_turn(self, put: SharedPut) -> tuple[list[int], bool]:
+    def _add_turn(self, put: StoredRun) -> tuple[list[int], bool]:
         """Takes one lane's turn: finds or stages chunks that no other lane took, and publishes what it can.
 
         Returns the chunks to be added one by one, and whether there may be more.
@@ -820,17 +823,17 @@ class RootWrite:
         with self._changed:
             self._turns += 1
         try:
-            places, more = self._chunks.runs.stage(put)
+            places, more = put.stage_turn()
             if not len(places):  # other lanes took all there was
                 return [], more
-            published = put.run.items["status"][places] == native.PUBLISHED
+            published = put.items["status"][places] == native.PUBLISHED
             if published.any():
                 done, places = places[published], places[~published]
-                self._there[put.run.first + done] = self.fresh[put.run.first + done] = True
-                self._count(*self._chunks.runs.publish(put, done, ordered=False, epoch=put.epoch))
+                self._there[put.first + done] = self.fresh[put.first + done] = True
+                self._count(*put.count_published(done, put.epoch))
                 if not len(places):
                     return [], more
-            taken, indexes = put.taken(places), put.run.first + places
+            taken, indexes = put.items[places], put.first + places
             staged, found = taken["status"] == native.DONE, taken["status"] == native.FOUND
             ready: dict[int, Ready] = dict.fromkeys(indexes[staged].tolist(), put)
             if found.any():
@@ -844,7 +847,7 @@ class RootWrite:
                 self._turns -= 1
                 self._changed.notify_all()
 
-    def _store_left(self, source: Sections, left: Sequence[int], put: SharedPut) -> None:
+    def _store_left(self, source: Sections, left: Sequence[int], put: StoredRun) -> None:
         """Stores one by one the chunks of a lane's turn that could not be stored at once.
 
         On a full root the chunks in front win over those behind, so that as many as fit are published.
@@ -939,9 +942,9 @@ class RootWrite:
         """Returns those that have a staged file."""
         found = list[Staged]()
         for index, each in ready.items():
-            if isinstance(each, SharedPut):
+            if isinstance(each, StoredRun):
                 expected = self.wanted.expected(index)
-                found.append(Staged(each.name(index - each.run.first), expected, expected.file_bytes))
+                found.append(Staged(each.staged_name(index - each.first), expected, expected.file_bytes))
             elif each is not None:
                 found.append(each)
         return found
@@ -950,7 +953,7 @@ class RootWrite:
         """Publishes blocks in no order. If this raises, ``abandon`` discards those that are left."""
         for put, group in groupby(ready, ready.__getitem__):
             indexes = list(group)
-            if isinstance(put, SharedPut):
+            if isinstance(put, StoredRun):
                 indexes = self._publish_unordered(put, indexes)
             for index in indexes:
                 with self._changed:
@@ -960,22 +963,22 @@ class RootWrite:
                 for staged in self._staged({index: claimed}):
                     self._publish(index, staged)
 
-    def _publish_unordered(self, put: SharedPut, indexes: list[int]) -> list[int]:
+    def _publish_unordered(self, put: StoredRun, indexes: list[int]) -> list[int]:
         """Publishes blocks of a run by one call; returns those that are left."""
         if not put.is_right and not self._still_right(indexes).all():
             return indexes
-        places = np.asarray(indexes, np.int32) - np.int32(put.run.first)
+        places = np.asarray(indexes, np.int32) - np.int32(put.first)
         with self._changed:
             if self.abandoned.value:
                 return []
             for index in indexes:
                 del self._ready[index]
         try:
-            self._count(*self._chunks.runs.publish(put, places, ordered=False))
+            self._count(*put.publish(places, ordered=False))
         finally:
-            done = put.taken(places)["status"] == native.PUBLISHED
-            left: list[int] = (places[~done] + put.run.first).tolist()
-            self._there[places[done] + put.run.first] = self.fresh[places[done] + put.run.first] = True
+            done = put.items[places]["status"] == native.PUBLISHED
+            left: list[int] = (places[~done] + put.first).tolist()
+            self._there[places[done] + put.first] = self.fresh[places[done] + put.first] = True
             self._keep(dict.fromkeys(left, put))
         return left
 
@@ -1013,14 +1016,14 @@ class RootWrite:
 
     def _publish_run(self, ready: Ready, first: int, stop: int) -> int:
         """Publishes chunks of a run up to the first that Python has to do; returns how many."""
-        if not isinstance(ready, SharedPut):
+        if not isinstance(ready, StoredRun):
             return 0
         self._renew_before(first)
         if not ready.is_right:
             right = self._still_right(range(first, stop))
             stop = stop if right.all() else first + int(right.argmin())
-        places = np.arange(first - ready.run.first, stop - ready.run.first, dtype=np.int32)
-        count, size_bytes = self._chunks.runs.publish(ready, places, ordered=True)
+        places = np.arange(first - ready.first, stop - ready.first, dtype=np.int32)
+        count, size_bytes = ready.publish(places, ordered=True)
         self.fresh[first : first + count] = True
         self._count(count, size_bytes)
         return count

@@ -15,7 +15,7 @@ import kvstore
 from kvstore import Layout
 from kvstore.client.bulk.links import Bulk
 from kvstore.client.cache import Cache, Hold
-from kvstore.node import write_behind
+from kvstore.node import tier_stack
 from kvstore.node.opening import open_member
 from kvstore.node.settings import Limits, TierSettings
 from kvstore.worker.worker import Worker
@@ -64,14 +64,14 @@ def cache_by(way: str, root: Path) -> Iterator[Cache]:
 
 def hops_by(way: str, root: Path) -> dict[str, set[Function]]:
     """The functions that each call typically enters on one way."""
-    recorder, after_s = Recorder(), write_behind.AFTER_S
+    recorder, after_s = Recorder(), tier_stack.AFTER_S
     # Lanes that write behind would work for no call. What waits at the end is given up: nobody reads it.
-    write_behind.AFTER_S = NEVER_S
+    tier_stack.AFTER_S = NEVER_S
     try:
         with recorder.installed(), cache_by(way, root) as cache:
             return {name: recorder.typical(*call) for name, call in _calls(cache).items()}
     finally:
-        write_behind.AFTER_S = after_s
+        tier_stack.AFTER_S = after_s
 
 
 def _calls(cache: Cache) -> dict[str, tuple[Callable[[Any], object], Callable[[], Any]]]:

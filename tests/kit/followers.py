@@ -57,6 +57,15 @@ def nothing() -> None:
     pass
 
 
+class Fence(StartFence):
+    """A fence whose comparison with etcd a test chooses."""
+
+    found: Callable[[], Standing]
+
+    def standing(self) -> Standing:
+        return self.found()
+
+
 class Alone:
     """A follower without threads, on its own root and store."""
 
@@ -75,20 +84,11 @@ class Alone:
         )
         assert isinstance(self.node.gc_view, View)
         self.view = self.node.gc_view
-        limits, fence = self.node.limits, None
+        fence: Fence | None = None
         if standing is not None:
-            fence = StartFence(
-                root,
-                identity.shard_bits,
-                lambda work: work(),
-                standing,
-                self.meta,
-                self.keys,
-                limits.meta_deadline_s,
-            )
-        self.follower = Follower(
-            self.meta, self.keys, self.view, self.node.holds, fence, self.node.counters, limits, clock
-        )
+            fence = Fence(self.node, self.meta, self.keys)
+            fence.found = standing
+        self.follower = Follower(self.node, self.view, self.meta, self.keys, fence)
 
     def session(self) -> Session:
         return Session.open(self.meta, self.keys, clock=SystemClock(), ids=RandomIds())

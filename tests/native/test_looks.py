@@ -75,9 +75,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def forgetful(store: Store) -> BlockCache:
     """Blocks of a root whose client may believe that a file is absent which is there."""
-    runs = chunks_of(store).runs
-    assert runs._files is not None and runs._files.knows_absence
-    runs._files = replace(runs._files, knows_absence=False)
+    chunks = chunks_of(store)
+    assert chunks._files is not None and chunks._files.knows_absence
+    chunks._files = replace(chunks._files, knows_absence=False)
     return store.namespace("m", TINY).blocks
 
 

@@ -81,7 +81,7 @@ def filled(root: Path, layout: Layout, chunks: int = COUNT) -> Iterator[tuple[St
         out = new_array(layout.shape(len(tokens)), layout.numpy_dtype)
         out[:] = 0
         chain = ChunkKeys.of(cache.namespace, tokens.astype(np.uint32))
-        run = chunks_of(store).runs.of(chain, 0, chunks, planes_of(out, layout))
+        run = chunks_of(store).run(chain, 0, chunks, planes_of(out, layout))
         assert run is not None
         yield store, run, out
 

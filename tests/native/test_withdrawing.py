@@ -18,7 +18,7 @@ from kvstore.buffers import Borrowed, Withdrawn, planes_of
 from kvstore.keyset import ChunkKeys
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.node.chunk_store import SharedRead, Sizes
+from kvstore.node.chunk_store import StoredRun
 from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds
@@ -50,7 +50,7 @@ def test_a_read_that_was_given_up_while_opening_writes_nothing(tmp_root: Path, p
         out = np.full(SMALL.shape(len(TOKENS)), 7, SMALL.numpy_dtype)
         chunks = chunks_of(store)
         chain = ChunkKeys.of(cache.namespace, TOKENS.astype(np.uint32))
-        run = chunks.runs.of(chain, 0, CHUNKS, planes_of(out, SMALL))
+        run = chunks.run(chain, 0, CHUNKS, planes_of(out, SMALL))
         assert run is not None
         borrowed, ended = Borrowed(), []
         paused_open.reached.clear()
@@ -58,7 +58,7 @@ def test_a_read_that_was_given_up_while_opening_writes_nothing(tmp_root: Path, p
 
         def read() -> None:
             try:
-                chunks.runs.read(run, 0, CHUNKS, borrowed)
+                run.read(0, CHUNKS, borrowed)
             except Withdrawn:
                 ended.append(True)
 
@@ -82,29 +82,29 @@ def test_memory_taken_back_at_any_moment_is_not_written_afterwards(tmp_root: Pat
         before = open_files(tmp_root)
         for attempt in range(80):
             out = np.zeros(SMALL.shape(len(TOKENS)), SMALL.numpy_dtype)
-            run = chunks.runs.of(chain, 0, CHUNKS, planes_of(out, SMALL))
+            run = chunks.run(chain, 0, CHUNKS, planes_of(out, SMALL))
             assert run is not None
             borrowed = Borrowed()
 
-            def read(start: int, run: object = run, borrowed: Borrowed = borrowed) -> None:
+            def read(start: int, run: StoredRun = run, borrowed: Borrowed = borrowed) -> None:
                 try:
                     for at in range(start, CHUNKS, 8):
-                        chunks.runs.read(run, at, at + 4, borrowed)  # type: ignore[arg-type]
+                        run.read(at, at + 4, borrowed)
                 except Withdrawn:
                     pass
 
-            def take_turns(shared: SharedRead, borrowed: Borrowed = borrowed) -> None:
+            def take_turns(shared: StoredRun, borrowed: Borrowed = borrowed) -> None:
                 more = True
                 try:
                     while more:
-                        _, more = shared.read(borrowed)
+                        _, more = shared.read_turn(borrowed)
                 except Withdrawn:
                     pass
 
             readers = [threading.Thread(target=read, args=(start,)) for start in (0, 4)]
             if attempt % 2:
-                shared = chunks.runs.shared_read(run, Sizes(2, 4))
-                readers = [threading.Thread(target=take_turns, args=(shared,)) for _ in range(2)]
+                run.begin_turns(2, 4)
+                readers = [threading.Thread(target=take_turns, args=(run,)) for _ in range(2)]
             for reader in readers:
                 reader.start()
             time.sleep(attempt / 80 * 0.001)
@@ -160,15 +160,16 @@ def test_a_group_of_files_is_given_up_between_two_of_them(tmp_root: Path) -> Non
         cache.get(TOKENS)
         before = open_files(tmp_root)
         out = np.full(SMALL.shape(len(TOKENS)), 7, SMALL.numpy_dtype)
-        run = chunks_of(store).runs.of(
+        run = chunks_of(store).run(
             ChunkKeys.of(cache.namespace, TOKENS.astype(np.uint32)), 0, CHUNKS, planes_of(out, SMALL)
         )
         assert run is not None
         borrowed = Borrowed()
         borrowed.natively.stop = 1  # as it is at the moment when ``withdraw`` begins to wait for those who write
         assert not run.read(0, CHUNKS, borrowed).any()
+        run.begin_turns(4, 16)
         with pytest.raises(Withdrawn):
-            chunks_of(store).runs.shared_read(run, Sizes(4, 16)).read(borrowed)
+            run.read_turn(borrowed)
         assert (out == 7).all()
         assert open_files(tmp_root) == before
         assert run.read(0, CHUNKS, Borrowed()).all()

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvstore.client.operation import Operation
 from kvstore.errors import Overloaded, Unavailable
 from kvstore.operations import FINISHED_MAX, KIND_THREADS, OperationRun, Operations, OperationState
 from kvstore.progress import Cancelled
@@ -38,33 +37,6 @@ def ended(run: OperationRun) -> OperationState:
     status = run.poll(PATIENCE_S)
     assert status.state.ended
     return status.state
-
-
-def test_operation_done_has_progress_counts_and_message() -> None:
-    def work(run: OperationRun) -> str:
-        run.progress(1, 4)
-        run.count(chunks=7)
-        run.progress(4, 4)
-        return "a remark"
-
-    with operating() as operations:
-        operation = Operation(operations.begin("clear", work, unit="shards"))
-        assert operation.wait(PATIENCE_S)
-    assert operation.state == "done" and operation.state is OperationState.DONE
-    assert (operation.done, operation.total, operation.message) == (4, 4, "a remark")
-    assert operation.counts == {"chunks": 7} and operation.last.ended_s >= operation.last.began_s
-
-
-def test_wait_that_times_out_ends_nothing_and_cancel_does() -> None:
-    with operating() as operations:
-        operation = Operation(operations.begin("clear", endless))
-        assert not operation.wait(0)
-        assert not operation.state.ended
-        operation.cancel()
-        assert operation.wait(PATIENCE_S)
-        assert (operation.state, operation.message) == ("cancelled", "cancelled")
-        operation.cancel()
-        assert operation.state == "cancelled"
 
 
 def test_cancelled_while_waiting_never_runs() -> None:
@@ -141,16 +113,6 @@ def test_tenant_with_fewer_running_takes_the_next_turn() -> None:
         assert began[KIND_THREADS] == "beta"
 
 
-def test_unfinished_at_the_limit_refuse_more_until_one_ends() -> None:
-    with operating(unfinished_max=2) as operations:
-        runs = [operations.begin("prefetch", endless) for _ in range(2)]
-        with pytest.raises(Overloaded, match="2 operations are unfinished"):
-            operations.begin("prefetch", endless)
-        runs[0].cancel()
-        assert ended(runs[0]) is OperationState.CANCELLED
-        operations.begin("prefetch", endless)
-
-
 def test_tenant_at_its_share_leaves_places_to_others() -> None:
     with operating(unfinished_max=4) as operations:
         for _ in range(2):
@@ -173,13 +135,3 @@ def test_finished_beyond_the_limit_are_forgotten_oldest_first() -> None:
         assert len(kept) == FINISHED_MAX + 2 and kept[0] is last
         assert operations.find(running.status.id) is running
         assert operations.find(runs[0].status.id) is None
-
-
-def test_close_cancels_all_and_begins_no_more() -> None:
-    operations = Operations(SystemClock(), RandomIds())
-    runs = [operations.begin("clear", endless) for _ in range(KIND_THREADS + 1)]
-    operations.close(PATIENCE_S, "it drains")
-    assert {(ended(run), run.status.message) for run in runs} == {(OperationState.CANCELLED, "it drains")}
-    with pytest.raises(Unavailable, match="begins no operation"):
-        operations.begin("clear", endless)
-    assert not [each for each in threading.enumerate() if each.name == "kvstore-operation"]

@@ -17,7 +17,7 @@ import pytest
 from kvstore.buffers import planes_of
 from kvstore.errors import KVStoreError
 from kvstore.hints import Hints
-from kvstore.node import tier_stack, write_behind
+from kvstore.node import tier_stack
 from kvstore.node.lanes import Deadline
 from kvstore.node.tier_stack import Incoming
 from kvstore.sources import SystemClock
@@ -245,8 +245,8 @@ def test_w3_parents_that_are_gone_are_not_waited_for_until_the_end(caplog: pytes
 
 
 def test_w3_what_is_being_written_is_waited_for_beside_parents_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_behind, "STUCK_S", 0.1)
-    monkeypatch.setattr(write_behind, "JOIN_S", 0.0)
+    monkeypatch.setattr(tier_stack, "STUCK_S", 0.1)
+    monkeypatch.setattr(tier_stack, "JOIN_S", 0.0)
     root = faulty()
     node = Acting(root, limits=quick(flush_s=3600.0, behind_give_up_s=3600.0, write_deadline_s=3600.0, stall_s=3600.0))
     node.put(1, 4, write=WriteMode.UNCACHED)

@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.format import places
 from kvstore.keyset import ChunkKeys
-from kvstore.node import write_behind
+from kvstore.node import tier_stack
 from kvstore.root.interface import Root
 from kvstore.writes import Durability, WriteMode
 from tests.kit.faulty_root import ENOSPC, EROFS, FaultyRoot, Rule
@@ -246,7 +246,7 @@ def test_i1_what_goes_wrong_before_native_code_stages_it_gets_no_name(
     tmp_root: Path, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It compares what it writes with the image that this comes from."""
-    monkeypatch.setattr(write_behind, "AFTER_S", 0.3)
+    monkeypatch.setattr(tier_stack, "AFTER_S", 0.3)
     root = on_posix(tmp_root / "root")
     with Acting(root, limits=quick(behind_give_up_s=0.3 * slowness())) as node:
         node.put(1, 6)

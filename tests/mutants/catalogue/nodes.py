@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tests.mutants.catalogue.interfaces import HOLDS, KNOWN, META, SESSION, VIEW, at, giving
+from tests.mutants.catalogue.interfaces import GC_STATE, HOLDS, KNOWN, META, SESSION, VIEW, at, giving
 from tests.mutants.mutant import Mutant, rule
 from tests.mutants.planters import several
 
@@ -120,7 +120,7 @@ HOLDING = [
     rule(
         "H1",
         "condemned-is-a-hit",
-        at(VIEW, "leading", lambda real, self, wanted: len(wanted)),
+        at(GC_STATE, "leading", lambda real, self, wanted: len(wanted)),
         VIEW_TESTS,
         SWEEPS,
     ),
@@ -128,10 +128,10 @@ HOLDING = [
         "H1",
         "condemned-blocks-are-hits",
         several(
-            at(VIEW, "condemns", giving(False)),
-            at(VIEW, "leading", lambda real, self, wanted: len(wanted)),
-            at(VIEW, "allowed", lambda real, self, addresses: range(len(addresses))),
-            at(VIEW, "unswept", lambda real, self, wanted: real(self, wanted) | True),
+            at(GC_STATE, "condemns", giving(False)),
+            at(GC_STATE, "leading", lambda real, self, wanted: len(wanted)),
+            at(GC_STATE, "allowed", lambda real, self, addresses: range(len(addresses))),
+            at(GC_STATE, "unswept", lambda real, self, wanted: real(self, wanted) | True),
         ),
         CONTRACT,
     ),
