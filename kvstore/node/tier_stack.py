@@ -13,18 +13,12 @@ from functools import partial
 from itertools import accumulate
 from typing import Protocol
 
-<<<<<<< HEAD
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import Address
-from kvstore.background import Loop
-from kvstore.buffers import Sections, address_of
-=======
 from kvstore.address import ADDRESS_BYTES, Address
 from kvstore.background import Decision, Loop
-from kvstore.buffers import Sections
->>>>>>> engine
+from kvstore.buffers import Sections, address_of
 from kvstore.census.selection import ClearOrder, Standing
 from kvstore.counts import NodeCount
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
@@ -134,51 +128,6 @@ class Kept:
         return Kept(self.there[:at] + rest.there, self.fresh + [at + each for each in rest.fresh], waits_at)
 
 
-<<<<<<< HEAD
-ARRIVING_SHARE = 4
-"""Share of memory that reservations may have together: clients that stop sending must not keep others out."""
-
-
-class Reservation:
-    """Slots for a run of chunks on their way from a client. A context: gives them back unless they were published."""
-
-    def __init__(self, tiers: TierStack, keys: KeySet, first: int, slots: list[Slot], hints: Hints) -> None:
-        self.first = first
-        self.count = len(slots)
-        self.size_bytes = sum(slot.entry.size_bytes for slot in slots)
-        self._tiers = tiers
-        self._keys = keys
-        self._slots = slots
-        self._hints = hints
-
-    def bases(self) -> npt.NDArray[np.uint64]:
-        """Returns where the sections belong: the first section of each chunk, then the second of each, and so on."""
-        payloads = [self._keys.payload_of(at, slot.memory) for at, slot in enumerate(self._slots, self.first)]
-        starts = np.fromiter(map(address_of, payloads), np.uint64, len(payloads))
-        offsets = np.arange(0, len(payloads[0]), self._keys.section_bytes(self.first), dtype=np.uint64)
-        return (offsets[:, None] + starts).ravel()
-
-    def publish(self, sums: npt.NDArray[np.uint64]) -> None:
-        """Makes the chunks ready; ``sums`` are the checksums of their sections, in the order of ``bases``."""
-        slots, tiers = self._slots, self._tiers
-        tables = sums.reshape(-1, len(slots)).T
-        seal_images(self._keys, self.first, [slot.memory for slot in slots], tables, tiers.incarnations)
-        self._slots = []
-        tiers.memory.ready(slots)
-        stop = self.first + len(slots)
-        tiers.behind.add(self._keys.needed(stop), self.first, len(slots), self._hints, self.size_bytes)
-        tiers.record()
-
-    def __enter__(self) -> Reservation:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        slots, self._slots = self._slots, []
-        if slots:
-            self._tiers.memory.drop(slots)
-            self._tiers.behind.give_back(self.size_bytes)
-        self._tiers.has_arrived(self.size_bytes)
-=======
 # The queue of chunks that memory has and the root lacks: written soon, parents first; no caller waits for it (W1, W2).
 
 
@@ -453,7 +402,51 @@ class WriteBehind:
             self._jobs -= 1
             self._ended_s = self._clock.monotonic_s()
             self._changed.notify_all()
->>>>>>> engine
+
+
+ARRIVING_SHARE = 4
+"""Share of memory that reservations may have together: clients that stop sending must not keep others out."""
+
+
+class Reservation:
+    """Slots for a run of chunks on their way from a client. A context: gives them back unless they were published."""
+
+    def __init__(self, tiers: TierStack, keys: KeySet, first: int, slots: list[Slot], hints: Hints) -> None:
+        self.first = first
+        self.count = len(slots)
+        self.size_bytes = sum(slot.entry.size_bytes for slot in slots)
+        self._tiers = tiers
+        self._keys = keys
+        self._slots = slots
+        self._hints = hints
+
+    def bases(self) -> npt.NDArray[np.uint64]:
+        """Returns where the sections belong: the first section of each chunk, then the second of each, and so on."""
+        payloads = [self._keys.payload_of(at, slot.memory) for at, slot in enumerate(self._slots, self.first)]
+        starts = np.fromiter(map(address_of, payloads), np.uint64, len(payloads))
+        offsets = np.arange(0, len(payloads[0]), self._keys.section_bytes(self.first), dtype=np.uint64)
+        return (offsets[:, None] + starts).ravel()
+
+    def publish(self, sums: npt.NDArray[np.uint64]) -> None:
+        """Makes the chunks ready; ``sums`` are the checksums of their sections, in the order of ``bases``."""
+        slots, tiers = self._slots, self._tiers
+        tables = sums.reshape(-1, len(slots)).T
+        seal_images(self._keys, self.first, [slot.memory for slot in slots], tables, tiers.incarnations)
+        self._slots = []
+        tiers.memory.ready(slots)
+        stop = self.first + len(slots)
+        tiers.behind.add(self._keys.needed(stop), self.first, len(slots), self._hints, self.size_bytes)
+        tiers.record()
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        slots, self._slots = self._slots, []
+        if slots:
+            self._tiers.memory.drop(slots)
+            self._tiers.behind.give_back(self.size_bytes)
+        self._tiers.has_arrived(self.size_bytes)
 
 
 class TierStack:

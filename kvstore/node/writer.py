@@ -35,12 +35,7 @@ from kvstore.node.memory_tier import Slots
 from kvstore.node.reader import Reader
 from kvstore.node.refresh import Refresher
 from kvstore.node.settings import CurrentLimits
-<<<<<<< HEAD
-from kvstore.node.tier_stack import Incoming, Reservation, TierStack
-from kvstore.node.write_behind import Job
-=======
-from kvstore.node.tier_stack import Incoming, Job, TierStack
->>>>>>> engine
+from kvstore.node.tier_stack import Incoming, Job, Reservation, TierStack
 from kvstore.results import PutResult, StoredBlocks
 from kvstore.root.posix import DiskFull, PosixRoot
 from kvstore.sources import Clock

@@ -18,13 +18,8 @@ from kvstore.errors import InvalidRequest
 from kvstore.keyset import ChunkKeys
 from kvstore.native import is_available
 from kvstore.native import library as native
-<<<<<<< HEAD
 from kvstore.node import chunk_store
-from kvstore.node.chunk_store import Run, Sizes
-=======
-from kvstore.node import chunk_store, writer
-from kvstore.node.chunk_store import Places, Run, StoredRun
->>>>>>> engine
+from kvstore.node.chunk_store import Run
 from kvstore.node.lanes import GROUP_FILES_MAX
 from tests.kit.native_modes import chunks_of, opened
 from tests.kit.patience import PATIENCE_S
@@ -76,86 +71,6 @@ def test_a_get_of_small_chunks_needs_few_open_files(tmp_root: Path, monkeypatch:
         assert 1 < min(sizes) <= max(sizes) <= GROUP_FILES_MAX, "more where there are more, but not without a limit"
 
 
-<<<<<<< HEAD
-=======
-def test_a_durable_put_syncs_few_files_in_one_call(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    noted = Noted(native.library, "kv_stage_turn")
-    monkeypatch.setattr(native, "library", noted)
-    tokens = np.arange(100 * TINY.chunk_tokens)
-    store = Store(LocalPort(member_on(PosixRoot(tmp_root), durability=Durability.FSYNC)))
-    try:
-        cache = store.namespace("m", TINY)
-        assert cache.put(tokens, kv_of(TINY, tokens)).chunks_written == 100
-        assert cache.get(tokens)[0] == len(tokens)
-    finally:
-        store.close()
-    assert noted.turns and max(turn.told_count for turn in noted.turns) <= TURN_SYNCED_MAX
-
-
-def test_blocks_get_their_names_in_the_turn_that_stages_them_and_it_has_few(
-    tmp_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    noted, published = Noted(native.library, "kv_stage_turn"), []
-
-    def publish(self: StoredRun, at: Places, *, ordered: bool) -> None:
-        published.append(len(at))
-
-    monkeypatch.setattr(native, "library", noted)
-    monkeypatch.setattr(StoredRun, "_publish", publish)
-    keys = [at.to_bytes(16, "little") for at in range(500)]
-    with opened(tmp_root, native=True) as store:
-        blocks = store.namespace("m", TINY).blocks
-        blocks.put([b"first".ljust(16)], [b"makes the folder of shards"])
-        published.clear()
-        assert blocks.put_new(keys[::2], [key * 2 for key in keys[::2]]).fresh == [True] * 250
-        stored = blocks.put_new(keys, [key * 2 for key in keys])
-        assert (stored, stored.fresh) == ([True] * 500, [False, True] * 250)
-        found = [bytearray(32) for _ in keys]
-        assert blocks.get(keys, found) == [True] * len(keys)
-        assert found == [key * 2 for key in keys]
-        assert store.stats()["chunks_written"] == 1 + len(keys)
-    assert not published
-    assert noted.turns and max(turn.told_count for turn in noted.turns) <= TURN_PUBLISHED_MAX
-
-
-def test_a_turn_at_a_put_ends_after_its_time(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    noted = Noted(native.library, "kv_stage_turn")
-    monkeypatch.setattr(native, "library", noted)
-    monkeypatch.setattr(chunk_store, "TURN_NS", 0)
-    monkeypatch.setattr(writer, "STEP_BYTES", 1024)
-    keys = [at.to_bytes(16, "little") for at in range(100)]
-    with opened(tmp_root, native=True) as store:
-        blocks = store.namespace("m", TINY).blocks
-        assert blocks.put(keys, [key * 16 for key in keys]) == [True] * len(keys)
-    assert len(noted.turns) >= 25 and max(turn.told_count for turn in noted.turns) == 4
-
-
-def test_a_put_that_was_given_up_takes_nothing_more_in_its_turn(
-    tmp_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    noted, stage = Noted(native.library, "kv_stage_turn"), StoredRun._stage
-
-    def given_up(self: StoredRun) -> tuple[Places, bool, int]:
-        assert self._abandoned is not None
-        self._abandoned.value = 1
-        return stage(self)
-
-    monkeypatch.setattr(native, "library", noted)
-    monkeypatch.setattr(writer, "STEP_BYTES", 1024)
-    keys = [at.to_bytes(16, "little") for at in range(100)]
-    # With another lane, which finds the put given up, the run could be over before this turn begins.
-    with opened(tmp_root, native=True, limits=Limits(width=1)) as store:
-        blocks = store.namespace("m", TINY).blocks
-        blocks.put([b"first".ljust(16)], [b"makes the folder of shards"])
-        monkeypatch.setattr(StoredRun, "_stage", given_up)
-        noted.turns.clear()
-        assert blocks.put(keys, [key * 16 for key in keys]) == [False] * len(keys)
-        assert blocks.present(keys) == [False] * len(keys)
-    assert noted.turns and max(turn.told_count for turn in noted.turns) == 4
-    assert not list(tmp_root.glob("staging/*/*"))
-
-
->>>>>>> engine
 def test_a_forked_child_does_not_read_into_memory_of_its_parent() -> None:
     with chunk_store._cold_memory() as at:
         ctypes.memset(at, 1, 4096)

@@ -195,28 +195,3 @@ def test_what_is_not_cached_is_read_from_the_device(tmp_path: Path, layout: Layo
             assert count == (len(tokens) if spoil is None else 0)
             assert same(out[:, :, :count], kv[:, :, :count])
         assert store.stats()["miss_damaged"] >= 1
-<<<<<<< HEAD
-=======
-
-
-def test_memory_that_is_read_only_is_never_written_to(tmp_root: Path) -> None:
-    tokens = np.arange(SMALL.chunk_tokens)
-    with opened(tmp_root, native=True) as store:
-        cache = store.namespace("m", SMALL)
-        cache.put(tokens, kv_of(SMALL, tokens))
-        frozen = np.zeros(SMALL.shape(len(tokens)), SMALL.numpy_dtype)
-        frozen.flags.writeable = False
-        chain = ChunkKeys.of(cache.namespace, tokens.astype(np.uint32))
-        chunks = chunks_of(store)
-        assert chunks.run(chain, 0, 1, planes_of(frozen, SMALL), fills=True) is None
-        assert chunks.run(chain, 0, 2, planes_of(frozen.copy(), SMALL)) is None, "it has no room for two"
-        key = b"k" * 16
-        blocks = BlockKeys(cache.namespace, [key], [Address(key)], [5])
-        assert chunks.run(blocks, 0, 1, Buffers([memoryview(b"bytes")]), fills=True) is None
-
-
-def test_the_option_direct_reaches_the_root(tmp_root: Path) -> None:
-    for options, direct in ((None, False), ({"direct": True}, True)):
-        files = local_files(open_root(str(tmp_root), options))
-        assert files is not None and files.direct == direct
->>>>>>> engine
