@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.harness.load import WrongBytes
 from benchmarks.harness.options import Options, add_options, options_of
 from benchmarks.harness.result import Result, markdown, save
-from benchmarks.harness.worker_pool import CrewFailed
+from benchmarks.harness.worker_pool import WorkerFailed
 from kvstore.errors import KVStoreError
 
 QUICK = "a quick run: fewer and smaller cases"
@@ -110,7 +110,7 @@ def run_all(names: Sequence[str], options: Options, asked: argparse.Namespace) -
         print(f"benchmarks: {name} ({number} of {len(names)}): {BENCHMARKS[name].about}", file=sys.stderr, flush=True)
         try:
             found: Result = BENCHMARKS[name].call()(options, None if asked.benchmark == "all" else asked)
-        except (WrongBytes, CrewFailed, KVStoreError, OSError, ImportError, subprocess.SubprocessError) as error:
+        except (WrongBytes, WorkerFailed, KVStoreError, OSError, ImportError, subprocess.SubprocessError) as error:
             print(f"benchmarks: {name}: {type(error).__name__}: {error}", file=sys.stderr)
             failed = True
             continue

@@ -38,7 +38,7 @@ from benchmarks.harness.load import (
     stamped_right,
 )
 from benchmarks.harness.machine import GIB, MIB, percentile
-from benchmarks.harness.options import Options, names_of, told
+from benchmarks.harness.options import Options, names_of, show_progress
 from benchmarks.harness.page_cache import touch
 from benchmarks.harness.paths import IN_PROCESS, PATHS, reached
 from benchmarks.harness.result import Cell, Plot, Result, Table
@@ -482,7 +482,7 @@ def run(options: Options, arguments: argparse.Namespace | None = None) -> Result
     about = machine.describe()
     tables = []
     for name in names:
-        told(f"engine: {name}")
+        show_progress(f"engine: {name}")
         with options.folder() as folder, reached(path, folder) as opener:
             touch(folder, (2 if options.quick else 6) * GIB)
             tables.append(PARTS[name](Scene(options, opener)))
@@ -496,7 +496,7 @@ def run(options: Options, arguments: argparse.Namespace | None = None) -> Result
 
 
 def transfer_out(scene: Scene) -> Table:
-    """Four prompts that nobody has seen, prefilled in steps: requests a second with and without pushing their KV."""
+    """Four new prompts, prefilled in steps: requests a second with and without pushing their KV."""
     count, length = (2, 4096) if scene.options.quick else (4, 8192)
     batches = [BATCHES[0], BATCHES[4]] if scene.options.quick else list(BATCHES)
     rows: list[list[Cell]] = []

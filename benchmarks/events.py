@@ -72,7 +72,7 @@ def load(seconds: int, rate: int) -> None:
         root = Path(folder, "root")
         with kvstore.open(root, etcd=etcd.endpoints) as store:
             store.namespace("m", LAYOUT)
-        # From here on alone: a node would end its session, because nobody links the keys below to its chain of sweeps.
+        # From here on alone: a node would end its session, because no sweep links the keys below to its chain.
         with kvstore.open(root, max_bytes=None) as store, publisher(root, etcd.endpoints) as (child, said):
             cache = store.namespace("m", LAYOUT)
             heard = _Heard([_subscribed(said["publish"]) for _ in range(SUBSCRIBERS)])
@@ -163,7 +163,7 @@ def questions(prompts: int) -> None:
                 while _asked(address, long[-1])[0]["blocks"] < BLOCKS:
                     time.sleep(0.1)
                 wrong = sum(_asked(address, each)[0]["longest_matched"] != cache.match(each) for each in asked)
-                print(f"{name}: {wrong} of {prompts} answers are not what match says")
+                print(f"{name}: {wrong} of {prompts} answers differ from match")
                 times = [_asked(address, long[turn % len(long)])[1] * 1e3 for turn in range(ROUNDS)]
                 median, p99 = np.median(times), np.quantile(times, 0.99)
                 print(f"{name}: {BLOCKS} blocks over HTTP: median {median:.2f} ms, p99 {p99:.2f} ms")
@@ -221,7 +221,7 @@ class _Deleting:
         self._identity, self._meta, self._keys = identity, EtcdMeta(etcd), Keys(identity.root)
 
     def take(self, chains: list[ChunkKeys], heard: _Heard) -> float:
-        """Deletes chains; returns the seconds from their condemnation until a subscriber had heard of all of it."""
+        """Deletes chains; returns the seconds from their condemnation until a subscriber had received all removals."""
         bits = self._identity.shard_bits
         victims: dict[int, list[Address]] = {}
         for each in (address for chain in chains for address in chain.addresses):

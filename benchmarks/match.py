@@ -24,7 +24,7 @@ import kvstore
 from benchmarks.harness import machine
 from benchmarks.harness.load import check_count
 from benchmarks.harness.machine import percentile, timed
-from benchmarks.harness.options import Options, counts, numbers, told
+from benchmarks.harness.options import Options, counts, numbers, show_progress
 from benchmarks.harness.result import Cell, Plot, Result, Table
 from kvstore import Layout
 from kvstore.address import ADDRESS_BYTES, Address
@@ -64,7 +64,7 @@ def run(options: Options, arguments: argparse.Namespace | None = None) -> Result
         rows: list[list[Cell]] = []
         with options.folder() as folder:
             for size in sizes:
-                told(f"match: chunks of {chunk_tokens} tokens, {size:,} others on the root")
+                show_progress(f"match: chunks of {chunk_tokens} tokens, {size:,} others on the root")
                 fill(folder / "root", chunk_tokens, size)
                 rows += [latency(folder / "root", chunk_tokens, length, size) for length in lengths]
         tables.append(_latency_table(chunk_tokens, rows))
@@ -223,7 +223,7 @@ def _tokens(length: int, seed: int) -> TokenArray:
 
 
 def _settle(endpoints: str) -> None:
-    """Waits until a new member has told etcd all it has to tell."""
+    """Waits until a new member makes no more operations in etcd."""
     last = -1
     while (now := _counted(endpoints)) != last:
         last = now

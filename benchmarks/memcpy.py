@@ -41,7 +41,7 @@ from benchmarks.harness.load import (
 )
 from benchmarks.harness.loopback import Loopback
 from benchmarks.harness.machine import timed
-from benchmarks.harness.options import Options, names_of, told
+from benchmarks.harness.options import Options, names_of, show_progress
 from benchmarks.harness.paths import BULK, IN_PROCESS, PATHS, Served, Way, served
 from benchmarks.harness.result import Cell, Plot, Result, Table
 from kvstore.buffers import KvArray
@@ -108,7 +108,7 @@ def run(options: Options, arguments: argparse.Namespace | None = None) -> Result
     about = machine.describe()
     measured: list[Measured] = []
     for model in models:
-        told(f"memcpy: {model.name}")
+        show_progress(f"memcpy: {model.name}")
         with options.folder() as folder:
             measured.append(measure(model, tokens, paths, folder, options.rounds, skipped))
     rows = [row for each in measured for row in each.rows()]

@@ -33,7 +33,7 @@ import kvstore
 from benchmarks.harness import machine
 from benchmarks.harness.load import Bytes, WrongBytes, check_equal, poison, random_bytes
 from benchmarks.harness.machine import GIB, MIB, percentile, timed
-from benchmarks.harness.options import Options, told
+from benchmarks.harness.options import Options, show_progress
 from benchmarks.harness.result import Cell, Result, Table
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
@@ -173,13 +173,13 @@ def run(options: Options, arguments: argparse.Namespace | None = None) -> Result
     with options.folder(on_disk=True) as folder:
         trace = arguments.trace
         if arguments.source:
-            told("mlperf: the benchmark over files, and over kvstore")
+            show_progress("mlperf: the benchmark over files, and over kvstore")
             tables.append(_benchmarked(folder, arguments, arguments.seconds or (12 if options.quick else 60)))
             if trace is None:
                 trace = folder / "trace.csv"
                 sizes = ["--duration", str(TRACE_S), "--output", str(folder / "trace.json")]
                 _call(arguments.source, folder, [*CLOSED, *sizes, "--io-trace-log", str(trace)])
-        told("mlperf: the replay")
+        show_progress("mlperf: the replay")
         tables.append(replay(options, list(operations(trace, arguments.scale)), size_mib * MIB, arguments.scale))
     conditions = (
         f"the benchmark on {machine.file_system(options.disk)}, its files with fsync, kvstore with durability fsync",

@@ -33,9 +33,9 @@ from typing import Any
 
 from benchmarks.harness import machine
 from benchmarks.harness.load import WrongBytes
-from benchmarks.harness.options import Options, names_of, told
+from benchmarks.harness.options import Options, names_of, show_progress
 from benchmarks.harness.result import Cell, Result, Table
-from benchmarks.harness.worker_pool import CrewFailed
+from benchmarks.harness.worker_pool import WorkerFailed
 from tests.engines.vllm.engines import (
     BLOCK_TOKENS,
     PYTHON,
@@ -331,7 +331,7 @@ class Pair:
             if now_s - before_s <= REST_S * REST_CPU:
                 return
             if time.monotonic() > ends_s:
-                raise CrewFailed(f"{self.name}: the servers are busy {RESTED_S:.0f} s after the last answer")
+                raise WorkerFailed(f"{self.name}: the servers are busy {RESTED_S:.0f} s after the last answer")
             before_s = now_s
 
     def _cpu_s(self) -> float:
@@ -351,7 +351,7 @@ def running_servers(names: Sequence[str], folder: Path, shape: dict[str, int], s
     with ExitStack() as undo:
         model = make_model(folder, "chatting", 7, **shape)
         pairs = []
-        told(f"serving: starting {SERVERS} servers for each of {', '.join(names)}")
+        show_progress(f"serving: starting {SERVERS} servers for each of {', '.join(names)}")
         for name in names:
             config = settings_of(name, folder / f"chats-{name}", memory_bytes).get("kv_transfer_config")
             servers = []
@@ -377,7 +377,7 @@ def measured_chats(pairs: Sequence[Pair], sizes: Sizes, rounds: int) -> ChatRoun
     """Each way in turns; the first round is not counted, but its answers are compared."""
     found = ChatRounds(differing={pair.name: [] for pair in pairs})
     for number in range(rounds + 1):
-        told(f"serving: chats, round {number} of {rounds}")
+        show_progress(f"serving: chats, round {number} of {rounds}")
         order = pairs[:: 1 if number % 2 else -1]
         played = {pair.name: pair.play(sizes, 1 + number) for pair in order}
         for pair in pairs[1:]:
@@ -523,7 +523,7 @@ class Way:
         folder = self.root if self.name == "fs" else self.root / "chunks"
         while (found := sum(map(_is_block, folder.rglob("*")))) < count:
             if time.monotonic() > ends_s:
-                raise CrewFailed(f"{self.name}: {found} of {count} blocks were stored in {STORED_S:.0f} s")
+                raise WorkerFailed(f"{self.name}: {found} of {count} blocks were stored in {STORED_S:.0f} s")
             time.sleep(0.01)
 
     def _cpu_s(self) -> float:
@@ -546,7 +546,7 @@ def running(names: list[str], folder: Path, shape: dict[str, int], tokens: int) 
         model = make_model(folder, "model", 7, **shape)
         ways = []
         for name in names:
-            told(f"serving: starting {name}")
+            show_progress(f"serving: starting {name}")
             root, connect, processes = folder / name, "", list[int]()
             if name == "worker":
                 etcd = parts.enter_context(running_etcd(folder / "etcd"))
@@ -613,7 +613,7 @@ def measured(ways: list[Way], tokens: int, rounds: int) -> tuple[Rounds, Rounds]
     prompts = [prompt(seed, tokens + 1) for seed in range(1, rounds + 2)]
     for number, asked in enumerate(prompts):
         order = ways[:: 1 if number % 2 else -1]
-        told(f"serving: round {number} of {rounds}")
+        show_progress(f"serving: round {number} of {rounds}")
         stored = (number + 1) * (tokens // BLOCK_TOKENS)
         cold.append({way.name: way.cold(asked, stored) for way in order})
         warm.append({way.name: way.warm(prompts[max(0, number - 1)], stored) for way in order})

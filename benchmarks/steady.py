@@ -23,7 +23,7 @@ import numpy as np
 import kvstore
 from benchmarks.harness import machine
 from benchmarks.harness.machine import GIB, MIB, percentile
-from benchmarks.harness.options import Options, numbers, told
+from benchmarks.harness.options import Options, numbers, show_progress
 from benchmarks.harness.result import Cell, Plot, Result, Table
 from kvstore import Layout
 from kvstore.children import Program
@@ -86,7 +86,7 @@ def run(options: Options, arguments: argparse.Namespace | None = None) -> Result
             for prompt in prompts:
                 for count in writers:
                     case = Case(way, capacity * GIB // MIB, prompt, count)
-                    told(f"steady: {case}")
+                    show_progress(f"steady: {case}")
                     rows.append(row(options, case))
     conditions = (
         machine.file_system(options.directory),

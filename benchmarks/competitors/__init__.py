@@ -1,4 +1,4 @@
-"""kvstore beside what a user would pick instead: Vineyard, LMCache, Mooncake, Redis, plain files, memcpy.
+"""kvstore compared with its alternatives: Vineyard, LMCache, Mooncake, Redis, plain files, memcpy.
 
     python -m benchmarks.competitors --setup      makes an environment for each under .cache/competitors (once)
     python -m benchmarks competitors [--quick]    runs them and prints the ratios

@@ -55,7 +55,7 @@ class Workload:
         return self.chunk_count * self.chunk_bytes
 
     def prompt(self, turn: int) -> list[int]:
-        """The token ids of one turn, 0 <= id < 2**31: another prompt each turn, so nobody may remember the last."""
+        """The token ids of one turn, 0 <= id < 2**31: another prompt each turn, which no contender knows."""
         found: list[int] = np.random.default_rng(turn).integers(0, 1 << 31, self.tokens).tolist()
         return found
 
@@ -125,7 +125,7 @@ class Entry:
 
 
 _OF = "benchmarks.competitors"
-_WORKER = "the worker has its default threads, whatever --threads says"
+_WORKER = "the worker has its default threads, independent of --threads"
 ENTRIES: dict[str, Entry] = {
     entry.name: entry
     for entry in (

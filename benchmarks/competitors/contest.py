@@ -20,11 +20,11 @@ from benchmarks.harness.machine import Taken
 START_S = 120.0
 ASK_S = 120.0
 STOP_S = 20.0
-SAID_BYTES = 400
+OUTPUT_BYTES = 400
 
 
 class Failed(Exception):
-    """A contender could not carry out its order; the text says why."""
+    """A contender could not carry out its order; the text gives the reason."""
 
 
 class Seat:
@@ -36,18 +36,18 @@ class Seat:
         folder.mkdir(parents=True)
         self._folder = folder / "store"
         self._folder.mkdir()
-        self._said = folder / "said"
+        self._output = folder / "output"
         ours, theirs = socket.socketpair()
         self._pipe = ours
         self._lines = ours.makefile("rw")
-        with theirs, self._said.open("wb") as said:
+        with theirs, self._output.open("wb") as output:
             self._child = subprocess.Popen(
                 [str(python), "-m", "benchmarks.competitors.child", str(theirs.fileno()), str(memory.descriptor)],
                 cwd=SOURCE,
                 env={**os.environ, **environ, "PYTHONPATH": str(SOURCE)},
                 stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
+                stdout=output,
+                stderr=output,
                 pass_fds=(theirs.fileno(), memory.descriptor),
                 start_new_session=True,  # so that servers it started can be ended with it
             )
@@ -76,7 +76,7 @@ class Seat:
         try:
             self._lines.close()
         except OSError:
-            pass  # it could not be told; it is ended below
+            pass  # it could not be closed; the process is ended below
         self._pipe.close()
         try:
             self._child.wait(STOP_S)
@@ -106,8 +106,8 @@ class Seat:
         return answer
 
     def _last_words(self) -> str:
-        said = self._said.read_bytes()[-SAID_BYTES:].decode(errors="replace").strip().splitlines()
-        return f": {said[-1]}" if said else ""
+        lines = self._output.read_bytes()[-OUTPUT_BYTES:].decode(errors="replace").strip().splitlines()
+        return f": {lines[-1]}" if lines else ""
 
 
 PUT = "put"

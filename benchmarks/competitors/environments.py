@@ -93,7 +93,7 @@ ENVIRONMENTS = {
 
 
 class NotReady(Exception):
-    """An environment cannot be used; the text says why, and what to do."""
+    """An environment cannot be used; the text gives the reason and the remedy."""
 
 
 def python_of(name: str) -> tuple[Path, Mapping[str, str]]:

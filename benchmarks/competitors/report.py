@@ -15,7 +15,7 @@ from benchmarks.competitors.contest import PUT, Contest, play
 from benchmarks.harness import machine
 from benchmarks.harness.load import WrongBytes
 from benchmarks.harness.machine import GIB, MIB
-from benchmarks.harness.options import Options, told
+from benchmarks.harness.options import Options, show_progress
 from benchmarks.harness.result import Cell, Result, Table
 from kvstore.errors import InvalidRequest
 
@@ -187,7 +187,7 @@ def run(options: Options, arguments: argparse.Namespace | None = None) -> Result
         entries = _entries(arguments.only, on_disk=place not in IN_MEMORY, long_prompts=workload.long_prompt)
         with options.folder() as folder:
             contests.append(
-                play(workload, entries, folder, threads=arguments.threads, rounds=options.rounds, report=told)
+                play(workload, entries, folder, threads=arguments.threads, rounds=options.rounds, report=show_progress)
             )
     failures = [(name, contest) for contest in contests for name in contest.failures]
     skipped = [

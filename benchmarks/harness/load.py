@@ -180,7 +180,7 @@ class BlockMover:
     """Opaque blocks, by ``Cache.blocks``."""
 
     def __init__(self, store: Store, load: Load) -> None:
-        # The layout says nothing about blocks; the namespace needs one.
+        # The layout does not describe blocks, but the namespace needs one.
         self._blocks = store.namespace(NAMESPACE, Layout(1, 1, 16, "int8", 16)).blocks
         self._load = load
         self.kv = random_bytes(load.size_bytes, load.seed).reshape(load.chunks, load.chunk_bytes)

@@ -38,7 +38,7 @@ class Loopback:
             self._socket.settimeout(PATIENCE_S)
 
     def put(self, source: Bytes) -> None:
-        """Sends it; returns when the other process says that it has all of it."""
+        """Sends it; returns when the other process has all of it."""
         self._socket.sendall(TAKE)
         self._socket.sendall(source.reshape(-1).data)
         if self._socket.recv(1) != DONE:

@@ -22,7 +22,7 @@ from kvstore import native
 GIB = 1 << 30
 SHM = Path("/dev/shm")
 SHARED_LOAD = 0.5
-"""Runnable processes, averaged over a minute before the run, from which on others are said to have disturbed it."""
+"""Runnable processes, averaged over a minute before the run, from which on the run counts as disturbed."""
 
 
 def describe() -> dict[str, Any]:

@@ -28,7 +28,7 @@ class Options:
 
     @contextmanager
     def folder(self, *, on_disk: bool = False) -> Iterator[Path]:
-        """A folder of our own, gone afterwards."""
+        """A new folder, deleted afterwards."""
         place = self.disk if on_disk else self.directory
         with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=place, ignore_cleanup_errors=True) as path:
             yield Path(path)
@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
-    """The shared options as given. Raises ValueError where they make no sense."""
+    """The shared options as given. Raises ValueError if they are invalid."""
     rounds = arguments.rounds if arguments.rounds is not None else 3 if arguments.quick else 5
     if rounds < 1:
         raise ValueError(f"--rounds {rounds}: expected 1 or more")
@@ -64,14 +64,14 @@ def options_of(arguments: argparse.Namespace) -> Options:
 
 
 def default_directory() -> Path:
-    """Returns a file system in memory if there is one with room, else the folder of temporary files."""
+    """Returns a file system in memory if there is one with space, else the folder of temporary files."""
     if SHM.is_dir() and os.access(SHM, os.W_OK) and shutil.disk_usage(SHM).free >= SHM_FREE_MIN_BYTES:
         return SHM
     return Path(tempfile.gettempdir())
 
 
-def told(line: str) -> None:
-    """Says on a terminal how far a benchmark is."""
+def show_progress(line: str) -> None:
+    """Shows on a terminal how far a benchmark is."""
     if sys.stderr.isatty():
         print(f"... {line}", file=sys.stderr, flush=True)
 

@@ -25,7 +25,7 @@ BULK = {"grpc": "gRPC messages", "shared": "shared memory", "tcp": "TCP socket"}
 """The client's names of the ways to a worker."""
 PATHS = (IN_PROCESS, *BULK)
 PLAIN = "plain"
-"""No store at all, but a file for each chunk: what stands beside these in ``workers``."""
+"""No store at all, but a file for each chunk: the baseline of ``throughput``."""
 PROBE = Layout(1, 1, 16, "int8", 64)
 STOP_S = 10.0
 SETTLE_S = 10.0
@@ -117,7 +117,7 @@ def served(folder: Path, root: Path, durability: DurabilityName = "none", memory
 
 @contextmanager
 def reached(path: str, folder: Path) -> Iterator[Callable[[], Store]]:
-    """An opener of the store on ``folder / "root"`` by a path, with a worker behind it if the path needs one."""
+    """An opener of the store on ``folder / "root"`` by a path, with a worker if the path needs one."""
     way = Way(path, str(folder / "root"))
     if path == IN_PROCESS:
         yield way.open

@@ -87,8 +87,8 @@ def lines_of(table: Table, plot: Plot) -> list[Line]:
             rows = zip(xs, kinds, table.column(column), strict=True)
             points = [(x, float(y)) for x, of, y in rows if of == kind and isinstance(y, int | float)]
             if points:
-                said = "" if kind is None else f", {plot.series} {kind:,}" if isinstance(kind, int) else f", {kind}"
-                lines.append(Line(column + said, points))
+                suffix = "" if kind is None else f", {plot.series} {kind:,}" if isinstance(kind, int) else f", {kind}"
+                lines.append(Line(column + suffix, points))
     return lines
 
 
@@ -107,8 +107,8 @@ def _draw_lines(axes: Axes, lines: Sequence[Line], *, log: bool) -> None:
 def _draw_bars(axes: Axes, lines: Sequence[Line], names: Sequence[Cell]) -> None:
     width = BARS_SHARE / len(lines)
     for number, line in enumerate(lines):
-        beside = (number - (len(lines) - 1) / 2) * width
-        axes.bar([names.index(x) + beside for x, _ in line.points], [y for _, y in line.points], width, label=line.name)
+        offset = (number - (len(lines) - 1) / 2) * width
+        axes.bar([names.index(x) + offset for x, _ in line.points], [y for _, y in line.points], width, label=line.name)
     axes.set_xticks(range(len(names)), [str(name) for name in names])
 
 
@@ -164,8 +164,8 @@ def draw(results: Sequence[Result], folder: Path) -> None:
 
 def _section(result: Result) -> str:
     machine = result.machine
-    said = {True: "quiet before the run", False: "SHARED with other work"}
-    quiet = said.get(machine["quiet"], "unknown")
+    states = {True: "quiet before the run", False: "SHARED with other work"}
+    quiet = states.get(machine["quiet"], "unknown")
     about = (
         f"{machine['cores']} cores ({machine['cpu']}), {machine['memory_gib']} GiB, Linux {machine['kernel']}, Python "
         f"{machine['python']}, numpy {machine['numpy']}, fio {machine['fio']}, native data path {machine['native']}, "

@@ -45,7 +45,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Result:
-    """One benchmark's outcome. ``skipped`` says what could not be measured, and why."""
+    """One benchmark's outcome. ``skipped`` lists what was not measured, and why."""
 
     benchmark: str
     hypothesis: str

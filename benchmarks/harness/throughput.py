@@ -27,10 +27,10 @@ from benchmarks.harness import machine, page_cache
 from benchmarks.harness.fio import KINDS, Figure, Job, Kind
 from benchmarks.harness.load import DENSE, LLAMA_8B, MODELS, NAMESPACE, QWEN_3B, QWEN_7B, SMALL, Load
 from benchmarks.harness.machine import GIB, MIB, Taken, percentile
-from benchmarks.harness.options import Options, counts, names_of, sizes_mib, told
+from benchmarks.harness.options import Options, counts, names_of, show_progress, sizes_mib
 from benchmarks.harness.paths import BULK, IN_PROCESS, PATHS, PLAIN, Served, Way, served
 from benchmarks.harness.result import Cell, Plot, Result, Table
-from benchmarks.harness.worker_pool import Crew, Singles, crew
+from benchmarks.harness.worker_pool import Singles, WorkerPool, worker_pool
 from kvstore.errors import InvalidRequest
 from kvstore.node.settings import Limits
 from kvstore.writes import DurabilityName
@@ -43,7 +43,7 @@ CACHED_SHARE_MAX = 0.05
 
 
 class Unreachable(Exception):
-    """This case cannot be measured here; the text says why."""
+    """This case cannot be measured here; the text gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def measure(
     """Runs a case in ``folder``: a round to warm up, then ``rounds`` that count; fio goes first in every other one.
 
     ``between`` is called after each put and before the get: a test's chance to do damage.
-    Raises Unreachable, WrongBytes, CrewFailed.
+    Raises Unreachable, WrongBytes, WorkerFailed.
     """
     if case.cache == "cold" and not page_cache.can_be_cold(folder):
         raise Unreachable(f"nothing on {folder} is ever cold (a file system in memory?)")
@@ -159,7 +159,7 @@ def measure(
             if reason := way.why_not():
                 raise Unreachable(reason)
         owner = undo.enter_context(kvstore.open(str(root)))
-        members = undo.enter_context(crew(way, loads))
+        members = undo.enter_context(worker_pool(way, loads))
         for number in range(rounds + 1):
             fio_first = number % 2 == 0
             theirs = _fio_round(job, case) if with_fio and fio_first else {}
@@ -194,7 +194,7 @@ class MixedFigures:
 
 
 def measure_mix(case: Case, folder: Path, *, with_fio: bool = True) -> MixedFigures:
-    """Runs a mix in ``folder``, after fio's. Raises Unreachable, WrongBytes, CrewFailed."""
+    """Runs a mix in ``folder``, after fio's. Raises Unreachable, WrongBytes, WorkerFailed."""
     if case.cache == "cold":
         raise Unreachable("a mix is measured warm: a get reads what was put a moment ago")
     loads, root = case.loads, folder / "root"
@@ -209,7 +209,7 @@ def measure_mix(case: Case, folder: Path, *, with_fio: bool = True) -> MixedFigu
         if case.path not in (IN_PROCESS, PLAIN):
             way = replace(way, worker=undo.enter_context(served(folder, root, case.durability)).address)
         undo.enter_context(kvstore.open(str(root)))
-        found = undo.enter_context(crew(way, loads)).mix(case.seconds, case.read_share, folder)
+        found = undo.enter_context(worker_pool(way, loads)).mix(case.seconds, case.read_share, folder)
     taken: dict[Kind, list[float]] = {
         "write": [s for each in found for s in each.put_s],
         "read": [s for each in found for s in each.get_s],
@@ -231,7 +231,7 @@ class _Phase:
 
 
 def _round(
-    case: Case, members: Crew, server: Served | None, number: int, root: Path, between: Callable[[], None] | None
+    case: Case, members: WorkerPool, server: Served | None, number: int, root: Path, between: Callable[[], None] | None
 ) -> dict[Kind, _Phase]:
     """Puts, then gets all calls of a round, each verified before the next."""
     phases: dict[Kind, _Phase] = {"write": _Phase(), "read": _Phase()}
@@ -252,7 +252,7 @@ def _round(
     return phases
 
 
-def _read(case: Case, phase: _Phase, members: Crew, server: Served | None, root: Path) -> None:
+def _read(case: Case, phase: _Phase, members: WorkerPool, server: Served | None, root: Path) -> None:
     if case.cache == "cold":
         share = page_cache.emptied(root, CACHED_SHARE_MAX)
         if share > CACHED_SHARE_MAX:
@@ -455,7 +455,7 @@ def _run(options: Options, sweeps: Iterable[Sweep]) -> Result:
         mixed: list[list[Cell]] = []
         for case in sweep.cases:
             with options.folder(on_disk=sweep.on_disk) as folder:
-                told(f"throughput: {sweep.title.lower()}, {len(done) + 1} of {len(sweep.cases)}")
+                show_progress(f"throughput: {sweep.title.lower()}, {len(done) + 1} of {len(sweep.cases)}")
                 try:
                     if case.seconds:
                         keys = [case.workers, case.path, case.loads[0].chunk_bytes / MIB, case.read_share]
@@ -474,7 +474,7 @@ def _run(options: Options, sweeps: Iterable[Sweep]) -> Result:
         f"medians of {options.rounds} rounds, in which fio and the store take turns; of ratios, the rounds' ratios",
         "aggregates as fio counts them: all bytes by the longest worker's time; all of a worker's bytes in one call",
         "p50 and p99 are of calls that move one chunk, by all workers at once",
-        "fio has one file a job, or, as it says, a file each, as the store has one for each chunk",
+        "fio has one file a job; where a column has `a file each`, it has one for each block, as the store does",
         "plain files: the same workers, arrays and count of threads, a file for each chunk, nothing named or verified",
     )
     return Result("throughput", HYPOTHESIS, conditions, about, tables, skipped)
@@ -498,7 +498,7 @@ def tables_of(sweep: Sweep, done: Sequence[tuple[Case, Figures]]) -> list[Table]
     if sweep.x:
         lines = ("aggregate write GiB/s", "aggregate read GiB/s", "fio write GiB/s", "fio read GiB/s")
         plot = Plot(KEYS[sweep.x], lines, unit="GiB/s", log_x=True)
-    # A column that nobody measured says nothing.
+    # A column without figures is left out.
     return [
         _without_empty(Table(sweep.title, heads + FIGURES, speed, same, plot)),
         _without_empty(Table(f"{sweep.title}: processor time and latency", heads + COSTS, costs, same)),

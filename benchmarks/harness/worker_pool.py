@@ -29,10 +29,10 @@ MIX_FREE_MIN_BYTES = 1 << 30
 MIX_START_S = 1.0
 """Time for each worker to store what its first gets read."""
 HEAD_START_S = 0.02
-"""Time from the word to the start, so that all have heard it."""
+"""Time from the order to the start, so that all processes have received it."""
 
 
-class CrewFailed(Exception):
+class WorkerFailed(Exception):
     """A worker process ended, did not answer in time, or could not reach the store."""
 
 
@@ -57,8 +57,8 @@ class Mixed:
         return sum(self.put_s) + sum(self.get_s)
 
 
-class Crew:
-    """Processes that carry out orders together. Made by ``crew``."""
+class WorkerPool:
+    """Processes that carry out orders together. Made by ``worker_pool``."""
 
     def __init__(self, pipes: Sequence[Connection]) -> None:
         self._pipes = pipes
@@ -102,8 +102,8 @@ class Crew:
 
 
 @contextmanager
-def crew(way: Way, loads: Sequence[Load]) -> Iterator[Crew]:
-    """One process for each load, with the store open; gone afterwards. Raises CrewFailed."""
+def worker_pool(way: Way, loads: Sequence[Load]) -> Iterator[WorkerPool]:
+    """One process for each load, with the store open; gone afterwards. Raises WorkerFailed."""
     context = multiprocessing.get_context("spawn")
     pipes: list[Connection] = []
     members: list[SpawnProcess] = []
@@ -117,10 +117,10 @@ def crew(way: Way, loads: Sequence[Load]) -> Iterator[Crew]:
             members.append(member)
         for pipe in pipes:
             _answer(pipe, START_S)
-        yield Crew(pipes)
+        yield WorkerPool(pipes)
     finally:
         for pipe in pipes:
-            pipe.close()  # which is how a member hears that it is over
+            pipe.close()  # which ends the member
         deadline_s = time.monotonic() + STOP_S
         for member in members:
             member.join(max(0.1, deadline_s - time.monotonic()))
@@ -207,12 +207,12 @@ def _mix(moves: Mover, start_s: float, seconds: float, read_share: float, folder
 def _answer(pipe: Connection, timeout_s: float) -> Any:
     try:
         if not pipe.poll(timeout_s):
-            raise CrewFailed(f"a worker process did not answer within {timeout_s:g} s")
-        said = pipe.recv()
+            raise WorkerFailed(f"a worker process did not answer within {timeout_s:g} s")
+        answer = pipe.recv()
     except (EOFError, OSError) as cause:
-        raise CrewFailed("a worker process ended; its messages are above") from cause
-    if isinstance(said, WrongBytes):
-        raise said
-    if isinstance(said, Exception):
-        raise CrewFailed(f"{type(said).__name__}: {said}") from said
-    return said
+        raise WorkerFailed("a worker process ended; its messages are above") from cause
+    if isinstance(answer, WrongBytes):
+        raise answer
+    if isinstance(answer, Exception):
+        raise WorkerFailed(f"{type(answer).__name__}: {answer}") from answer
+    return answer
