@@ -1,7 +1,7 @@
 """The header of a chunk file: encodes and decodes its fields, and decides whether it is the wanted chunk.
 
-This is version 1, whose sections are stored unchanged; ``encoded.py`` does version 2. ``FORMAT.md`` beside this file is
-the normative description; this is its only implementation. Pure: no I/O, no clock.
+Sections of version 1 are stored unchanged; those of version 2 are compressed, encrypted, or both. ``FORMAT.md`` in this
+folder is the normative description; this is its only implementation. Pure: no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import NewType
+from typing import Any, NewType
 
 import numpy as np
 import xxhash
@@ -49,8 +49,8 @@ checksum = xxhash.xxh3_64_intdigest
 # The descent of an engine-hashed block: what its writer says of the tokens, the block before it and the engine's
 # hash.
 #
-# It lies in the padding of a block's header (FORMAT.md, 4.7). Separate from the header's fields because it proves
-# nothing and no reader of a block looks at it: it is for publishers of events alone. Pure.
+# It lies in the padding of a block's header (FORMAT.md, 4.7). It proves nothing, and no reader of a block looks at it:
+# it is for publishers of events alone.
 
 
 DESCENT_BYTES_MAX = 3_584
@@ -183,7 +183,7 @@ VERSION = 1
 BLAKE2B_128 = 1
 PAGE_BYTES = 4096
 
-_FIXED = struct.Struct("<8sHBBB3xIIIIQ16s16s32s16s8x")
+_FIXED = struct.Struct("<8sHBBBBBxIIIIQ16s16s32s16s8s")
 _SUM = struct.Struct("<Q")
 assert _FIXED.size == 128
 FIXED_BYTES = _FIXED.size
@@ -191,7 +191,7 @@ INCARNATION_AT = 104
 
 
 class Encoding(enum.IntFlag):
-    """The encodings of the sections of a chunk file; all but PLAIN have version 2 (``encoded.py``)."""
+    """The encodings of the sections of a chunk file; all but PLAIN have version 2."""
 
     PLAIN = 0
     COMPRESSED = 1
@@ -298,7 +298,7 @@ class Header:
     stored: tuple[Stored, ...] = ()
     """Each section as it lies in the file; empty if sections are stored unchanged."""
     descent: bytes = b""
-    """What the writer of a block says of its descent (``descent.py``): a claim. Empty for none, and if encrypted."""
+    """What the writer of a block says of its descent: a claim. Empty for none, and if encrypted."""
 
     @property
     def file_bytes(self) -> int:
@@ -373,8 +373,8 @@ def encode_parts(
     """Encodes a header from its fields; ``names`` are address, parent, namespace digest and incarnation."""
     size = header_bytes(identity_bytes, section_count)
     header = bytearray(size)
-    numbers = (VERSION, XXH3_64, BLAKE2B_128, kind, size, depth, identity_bytes, section_count, section_bytes)
-    _FIXED.pack_into(header, 0, MAGIC, *numbers, names[:16], names[16:32], names[32:64], names[64:])
+    numbers = (VERSION, XXH3_64, BLAKE2B_128, kind, 0, 0, size, depth, identity_bytes, section_count, section_bytes)
+    _FIXED.pack_into(header, 0, MAGIC, *numbers, names[:16], names[16:32], names[32:64], names[64:], b"")
     header[FIXED_BYTES : FIXED_BYTES + len(inner)] = inner
     if descent:
         write_descent(header, FIXED_BYTES + len(inner), descent)
@@ -382,29 +382,37 @@ def encode_parts(
     return header
 
 
+def _fields(header: ReadBuffer, version: int) -> tuple[Any, ...]:
+    """Returns the fixed fields of a header of this version, from its kind on. Raises Damaged."""
+    if len(header) < PAGE_BYTES:
+        raise Damaged(Damage.SIZE)
+    magic, found, *algorithms, kind = (fields := _FIXED.unpack_from(header))[:5]
+    if magic != MAGIC:
+        raise Damaged(Damage.MAGIC)
+    if found != version:
+        raise Damaged(Damage.VERSION)
+    if algorithms != [XXH3_64, BLAKE2B_128] or kind not in (Kind.TOKENS, Kind.BLOCK):
+        raise Damaged(Damage.ALGORITHM)
+    return fields[4:]
+
+
+def _check_size(header: ReadBuffer, size: int, *possible: int) -> None:
+    """Raises Damaged for a wrong size or checksum; before it is used, so that a damaged size reads no other memory."""
+    if size not in possible or size > len(header):
+        raise Damaged(Damage.GEOMETRY)
+    if _SUM.unpack_from(header, size - _SUM.size)[0] != checksum(memoryview(header)[: size - _SUM.size]):
+        raise Damaged(Damage.HEADER_CHECKSUM)
+
+
 def decode(header: ReadBuffer) -> Header:
     """Decodes the fields of a header. ``header`` holds at least the whole header; the rest is ignored.
 
     Raises Damaged if it is not a header of this version, or its checksum does not match.
     """
-    if len(header) < PAGE_BYTES:
-        raise Damaged(Damage.SIZE)
-    fields = _FIXED.unpack_from(header)
-    magic, version, *algorithms, kind = fields[:5]
-    size, depth, identity_bytes, section_count, section_bytes = fields[5:10]
-    address, parent, namespace, incarnation = fields[10:]
-    if magic != MAGIC:
-        raise Damaged(Damage.MAGIC)
-    if version != VERSION:
-        raise Damaged(Damage.VERSION)
-    if algorithms != [XXH3_64, BLAKE2B_128] or kind not in (Kind.TOKENS, Kind.BLOCK):
-        raise Damaged(Damage.ALGORITHM)
-    # Check the size against the given bytes before use, so that a damaged size reads no other memory.
-    if size != header_bytes(identity_bytes, section_count) or size > len(header):
-        raise Damaged(Damage.GEOMETRY)
+    kind, _, _, size, depth, identity_bytes, section_count, section_bytes, *names = _fields(header, VERSION)
+    address, parent, namespace, incarnation, _ = names
+    _check_size(header, size, header_bytes(identity_bytes, section_count))
     view = memoryview(header)
-    if _SUM.unpack_from(header, size - _SUM.size)[0] != checksum(view[: size - _SUM.size]):
-        raise Damaged(Damage.HEADER_CHECKSUM)
     table = _FIXED.size + _padded(identity_bytes)
     behind = table + _SUM.size * section_count
     has_descent = kind == Kind.BLOCK and any(view[behind : behind + 2])
@@ -486,9 +494,7 @@ SALT_BYTES = 16
 TAG_BYTES = 16
 ITEMSIZES = frozenset({1, 2, 4, 8})
 
-_ENCODED_FIXED = struct.Struct("<8sHBBBBBxIIIIQ16s16s32s16s8s")
 _ENTRY_BYTES = 16
-assert _ENCODED_FIXED.size == FIXED_BYTES
 
 
 def _table_at(identity_bytes: int, section_count: int) -> int:
@@ -522,7 +528,7 @@ def encode_fixed(
     size = encoded_header_bytes(len(expected.identity), expected.section_count)
     if size + payload_bytes == expected.file_bytes:
         size += PAGE_BYTES  # so that the size alone tells it from a file of version 1
-    return _ENCODED_FIXED.pack(
+    return _FIXED.pack(
         MAGIC,
         VERSION_2,
         XXH3_64,
@@ -549,7 +555,7 @@ def encode_header(fixed: bytes, sealed: bytes, salt: bytes, stored: list[Stored]
 
     ``salt`` is empty if nothing is encrypted; only then a block may have a ``descent``, which has tokens in it.
     """
-    fields = _ENCODED_FIXED.unpack(fixed)
+    fields = _FIXED.unpack(fixed)
     size, identity_bytes, section_count = fields[7], fields[9], fields[10]
     table = _table_at(identity_bytes, section_count)
     assert len(stored) == section_count and len(sealed) <= table - SALT_BYTES - FIXED_BYTES
@@ -572,26 +578,17 @@ def decode_any(header: ReadBuffer) -> Header:
 
 def decode_encoded(header: ReadBuffer) -> Header:
     """Decodes the fields of a header of version 2, without any key. Raises Damaged."""
-    if len(header) < PAGE_BYTES:
-        raise Damaged(Damage.SIZE)
-    fields = _ENCODED_FIXED.unpack_from(header)
-    magic, version, *algorithms, kind, encoding_number, itemsize = fields[:7]
-    size, depth, identity_bytes, section_count, section_bytes = fields[7:12]
-    address, parent, namespace, incarnation, key_id = fields[12:]
-    if magic != MAGIC:
-        raise Damaged(Damage.MAGIC)
-    if version != VERSION_2:
-        raise Damaged(Damage.VERSION)
-    known = algorithms == [XXH3_64, BLAKE2B_128] and kind in (Kind.TOKENS, Kind.BLOCK)
-    if not known or not 1 <= encoding_number <= (Encoding.COMPRESSED | Encoding.ENCRYPTED):
+    kind, encoding_number, itemsize, size, depth, identity_bytes, section_count, section_bytes, *names = _fields(
+        header, VERSION_2
+    )
+    address, parent, namespace, incarnation, key_id = names
+    if not 1 <= encoding_number <= (Encoding.COMPRESSED | Encoding.ENCRYPTED):
         raise Damaged(Damage.ALGORITHM)
-    # Check the size against the given bytes before anything is addressed through it.
-    least = encoded_header_bytes(identity_bytes, section_count)
-    if size not in (least, least + PAGE_BYTES) or size > len(header) or itemsize not in ITEMSIZES:
+    if itemsize not in ITEMSIZES:
         raise Damaged(Damage.GEOMETRY)
+    least = encoded_header_bytes(identity_bytes, section_count)
+    _check_size(header, size, least, least + PAGE_BYTES)
     view, encoding = memoryview(header), Encoding(encoding_number)
-    if _SUM.unpack_from(header, size - _SUM.size)[0] != checksum(view[: size - _SUM.size]):
-        raise Damaged(Damage.HEADER_CHECKSUM)
     table = _table_at(identity_bytes, section_count)
     entries = struct.unpack_from(f"<{2 * section_count}Q", header, table)
     is_encrypted = Encoding.ENCRYPTED in encoding
@@ -621,7 +618,7 @@ def decode_encoded(header: ReadBuffer) -> Header:
 
 def _descent_of(header: ReadBuffer) -> bytes:
     """Returns the descent in a verified header; empty for a chunk of tokens, and if the header is encrypted."""
-    fields = _ENCODED_FIXED.unpack_from(header)
+    fields = _FIXED.unpack_from(header)
     if fields[4] != Kind.BLOCK or Encoding.ENCRYPTED in Encoding(fields[5]):
         return b""
     return read_descent(header, _table_at(fields[9], fields[10]) + _ENTRY_BYTES * fields[10], fields[7])
@@ -629,7 +626,7 @@ def _descent_of(header: ReadBuffer) -> bytes:
 
 def sealed_of(header: ReadBuffer) -> tuple[memoryview, bytes]:
     """Returns the sealed part of a decoded whole header, its tag included, and the salt."""
-    fields = _ENCODED_FIXED.unpack_from(header)
+    fields = _FIXED.unpack_from(header)
     table = _table_at(fields[9], fields[10])
     view = memoryview(header)
     return view[FIXED_BYTES : table - SALT_BYTES], bytes(view[table - SALT_BYTES : table])
@@ -637,13 +634,13 @@ def sealed_of(header: ReadBuffer) -> tuple[memoryview, bytes]:
 
 def inner_of(header: ReadBuffer) -> memoryview:
     """Returns identity and checksums of a whole, unencrypted header, as they lie in version 1 too."""
-    fields = _ENCODED_FIXED.unpack_from(header)
+    fields = _FIXED.unpack_from(header)
     return memoryview(header)[FIXED_BYTES : FIXED_BYTES + inner_bytes(fields[9], fields[10])]
 
 
 def plain_header(header: ReadBuffer, inner: ReadBuffer) -> bytearray:
     """Returns the header of version 1 that a header stands for; ``inner`` is its identity and checksums, decrypted."""
-    fields = _ENCODED_FIXED.unpack_from(header)
+    fields = _FIXED.unpack_from(header)
     (depth, identity_bytes, section_count, section_bytes), names = fields[8:12], b"".join(fields[12:16])
     numbers = identity_bytes, section_count, section_bytes
     return encode_parts(Kind(fields[4]), depth, *numbers, names, inner, _descent_of(header))

@@ -363,8 +363,7 @@ class Session:
 
 # Presence: a node's standing in the cluster, one session after another.
 #
-# A session never comes back (rule V2); presence begins the next one. Separate from ``session.py`` because a session
-# only lives and dies, while presence does everything else that a node must do when one begins and ends.
+# A session never comes back (rule V2); presence begins the next one.
 
 
 BACKOFF_S_MIN = 0.1

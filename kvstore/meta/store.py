@@ -168,7 +168,7 @@ class Meta(Protocol):
 
     Raises Unavailable if no member answered in time. A transaction may then have taken effect: its outcome is unknown,
     and the caller reads back. Raises PermissionDenied for refused credentials, InvalidRequest for a request over a
-    limit of ``limits.py``, LeaseGone for a put under a lease that does not exist. After ``close`` every call raises
+    limit below, LeaseGone for a put under a lease that does not exist. After ``close`` every call raises
     Unavailable.
     """
 

@@ -291,7 +291,7 @@ class Presented:
     """SHA-256 over the certificate (DER); empty without one."""
     token: str | None = field(default=None, repr=False)
     account: str = field(default="", repr=False)
-    """What proves the account that the caller runs as (``account.py``)."""
+    """What proves the account that the caller runs as (rule X12)."""
 
 
 NOTHING = Presented()
