@@ -141,14 +141,6 @@ def test_calls_are_misses_while_weights_are_hashed_and_other_models_do_not_wait(
     store.close()
 
 
-def test_a_model_without_a_fingerprint_is_warned_of_once(tmp_root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = LazyStore(Settings(root=str(tmp_root)))
-    for _ in range(3):
-        store.model("test", "org/model", {})
-    store.close()
-    assert caplog.text.count("no_fingerprint") == 1
-
-
 def test_memory_of_a_store_that_is_opened_by_root_is_used(tmp_root: Path) -> None:
     place = {"root": str(tmp_root), "memory": 16 << 20, "write": "through"}
     with Settings.of(place, "test").open() as store:

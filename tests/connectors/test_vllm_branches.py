@@ -67,23 +67,12 @@ def test_a_session_that_returns_supersedes_the_fork_behind_what_both_share(engin
     assert unused == 0.0 and not more, "the last blocks may have come into the store after the request's end"
 
 
-def test_requests_without_a_session_supersede_nothing(engine: Engine) -> None:
-    for text in ("sabc", "saxy", "sabcd"):
-        assert engine.run(text, None) == []
-
-
 def test_a_hint_names_the_session_and_says_that_it_left_its_other_branches(engine: Engine) -> None:
     engine.run("sabc", None, kv_transfer_params={"kvstore": {"session": "t"}})
     hinted = SimpleNamespace(
         actions=[SimpleNamespace(action_type="kvstore", payload={"session": "t", "supersede": True})]
     )
     assert engine.run("sq", None, kv_hints=hinted) == keys("sabc", 1)
-
-
-def test_a_hint_says_that_both_branches_stay(engine: Engine) -> None:
-    engine.run("sabc")
-    engine.run("saxy", kv_transfer_params={"kvstore": {"supersede": False}})
-    assert engine.run("sabcd") == []
 
 
 @for_each("wrong", [{"supersede": "yes"}, {"supersede": 1}, {"session": 7}, {"session": "s" * 257}, {"left": True}])
@@ -94,15 +83,6 @@ def test_words_that_make_no_sense_are_left_out(
     engine.run("sabc")
     assert engine.run("sq", kv_transfer_params={"kvstore": wrong}) == []
     assert engine.run("sabcd") == keys("sq", 1), "the session is still known"
-
-
-def test_what_another_session_or_a_running_request_shares_is_left_alone(engine: Engine) -> None:
-    engine.run("sabc")
-    engine.run("saxyz")
-    engine.run("saxq", "other")
-    running = engine.begin("saxyq", None)
-    assert engine.run("sabcd") == keys("saxyz", 4)
-    engine.half.finished(running)
 
 
 def test_keys_of_replaced_weights_are_not_taken_for_those_of_before(engine: Engine) -> None:

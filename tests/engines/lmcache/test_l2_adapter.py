@@ -71,17 +71,6 @@ def test_what_was_stored_is_found_and_loaded_bit_for_bit_also_after_a_restart(tm
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_look_up_and_a_load_answer_for_each_key(tmp_root: Path, way: str) -> None:
-    keys = [key(number) for number in range(6)]
-    with opened(way, tmp_root) as l2:
-        assert stored(l2, [keys[at] for at in (0, 2, 5)], [made(at) for at in (0, 2, 5)]).is_successful()
-        assert found(l2, keys) == [0, 2, 5]
-        targets = [made() for _ in keys]
-        assert loaded(l2, keys, targets) == [0, 2, 5]
-        assert equal([targets[2]], [made(2)])
-
-
-@pytest.mark.parametrize("way", WAYS)
 def test_a_store_counts_only_the_objects_that_were_not_there(tmp_root: Path, way: str) -> None:
     keys, objects = [key(number) for number in range(6)], [made(number) for number in range(6)]
     size = objects[0].get_size()

@@ -9,7 +9,6 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
@@ -27,14 +26,13 @@ from kvstore.connectors.transformers.cache_spec import checked, run
 from kvstore.connectors.transformers.decoder import Decoder
 from kvstore.connectors.transformers.gate import Case, prepare
 from kvstore.connectors.transformers.prefill import _compute
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import InvalidRequest
 from kvstore.segments import Bounds, Measured, Rule, Segments, Verdict
 from tests.engines.transformers.models import (
     CHUNK,
     difference,
     gemma,
     gemma3,
-    generated,
     llama,
     logits_after,
     logits_without_store,
@@ -198,10 +196,6 @@ def way_prefill(model: Any, store: Store, past: Any) -> None:
     prefill_blended(model, ids(1, 0), starts(1, 0), store, segment_tokens=PIECE)
 
 
-def way_generate(model: Any, store: Store, past: Any) -> None:
-    generated(model, ids(1, 0), past)
-
-
 def way_run_behind(model: Any, store: Store, past: Any) -> None:
     with pytest.raises(InvalidRequest, match="past is blended"):
         run(model, QUESTION, past, lambda *_: None)
@@ -210,11 +204,6 @@ def way_run_behind(model: Any, store: Store, past: Any) -> None:
 def way_compute_behind_a_copy(model: Any, store: Store, past: Any) -> None:
     with pytest.raises(InvalidRequest, match="past is blended"):
         _compute(model, checked(model), ids(1, 0), copy.deepcopy(past), 80, 80)
-
-
-def way_put_the_past(model: Any, store: Store, past: Any) -> None:
-    with pytest.raises((KVStoreError, TypeError)):
-        model_cache(model, store).put(ids(1, 0)[0].cpu().numpy(), past)
 
 
 def way_exact_prefill_over_segments(model: Any, store: Store, past: Any) -> None:
@@ -229,14 +218,6 @@ def way_exact_prefill_over_segments(model: Any, store: Store, past: Any) -> None
 def way_named_as_segments(model: Any, store: Store, past: Any) -> None:
     cache = model_cache(model, store, attributes={"kv": "segment"})
     assert dict(cache.namespace.attributes)["kv"] != "segment"
-
-
-def way_read_rows(model: Any, store: Store, past: Any) -> None:
-    segments = segments_of(model, store)
-    with segments.hold(segments.find(ids(1, 0)[0].cpu().numpy(), starts(1, 0))) as held:
-        out = np.empty(segments.layout.shape(ids(1, 0).shape[1]), segments.layout.numpy_dtype)
-        with pytest.raises(InvalidRequest, match="verdict"):
-            held.read_into(out, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("way", [each for name, each in list(globals().items()) if name.startswith("way_")])
