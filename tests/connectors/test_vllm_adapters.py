@@ -100,20 +100,6 @@ def test_a_number_that_two_adapters_had_shares_nothing(engine: Callable[..., Ada
     assert not looked_at(known, lora(first, 2, load_inplace=True)).digest
 
 
-@pytest.mark.parametrize("missing", ["all", "adapter_config.json", "adapter_model.safetensors"])
-def test_an_adapter_that_cannot_be_read_shares_nothing(
-    engine: Callable[..., Adapters], tmp_path: Path, missing: str
-) -> None:
-    path = adapter(tmp_path / "a", 1)
-    if missing == "all":
-        path += "-elsewhere"
-    else:
-        Path(path, missing).unlink()
-        time.sleep(0.01)
-    check = looked_at(engine(), lora(path))
-    assert (check.digest, check.seal) == (b"", None)
-
-
 def test_a_seal_breaks_with_any_change(tmp_path: Path) -> None:
     path = adapter(tmp_path / "a", 1)
     seal = Seal.of(path)

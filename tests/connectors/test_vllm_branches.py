@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvstore.connectors.vllm.blocks import Cluster
 from kvstore.errors import Unavailable
 from tests.kit.cases import for_each
 from tests.kit.patience import eventually
@@ -90,15 +89,6 @@ def test_keys_of_replaced_weights_are_not_taken_for_those_of_before(engine: Engi
     engine.half.reset()
     engine.run("saxy")
     assert engine.run("sabcd") == [], "it has begun anew"
-
-
-def test_every_kind_of_kv_is_told_in_whole_blocks(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(make([Cluster((0, 2), 4), Cluster((1,), 8)]), monkeypatch)
-    engine.run("sabc")
-    engine.run("sabxyz")
-    expected = keys("sabxyz", 3), [hashes("sabxyz")[5] + b"\1"]
-    assert engine.run("sabcd") == [*expected[0], *expected[1]]
-    assert engine.half.counts.take()["superseded_blocks"] == 4
 
 
 def test_a_store_that_does_not_answer_fails_no_request(

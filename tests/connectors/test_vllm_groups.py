@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvstore.connectors.vllm.blocks import SPAN_UNITS, Boundaries, Cluster, Kind, Tail, last_boundary
+from kvstore.connectors.vllm.blocks import Boundaries, Cluster, Kind
 from tests.kit.cases import for_each
 from tests.kit.vllm_connector import BLOCK_TOKENS, Request, cache, halves, matched, step
 
@@ -74,43 +73,6 @@ def test_every_boundary_that_is_stored_for_is_whole_and_no_other_block_is_stored
     wanted = {24, (length - 1) // 4 * 4, length // 4 * 4, *range(boundaries.apart, length, boundaries.apart)}
     needed = {index for end in wanted if end <= length for index in range(WINDOW.first_block(end), end // 4)}
     assert stored == needed
-
-
-def is_whole(boundary: int, tails: list[Tail], there: set[bytes], unit: int, low: int) -> bool:
-    return all(
-        tail.keys[index] in there
-        for tail in tails
-        for index in range(tail.cluster.first_block(boundary * unit), boundary * unit // tail.cluster.block_tokens)
-        if (index + 1) * tail.cluster.block_tokens > low * unit
-    )
-
-
-def test_the_last_boundary_is_the_one_that_trying_all_finds() -> None:
-    source = random.Random(20)
-    for _ in range(300):
-        unit = source.choice([4, 8])
-        clusters = [Cluster((0,), 4, Kind.WINDOW, source.randrange(1, 60)), Cluster((1,), unit, Kind.STATE)]
-        clusters = source.sample(clusters, source.randrange(1, 3))
-        high = source.randrange(1, 3 * SPAN_UNITS)
-        low = source.randrange(0, high)
-        there: set[bytes] = set()
-        tails = []
-        for cluster in clusters:
-            keys: list[bytes | None] = [
-                None if source.random() < 0.001 else b"%d %d" % (cluster.groups[0], index)
-                for index in range(high * unit // cluster.block_tokens)
-            ]
-            there |= {key for key in keys if key is not None and source.random() < 0.97}
-            tails.append(Tail(cluster, keys))
-        calls: list[int] = []
-
-        def present(keys: Sequence[bytes], there: set[bytes] = there, calls: list[int] = calls) -> list[bool]:
-            calls.append(len(keys))
-            return [key in there for key in keys]
-
-        expected = next((each for each in range(high, low, -1) if is_whole(each, tails, there, unit, low)), low)
-        assert last_boundary(tails, unit, low, high, present) == expected
-        assert len(calls) <= -(-(high - low) // SPAN_UNITS)
 
 
 def put(half: Any, *runs: Any) -> None:

@@ -173,18 +173,6 @@ def test_bytes_of_a_serialiser_are_shared_with_those_that_are_told_the_same_of_i
                 assert loaded(l2, [key(1)], [made(**packed)]) == expected
 
 
-def test_a_salt_may_hold_any_character(tmp_root: Path) -> None:
-    salts = ["", "a", "\ud800", "a\udc80", "\u00e4", "a" * 128]
-    with adapter(root=str(tmp_root)) as l2:
-        for number, salt in enumerate(salts):
-            assert found(l2, [key(1, cache_salt=salt)]) == []
-            stored(l2, [key(1, cache_salt=salt)], [made(number)])
-        for number, salt in enumerate(salts):
-            target = made()
-            assert loaded(l2, [key(1, cache_salt=salt)], [target]) == [0]
-            assert equal([target], [made(number)])
-
-
 def test_what_is_refused_or_breaks_is_told_in_the_status(tmp_root: Path) -> None:
     with adapter(root=str(tmp_root)) as l2:
         assert not stored(l2, [key(1), key(2)], [made(1)]).is_successful()

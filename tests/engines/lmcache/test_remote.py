@@ -190,10 +190,3 @@ def test_what_could_not_be_served_is_refused_when_it_starts(
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(InvalidRequest, match=says):
         Remote({"root": str(tmp_root), **wrong})
-
-
-def test_settings_of_a_named_plug_in_win(tmp_root: Path) -> None:
-    settings = {"root": "/nowhere/at/all", "remote_storage_plugin.kvstore.second.root": str(tmp_root)}
-    with remote(settings, plugin="kvstore.second") as opened:
-        opened.do(opened.connector.put(key(1), opened.made(1)))
-    assert len(chunk_files(tmp_root)) == 1

@@ -109,21 +109,6 @@ def test_it_is_what_blending_in_memory_gives(make: Any, store: Store) -> None:
         assert difference(values, kv.values[layer][:, :, :-1]) < 1e-4
 
 
-def test_the_exact_prefix_comes_first_and_counts_as_hits_and_segments_do_not(filled: Store) -> None:
-    model = made()
-    prefill_with_store(model, ids(0, 2), model_cache(model, filled, chunk_tokens=CHUNK))
-    before = filled.stats()
-    cache = model_cache(model, filled, chunk_tokens=CHUNK)
-    segments = cache.segments(Decoder(model).rope(), chunk_tokens=PIECE)
-    put_segments(model, DOCUMENTS, cache, segment_tokens=PIECE)
-    before = filled.stats()
-    found = prefill_blended(model, ids(0, 1), starts(0, 1), cache, verdict_for(segments), segment_tokens=PIECE)
-    after = filled.stats()
-    assert (found.exact, found.found) == (32, 48)
-    assert after["tokens_matched"] - before["tokens_matched"] == 32
-    assert after["chunks_written"] == before["chunks_written"]
-
-
 def test_the_example_of_the_guide_runs(store: Store) -> None:
     page = Path(__file__, "../../../../docs/blending.md").resolve().read_text()
     example = page.partition("## Use it")[2].partition("    from ")[2].partition("\n\n`")[0]
