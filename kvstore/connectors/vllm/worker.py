@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Any
 
 from kvstore.background import Tasks
-from kvstore.connectors.common import LazyStore
+from kvstore.connectors.common import LazyStore, leading
 from kvstore.connectors.vllm.blocks import Run
 from kvstore.connectors.vllm.gpu_copy import PART_BYTES, Copy, Pages
 from kvstore.connectors.vllm.messages import IDLE_S, Load, Orders, Report
@@ -109,9 +109,7 @@ class Loader:
     def _read(self, loading: Loading, part: Run, pages: Pages) -> int:
         """Reads leading blocks of ``part`` and passes them on; returns their number."""
         caches = self._store.caches()
-        if caches is None:
-            return 0
-        if self._is_late(loading):
+        if caches is None or self._is_late(loading):
             return 0
         host = self._host(pages, len(part.keys))
         try:
@@ -120,7 +118,7 @@ class Loader:
         except KVStoreError:
             hits = [False] * len(part.keys)
         self._is_late(loading)
-        good = hits.index(False) if False in hits else len(hits)
+        good = leading(hits)
         if good:
             pages.write(host[:good], part.blocks[:good], loading.after)
         self._counts.add(EngineCount.LOADED_BLOCKS, good)
