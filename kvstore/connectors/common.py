@@ -403,9 +403,10 @@ class LazyStore:
     Thread-safe. Raises what ``kvstore.open`` raises, except Unavailable and Overloaded.
     """
 
-    def __init__(self, settings: Settings, namespaces: Iterable[Namespace] = ()) -> None:
-        """``namespaces`` are those of ``caches``."""
+    def __init__(self, settings: Settings, namespaces: Iterable[Namespace] = (), *, pause_s: float = PAUSE_S) -> None:
+        """``namespaces`` are those of ``caches``; ``pause_s`` is the time before a store that failed is tried again."""
         self._settings = settings
+        self._pause_s = pause_s
         self._namespaces = list(namespaces)
         self._fingerprints = Fingerprints(settings.fingerprint, settings.lookup_timeout_s)
         self._trouble = Trouble(log, "connector.store_unavailable")
@@ -459,7 +460,7 @@ class LazyStore:
                 cache = self.store().namespace(name, OPAQUE_LAYOUT, fingerprint, self._settings.tenant, told)
             except Unavailable as error:
                 self._trouble.failed(error)
-                self._again_s = self._clock.monotonic_s() + PAUSE_S
+                self._again_s = self._clock.monotonic_s() + self._pause_s
                 raise
             self._models[key] = cache
             return cache
@@ -483,7 +484,7 @@ class LazyStore:
         ]
 
     def _retry(self) -> None:
-        while not self._closing.wait(PAUSE_S):
+        while not self._closing.wait(self._pause_s):
             try:
                 self._open()
             except KVStoreError as error:
@@ -513,6 +514,11 @@ def key_of(identity: bytes) -> bytes:
     state = _ENGINE_KEY.copy()
     state.update(identity)
     return state.digest()
+
+
+def leading(good: Sequence[object]) -> int:
+    """Returns how many leading items are true."""
+    return next((at for at, each in enumerate(good) if not each), len(good))
 
 
 def text(value: str) -> bytes:

@@ -1,6 +1,8 @@
-"""Locks that LMCache took by a look-up and has not yet released: holds of the store, by LMCache's keys.
+"""LMCache's server mode: the store as its L2, by its ``plugin`` adapter.
 
-A lock ends when its last key is unlocked, or after a time, because the process that should unlock may have died.
+LMCache calls from its controller threads and waits for event descriptors; our own threads do the work. Every failure is
+a miss or a failed store, and every task ends: each step by its timeout (the first of a model by ``store_timeout_s``). A
+task that waited longer than that for a thread is not started.
 """
 
 from __future__ import annotations
@@ -37,6 +39,9 @@ from kvstore.connectors.lmcache_keys import (
 )
 from kvstore.errors import HoldBroken, KVStoreError
 from kvstore.sources import Clock, SystemClock
+
+# Locks that LMCache took by a look-up and has not yet released: holds of the store, by LMCache's keys. A lock ends when
+# its last key is unlocked, or after a time, because the process that should unlock may have died.
 
 
 @dataclass(slots=True, eq=False)
@@ -128,13 +133,6 @@ class Locks:
                 lock.left = 0
                 ended.append(lock.hold)
         return ended
-
-
-# LMCache's server mode: the store as its L2, by its ``plugin`` adapter.
-#
-# LMCache calls from its controller threads and waits for event descriptors; our own threads do the work. Every
-# failure is a miss or a failed store, and every task ends: each step by its timeout (the first of a model by
-# ``store_timeout_s``). A task that waited longer than that for a thread is not started.
 
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from lmcache.v1.storage_backend.connector import ConnectorAdapter, ConnectorCont
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from kvstore.client import Cache
-from kvstore.connectors.common import LazyStore, Trouble, block_key, text
+from kvstore.connectors.common import LazyStore, Trouble, block_key, leading, text
 from kvstore.connectors.lmcache_keys import Settings, bytes_of, read_blocks, tensors
 from kvstore.errors import InvalidRequest, KVStoreError
 
@@ -102,11 +102,11 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
     async def batched_get_non_blocking(self, lookup_id: str, keys: list[Any]) -> list[Any]:
         """Returns the objects of the leading keys that could be read."""
         made = await self.batched_get(keys)
-        leading = next((at for at, each in enumerate(made) if each is None), len(made))
-        for each in made[leading:]:
+        count = leading([each is not None for each in made])
+        for each in made[count:]:
             if each is not None:
                 each.ref_count_down()
-        return made[:leading]
+        return made[:count]
 
     def _get(self, keys: list[Any]) -> list[Any]:
         made = [self._memory.allocate(self.meta_shapes, self.meta_dtypes, self.meta_fmt) for _ in keys]

@@ -33,7 +33,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from kvstore.client import Cache
-from kvstore.connectors.common import LazyStore, Settings, Trouble, block_key, text
+from kvstore.connectors.common import LazyStore, Settings, Trouble, block_key, leading, text
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 
 # What calls of SGLang moved, and how fast, for its own metrics.
@@ -424,12 +424,12 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         for pool, each in zip(pools, names, strict=True):
             present.append(pool.whole(found[start : start + len(each)]))
             start += len(each)
-        kv_pages = _leading(present[0])
+        kv_pages = leading(present[0])
         hits: dict[Any, int] = {PoolName.KV: kv_pages} if kv_pages else {}
         restorable = list(range(1, kv_pages + 1))
         for transfer, pages in zip(transfers, present[1:], strict=True):
             if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-                fits = [*range(1, min(kv_pages, _leading(pages)) + 1)]
+                fits = [*range(1, min(kv_pages, leading(pages)) + 1)]
             else:
                 tail = max(1, len(transfer.keys or ()))
                 fits = [end for end in range(1, kv_pages + 1) if all(pages[max(0, end - tail) : end])]
@@ -558,10 +558,6 @@ def _launched_with() -> dict[str, str]:
     except (ValueError, AttributeError):
         return {}
     return {name: str(getattr(given, name, None)) for name in LAUNCHED_WITH}
-
-
-def _leading(pages: Sequence[bool]) -> int:
-    return next((at for at, present in enumerate(pages) if not present), len(pages))
 
 
 def _before(extra_info: Any) -> list[str]:

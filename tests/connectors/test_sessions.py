@@ -44,10 +44,6 @@ def test_a_session_that_goes_on_abandons_nothing(known: Known) -> None:
     assert [known.told("s", text) for text in ("sa:b", "sabc:d", "sabcdef:g")] == [[], [], []]
 
 
-def test_a_session_that_begins_another_branch_abandons_nothing(known: Known) -> None:
-    assert [known.told("s", text) for text in ("sabc", "saxy", "sqq")] == [[], [], []]
-
-
 def test_a_session_that_returns_abandons_what_it_did_in_between(known: Known) -> None:
     for text in ("sabc", "saxy", "saxyz", "sabq"):
         assert known.told("s", text) == []
@@ -81,14 +77,6 @@ def test_what_another_live_session_has_is_not_abandoned(known: Known) -> None:
     known.told("s", "saxyz")
     known.told("other", "saxyq")
     assert known.told("s", "sabcd") == [("saxy", "z")]
-
-
-def test_what_another_session_has_abandoned_itself_protects_nothing(known: Known) -> None:
-    for session in ("one", "other"):
-        known.told(session, "sabc")
-        known.told(session, "saxyz")
-    assert known.told("one", "sabcd") == [], "the other session still has it"
-    assert known.told("other", "sabcd") == [("sa", "xyz")]
 
 
 def test_what_a_running_request_has_is_not_abandoned(known: Known) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 
 import kvstore.connectors
+from kvstore.client import Store
 from kvstore.connectors import common
 from kvstore.connectors.common import OPAQUE_LAYOUT, LazyStore, Settings
 from kvstore.connectors.lmcache_keys import Settings as LMCacheSettings
@@ -19,7 +21,7 @@ from kvstore.connectors.vllm.settings import Settings as VllmSettings
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.namespace import Namespace
 from tests.kit.cases import for_each
-from tests.kit.patience import NEVER_S, PATIENCE_S
+from tests.kit.patience import NEVER_S, PATIENCE_S, eventually
 
 WRONG: tuple[tuple[dict[Any, Any], str], ...] = (
     ({"connect": 7}, "connect"),
@@ -141,14 +143,6 @@ def test_calls_are_misses_while_weights_are_hashed_and_other_models_do_not_wait(
     store.close()
 
 
-def test_a_model_without_a_fingerprint_is_warned_of_once(tmp_root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = LazyStore(Settings(root=str(tmp_root)))
-    for _ in range(3):
-        store.model("test", "org/model", {})
-    store.close()
-    assert caplog.text.count("no_fingerprint") == 1
-
-
 def test_memory_of_a_store_that_is_opened_by_root_is_used(tmp_root: Path) -> None:
     place = {"root": str(tmp_root), "memory": 16 << 20, "write": "through"}
     with Settings.of(place, "test").open() as store:
@@ -157,3 +151,35 @@ def test_memory_of_a_store_that_is_opened_by_root_is_used(tmp_root: Path) -> Non
         out = bytearray(5)
         assert blocks.get([b"k" * 16], [out]) == [True] and out == b"block"
         assert (store.stats()["memory_hits"], store.stats()["memory_size_bytes"]) == (1, 16 << 20)
+
+
+class Late:
+    """Settings of a store that does not answer ``fails`` times."""
+
+    fingerprint, lookup_timeout_s, tenant = "", 1.0, ""
+
+    def __init__(self, fails: int) -> None:
+        self._fails = fails
+
+    def open(self) -> Store:
+        self._fails -= 1
+        if self._fails >= 0:
+            raise Unavailable("down")
+        return kvstore.open("memory://")
+
+
+def test_a_store_that_is_down_at_first_is_used_later() -> None:
+    store = LazyStore(Late(3), [Namespace.of("m", OPAQUE_LAYOUT)], pause_s=0.05)  # type: ignore[arg-type]
+    assert store.caches() is None
+    with pytest.raises(Unavailable, match="down"):
+        store.model("test", "org/model", {})
+    eventually(lambda: store.caches() is not None)
+    eventually(lambda: is_there(store))
+    store.close()
+    assert store.caches() is None
+
+
+def is_there(store: LazyStore) -> bool:
+    with suppress(Unavailable):
+        return store.model("test", "org/model", {}).blocks.match([b"k" * 16]) == 0
+    return False

@@ -131,18 +131,6 @@ def test_sizes_that_make_no_sense_are_refused_as_vineyard_does(tmp_root: Path, s
     assert isinstance(refused.value, errors.InvalidRequest)
 
 
-@for_each("sizes", [{"tensor_nbytes": 0}, {"layer": 0}, {"cache_capacity": 0}, {"layer": 2.0}])
-def test_geometry_that_makes_no_sense_is_refused(tmp_root: Path, sizes: dict[str, Any]) -> None:
-    with pytest.raises(RuntimeError, match="expected"):
-        KVCache(FileCacheConfig(root=str(tmp_root / "kv")), **sizes)
-
-
-def test_vineyards_file_system_needs_a_worker(tmp_root: Path) -> None:
-    config = FileCacheConfig(root=str(tmp_root / "kv"), filesystem_type=FilesystemType.VINEYARD, socket="/tmp/v.sock")
-    with pytest.raises(RuntimeError, match="needs HOST:PORT of a kvstore worker"):
-        KVCache(config)
-
-
 def test_a_folder_of_vineyards_own_files_is_not_taken_for_a_root(tmp_root: Path) -> None:
     (tmp_root / "kv" / "44").mkdir(parents=True)
     (tmp_root / "kv" / "44" / "45").write_bytes(b"\4\0\0\0")

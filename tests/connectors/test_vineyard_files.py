@@ -48,13 +48,6 @@ def test_a_query_of_any_length_returns_full_chunks(cache: KVCache) -> None:
     assert cache.query(None, longer, over(np.zeros((16, LAYERS, 2, SIZE), np.uint8))) == 12
 
 
-def test_an_update_behind_a_prefix_that_is_not_there_stores_nothing(cache: KVCache) -> None:
-    kv = kv_of(TOKENS, LAYERS, SIZE)
-    assert cache.update(TOKENS[:4], TOKENS[4:], over(kv[4:])) == 0
-    assert cache.update(None, TOKENS[:4], over(kv[:4])) == 4
-    assert cache.query(None, TOKENS, over(np.zeros_like(kv))) == 4
-
-
 def test_memory_is_given_where_empty_tensors_are_passed(cache: KVCache) -> None:
     kv = kv_of(TOKENS, LAYERS, SIZE)
     cache.update(None, TOKENS, over(kv))

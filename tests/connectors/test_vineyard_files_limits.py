@@ -49,11 +49,6 @@ def test_lengths_that_do_not_fit_are_refused_as_vineyard_does(
     assert isinstance(refused.value, errors.InvalidRequest) and isinstance(refused.value, ValueError)
 
 
-def test_a_query_behind_a_part_of_a_chunk_is_refused(cache: KVCache) -> None:
-    with pytest.raises(RuntimeError, match="prefix has 3 tokens: expected a multiple of chunk_size"):
-        cache.query([1, 2, 3], [4], asking(1, LAYERS))
-
-
 def test_tensors_of_another_shape_are_refused_and_not_a_silent_miss(cache: KVCache) -> None:
     good = np.zeros((4, LAYERS, 2, SIZE), np.uint8)
     small, layers = np.zeros((4, LAYERS, 2, 8), np.uint8), np.zeros((4, 3, 2, SIZE), np.uint8)

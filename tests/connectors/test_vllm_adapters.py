@@ -14,7 +14,7 @@ import pytest
 from kvstore.connectors.vllm import adapters
 from kvstore.connectors.vllm.adapters import Adapters, Check, Seal
 from tests.kit.patience import PATIENCE_S
-from tests.kit.vllm_connector import Blocks, Request, cache, halves, matched, step, store
+from tests.kit.vllm_connector import Blocks, Request, halves, matched, step, store
 
 
 @pytest.fixture(autouse=True)
@@ -100,20 +100,6 @@ def test_a_number_that_two_adapters_had_shares_nothing(engine: Callable[..., Ada
     assert not looked_at(known, lora(first, 2, load_inplace=True)).digest
 
 
-@pytest.mark.parametrize("missing", ["all", "adapter_config.json", "adapter_model.safetensors"])
-def test_an_adapter_that_cannot_be_read_shares_nothing(
-    engine: Callable[..., Adapters], tmp_path: Path, missing: str
-) -> None:
-    path = adapter(tmp_path / "a", 1)
-    if missing == "all":
-        path += "-elsewhere"
-    else:
-        Path(path, missing).unlink()
-        time.sleep(0.01)
-    check = looked_at(engine(), lora(path))
-    assert (check.digest, check.seal) == (b"", None)
-
-
 def test_a_seal_breaks_with_any_change(tmp_path: Path) -> None:
     path = adapter(tmp_path / "a", 1)
     seal = Seal.of(path)
@@ -125,23 +111,6 @@ def test_a_seal_breaks_with_any_change(tmp_path: Path) -> None:
     os.replace(adapter(tmp_path / "b", 1) + "/adapter_model.safetensors", path + "/adapter_model.safetensors")
     assert not seal.holds(), "another file with the same bytes"
     assert not Seal(str(tmp_path / "nowhere"), seal.files).holds()
-
-
-def test_requests_share_with_those_of_the_same_files_only(make: Callable[..., Any], tmp_path: Path) -> None:
-    first, copy, other = (adapter(tmp_path / name, seed) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
-    half = make()
-    asked = Request("a", 22, lora_request=lora(first, 1))
-    half.arrived(asked)
-    assert matched(half, asked) == (0, False)
-    stores = step(half, asked, 0, 12).stores
-    assert [run.seal.path for run in stores] == [first]
-    plain = {hashed + b"\0" for hashed in asked.block_hashes}
-    assert not plain.intersection(stores[0].keys)
-    assert cache(half).put(stores[0].keys, [bytes(64)] * 3) == [True] * 3
-    for name, given, found in (("same", lora(copy, 2), 12), ("other", lora(other, 3), 0), ("none", None, 0)):
-        request = Request(name, 22, lora_request=given)
-        half.arrived(request)
-        assert matched(half, request) == (found, bool(found)), name
 
 
 def test_a_request_whose_adapter_is_not_sure_is_left_alone(make: Callable[..., Any], tmp_path: Path) -> None:

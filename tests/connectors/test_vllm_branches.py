@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvstore.connectors.vllm.blocks import Cluster
 from kvstore.errors import Unavailable
 from tests.kit.cases import for_each
 from tests.kit.patience import eventually
@@ -67,23 +66,12 @@ def test_a_session_that_returns_supersedes_the_fork_behind_what_both_share(engin
     assert unused == 0.0 and not more, "the last blocks may have come into the store after the request's end"
 
 
-def test_requests_without_a_session_supersede_nothing(engine: Engine) -> None:
-    for text in ("sabc", "saxy", "sabcd"):
-        assert engine.run(text, None) == []
-
-
 def test_a_hint_names_the_session_and_says_that_it_left_its_other_branches(engine: Engine) -> None:
     engine.run("sabc", None, kv_transfer_params={"kvstore": {"session": "t"}})
     hinted = SimpleNamespace(
         actions=[SimpleNamespace(action_type="kvstore", payload={"session": "t", "supersede": True})]
     )
     assert engine.run("sq", None, kv_hints=hinted) == keys("sabc", 1)
-
-
-def test_a_hint_says_that_both_branches_stay(engine: Engine) -> None:
-    engine.run("sabc")
-    engine.run("saxy", kv_transfer_params={"kvstore": {"supersede": False}})
-    assert engine.run("sabcd") == []
 
 
 @for_each("wrong", [{"supersede": "yes"}, {"supersede": 1}, {"session": 7}, {"session": "s" * 257}, {"left": True}])
@@ -96,29 +84,11 @@ def test_words_that_make_no_sense_are_left_out(
     assert engine.run("sabcd") == keys("sq", 1), "the session is still known"
 
 
-def test_what_another_session_or_a_running_request_shares_is_left_alone(engine: Engine) -> None:
-    engine.run("sabc")
-    engine.run("saxyz")
-    engine.run("saxq", "other")
-    running = engine.begin("saxyq", None)
-    assert engine.run("sabcd") == keys("saxyz", 4)
-    engine.half.finished(running)
-
-
 def test_keys_of_replaced_weights_are_not_taken_for_those_of_before(engine: Engine) -> None:
     engine.run("sabc")
     engine.half.reset()
     engine.run("saxy")
     assert engine.run("sabcd") == [], "it has begun anew"
-
-
-def test_every_kind_of_kv_is_told_in_whole_blocks(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(make([Cluster((0, 2), 4), Cluster((1,), 8)]), monkeypatch)
-    engine.run("sabc")
-    engine.run("sabxyz")
-    expected = keys("sabxyz", 3), [hashes("sabxyz")[5] + b"\1"]
-    assert engine.run("sabcd") == [*expected[0], *expected[1]]
-    assert engine.half.counts.take()["superseded_blocks"] == 4
 
 
 def test_a_store_that_does_not_answer_fails_no_request(

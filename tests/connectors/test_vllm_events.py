@@ -114,21 +114,6 @@ def test_a_look_up_that_misses_what_was_told_tells_it_as_removed_once(make: Call
         half.finished(later)
 
 
-def test_an_event_has_the_tokens_and_the_request_of_its_blocks(make: Callable[..., Any]) -> None:
-    half = make(events=events_of(medium="DISK"))
-    request = Request("a", 22)
-    request.session_id = "chat 7"
-    half.arrived(request)
-    matched(half, request)
-    step(half, request, 0, 12)
-    half.learn(report(dict.fromkeys(keys(request, 1, 2), 1)))
-    (event,) = half.take_events()
-    assert event.token_ids == list(range(BLOCK_TOKENS, 3 * BLOCK_TOKENS))
-    assert (event.medium, event.session_id, event.group_idx, event.block_size) == ("DISK", "chat 7", 0, BLOCK_TOKENS)
-    assert event.parent_block_hash == request.block_hashes[0]
-    assert event.extra_keys == [("a salt", BLOCK_TOKENS), ("a salt", 2 * BLOCK_TOKENS)]
-
-
 def test_blocks_of_two_requests_are_two_events(make: Callable[..., Any]) -> None:
     half = make(events=events_of())
     one, two = Request("a", 6), Request("b", 10)
@@ -164,19 +149,6 @@ def test_an_idle_engine_goes_on_for_a_moment_to_tell_and_no_longer(make: Callabl
     assert not half.has_events()
 
 
-def test_what_waits_to_be_told_is_bounded(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvstore.connectors.vllm import events
-
-    monkeypatch.setattr(events, "PENDING_MAX", 3)
-    half = make(events=events_of())
-    request = Request("a", 22)
-    half.arrived(request)
-    matched(half, request)
-    step(half, request, 0, 22)
-    half.learn(report(dict.fromkeys(keys(request, 0, 1, 2, 3, 4), 1)))
-    assert told(half) == [("stored", [2, 3, 4], 1)]
-
-
 def test_of_several_kinds_of_kv_full_attention_is_told_once_for_its_first_group(make: Callable[..., Any]) -> None:
     half, request = make(KINDS, events=events_of()), Request("a", 42)
     half.manager = Tables()
@@ -206,12 +178,3 @@ def test_a_look_up_that_misses_a_window_alone_tells_no_removal(make: Callable[..
     half.arrived(later)
     assert matched(half, later) == (0, False)
     assert half.take_events() == []
-
-
-def test_without_events_nothing_is_told(make: Callable[..., Any]) -> None:
-    half, request = make(), Request("a", 22)
-    half.arrived(request)
-    matched(half, request)
-    step(half, request, 0, 22)
-    assert half.take_events() == []
-    assert not half.has_events()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvstore.connectors.vllm.blocks import SPAN_UNITS, Boundaries, Cluster, Kind, Tail, last_boundary
+from kvstore.connectors.vllm.blocks import Boundaries, Cluster, Kind
 from tests.kit.cases import for_each
 from tests.kit.vllm_connector import BLOCK_TOKENS, Request, cache, halves, matched, step
 
@@ -76,48 +75,6 @@ def test_every_boundary_that_is_stored_for_is_whole_and_no_other_block_is_stored
     assert stored == needed
 
 
-def test_windows_between_states_are_stored_everywhere() -> None:
-    boundaries = Boundaries.of(BLOCK_TOKENS, [FULL, WINDOW, STATE])
-    assert all(boundaries.needs(WINDOW, index, 400, 0) for index in range(100))
-
-
-def is_whole(boundary: int, tails: list[Tail], there: set[bytes], unit: int, low: int) -> bool:
-    return all(
-        tail.keys[index] in there
-        for tail in tails
-        for index in range(tail.cluster.first_block(boundary * unit), boundary * unit // tail.cluster.block_tokens)
-        if (index + 1) * tail.cluster.block_tokens > low * unit
-    )
-
-
-def test_the_last_boundary_is_the_one_that_trying_all_finds() -> None:
-    source = random.Random(20)
-    for _ in range(300):
-        unit = source.choice([4, 8])
-        clusters = [Cluster((0,), 4, Kind.WINDOW, source.randrange(1, 60)), Cluster((1,), unit, Kind.STATE)]
-        clusters = source.sample(clusters, source.randrange(1, 3))
-        high = source.randrange(1, 3 * SPAN_UNITS)
-        low = source.randrange(0, high)
-        there: set[bytes] = set()
-        tails = []
-        for cluster in clusters:
-            keys: list[bytes | None] = [
-                None if source.random() < 0.001 else b"%d %d" % (cluster.groups[0], index)
-                for index in range(high * unit // cluster.block_tokens)
-            ]
-            there |= {key for key in keys if key is not None and source.random() < 0.97}
-            tails.append(Tail(cluster, keys))
-        calls: list[int] = []
-
-        def present(keys: Sequence[bytes], there: set[bytes] = there, calls: list[int] = calls) -> list[bool]:
-            calls.append(len(keys))
-            return [key in there for key in keys]
-
-        expected = next((each for each in range(high, low, -1) if is_whole(each, tails, there, unit, low)), low)
-        assert last_boundary(tails, unit, low, high, present) == expected
-        assert len(calls) <= -(-(high - low) // SPAN_UNITS)
-
-
 def put(half: Any, *runs: Any) -> None:
     for run in runs:
         assert all(cache(half).put(run.keys, [bytes(64)] * len(run.keys), first=run.first))
@@ -139,34 +96,6 @@ def ran(half: Any, request: Request, computed: int, count: int, *offered: tuple[
             kv_connector_block_state=SimpleNamespace(boundary_state_offloads={request.request_id: list(offered)}),
         )
     )
-
-
-def test_a_window_is_stored_and_loaded_for_the_end_of_the_prompt_alone(make: Callable[..., Any]) -> None:
-    half, request = make([FULL, WINDOW]), Request("a", 42)
-    half.manager = Tables(3)
-    half.arrived(request)
-    assert matched(half, request) == (0, False)
-    stores = step(half, request, 0, 42).stores
-    # 36 tokens are four windows; the prompt's last boundary is at 40.
-    assert [(run.cluster, run.first, len(run.keys)) for run in stores] == [(0, 0, 10), (1, 7, 3)]
-    assert stores[1].blocks == [(207, 307), (208, 308), (209, 309)]
-    put(half, *stores)
-    again = Request("b", 42)
-    half.arrived(again)
-    assert matched(half, again) == (40, True)
-    half.allocated(again, Tables(3, gone=8), 40)
-    runs = (
-        half.orders(
-            SimpleNamespace(
-                scheduled_new_reqs=[],
-                scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
-                total_num_scheduled_tokens=0,
-            )
-        )
-        .loads[0]
-        .runs
-    )
-    assert [(run.cluster, run.first, len(run.keys)) for run in runs] == [(0, 0, 10), (1, 8, 2)]
 
 
 def test_where_a_prompt_parts_from_a_stored_one_the_next_one_finds_a_window(make: Callable[..., Any]) -> None:
@@ -202,24 +131,6 @@ def test_what_the_engine_has_itself_where_a_prompt_parts_is_stored_once(make: Ca
     assert [(run.cluster, run.first, len(run.keys)) for run in stores] == [(0, 4, 2), (1, 3, 2)]
     later = step(half, second, 26, 16).stores
     assert [(run.cluster, run.first) for run in later if run.cluster == 1] == [(1, 7)]
-
-
-def test_a_state_is_stored_where_vllm_says_and_a_hit_ends_at_one(make: Callable[..., Any]) -> None:
-    half, request = make([FULL, Cluster((1, 2), BLOCK_TOKENS, Kind.STATE)]), Request("a", 42)
-    half.manager = Tables(3, gone=32)
-    half.arrived(request)
-    assert matched(half, request) == (0, False)
-    within = (state(1, 8, 22), state(2, 8, 22), state(1, 9, 20))
-    first = ran(half, request, 0, 24, state(1, 71, 24), state(2, 72, 24), *within).stores
-    assert [(run.cluster, run.first, run.blocks) for run in first[1:]] == [(1, 5, [(71, 72)])]
-    rest = ran(half, request, 24, 18, state(1, 71, 24), state(2, 72, 24), state(1, 73, 42), state(2, 74, 42)).stores
-    assert [run.cluster for run in rest] == [0], "one was offered again, the other is behind the last hash"
-    put(half, *first, *rest)
-    again = Request("b", 42)
-    half.arrived(again)
-    assert matched(half, again) == (24, True), "all attention is there, and no state behind 24 tokens"
-    half.allocated(again, SimpleNamespace(get_block_ids=Tables(3, gone=5).get_block_ids), 24)
-    assert [(run.cluster, run.first, run.blocks) for run in half._new_loads[0].runs[1:]] == [(1, 5, [(205, 305)])]
 
 
 def test_a_state_that_could_not_be_loaded_is_passed_over(make: Callable[..., Any]) -> None:

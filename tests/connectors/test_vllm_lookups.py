@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -33,8 +33,9 @@ def store() -> Iterator[LazyStore]:
 
 
 @contextmanager
-def looking(store: LazyStore, **options: Any) -> Iterator[Lookups]:
-    lookups = Lookups(store, EngineCounts(), **{"timeout_s": 5.0, "wait_s": 0.0, "pause_s": 1.0, **options})
+def looking(store: LazyStore, clock: Callable[[], float] = time.monotonic, **options: float) -> Iterator[Lookups]:
+    settings = Settings.of({"root": "memory://", "lookup_timeout_s": 5.0, "pause_s": 1.0, **options})
+    lookups = Lookups(settings, store, EngineCounts(), clock)
     try:
         yield lookups
     finally:
@@ -78,14 +79,6 @@ def test_a_hole_before_what_the_engine_has_is_told_apart(store: LazyStore) -> No
         assert result(lookups, lookups.begin(KEYS, 5)) == Found(1, 5)
 
 
-def test_blocks_of_several_groups_are_there_together_or_not(store: LazyStore) -> None:
-    for cache in ranks(store):
-        put(cache, 0, 1, 2)
-    pairs = [[KEYS[0][0], KEYS[1][0]], [KEYS[2][0], KEYS[3][0]]]
-    with looking(store) as lookups:
-        assert result(lookups, lookups.begin(pairs, 0)) == Found(1, 1)
-
-
 def test_a_decode_engine_waits_for_what_is_being_written(store: LazyStore) -> None:
     def write() -> None:
         for number in range(6):
@@ -121,7 +114,7 @@ class Stuck:
 def test_past_the_deadline_it_is_a_miss_and_the_next_ones_do_not_wait() -> None:
     stuck, now = Stuck(), [100.0]
     clock: Callable[[], float] = lambda: now[0]  # noqa: E731
-    with looking(cast(LazyStore, stuck), timeout_s=1.0, pause_s=10.0, clock=clock) as lookups:
+    with looking(cast(LazyStore, stuck), clock, lookup_timeout_s=1.0, pause_s=10.0) as lookups:
         lookup = lookups.begin(KEYS, 0)
         while not stuck.asked:
             time.sleep(0.001)

@@ -77,26 +77,6 @@ def test_of_two_pins_of_a_name_the_later_one_stays_whichever_is_stored_first(mak
     assert [pin.tokens for pin in pins(half)] == [3]
 
 
-def test_what_is_there_is_pinned_when_the_rest_does_not_come(
-    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    half = make()
-    monkeypatch.setattr(half._pinning, "_wait_s", 0.0)
-    store(half, Request("stored", 12), 2)
-    ended(half, pin="system")
-    assert drained(half)
-    assert [pin.tokens for pin in pins(half)] == [2]
-
-
-def test_a_name_that_is_pinned_again_keeps_its_last_pin_alone(make: Callable[..., Any]) -> None:
-    half = make()
-    store(half, Request("stored", 24), 6)
-    for tokens in (12, 24):
-        ended(half, tokens, tokens, pin="system")
-        assert drained(half)
-    assert [pin.tokens for pin in pins(half)] == [6]
-
-
 def test_states_that_are_not_stored_at_every_block_are_not_waited_for(make: Callable[..., Any]) -> None:
     half = make([Cluster((0,), 4), Cluster((1,), 4, Kind.STATE)], store_timeout_s=300.0)
     request = Request("stored", 12)
@@ -120,19 +100,3 @@ def test_a_store_that_refuses_pins_fails_no_request(
     ended(half, pin="system")
     assert drained(half) and pins(half) == []
     assert "'system' is not pinned in full: too many pins" in caplog.text
-
-
-def test_names_are_forgotten_beyond_a_bound_and_their_pins_stay(
-    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kvstore.connectors.vllm import hints
-
-    monkeypatch.setattr(hints, "NAMES_MAX", 2)
-    half = make()
-    store(half, Request("stored", 12), 3)
-    for number, name in enumerate("abc"):
-        ended(half, number, pin=name)
-        assert drained(half)
-    ended(half, 4, unpin="a")
-    assert drained(half)
-    assert sorted(pin.owner for pin in pins(half)) == ["a", "b", "c"]

@@ -57,18 +57,6 @@ def test_a_hole_in_the_store_is_filled_from_what_the_engine_has(make: Callable[.
     assert [run.blocks for run in step(half, request, 8, 14).stores] == [[(101,), (102,), (103,), (104,)]]
 
 
-def test_a_look_up_that_waits_longer_than_an_answer_is_good_for_still_ends(
-    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    half, request = make(wait_s=0.5), Request("a", 22)
-    monkeypatch.setattr(sys.modules["kvstore.connectors.vllm.hints"], "STALE_S", 0.05)
-    half.arrived(request)
-    began_s = time.monotonic()
-    assert matched(half, request) == (0, False)
-    assert time.monotonic() - began_s >= 0.5
-    assert half.counts.take()["lookups"] == 1
-
-
 def test_an_answer_that_was_not_used_in_time_is_looked_for_anew(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,14 +83,6 @@ def test_a_look_up_that_nobody_waits_for_any_more_is_given_up(make: Callable[...
     third = half._tracked["a"].lookup
     half.finished(request)
     assert third.abandoned
-
-
-def test_blocks_are_stored_with_their_place_in_the_prompt(make: Callable[..., Any]) -> None:
-    half, request = make(), Request("r", 40)
-    half.arrived(request)
-    assert matched(half, request) == (0, False)
-    assert [run.first for run in step(half, request, 0, 12).stores] == [0]
-    assert [run.first for run in step(half, request, 12, 16).stores] == [3]
 
 
 def test_a_request_that_goes_on_storing_renews_its_first_blocks(
@@ -155,16 +135,6 @@ def test_what_one_request_loads_another_waits_for(make: Callable[..., Any], end:
         half.finished(first)
         assert half._loading == {}
         assert matched(half, second) == (12, True)
-
-
-def test_a_prompt_that_begins_otherwise_waits_for_nobody(make: Callable[..., Any]) -> None:
-    half = make()
-    store(half, Request("", 22), 3)
-    loading(half, "a")
-    other = Request("b", 22)
-    other.block_hashes = [bytes([7]) * 32, *other.block_hashes[1:]]
-    half.arrived(other)
-    assert matched(half, other) == (0, False)
 
 
 def test_a_step_without_work_waits_for_a_look_up_and_one_with_work_does_not(
@@ -232,12 +202,3 @@ def test_the_files_of_blocks_say_what_vllm_hashed(make: Callable[..., Any]) -> N
         assert said.parent == (run.keys[at - 1] if at else b"") and said.depth == at
         assert key[: said.hash_bytes] == request.block_hashes[at] and said.parts == 2 and any(said.whole)
         assert json.loads(said.extra) == {"extra_keys": ["a salt", at * BLOCK_TOKENS]}
-
-
-def test_blocks_that_only_this_engine_can_find_say_nothing(make: Callable[..., Any]) -> None:
-    half, request = make(), Request("r", 22)
-    half.arrived(request)
-    matched(half, request)
-    half.reset()
-    (run,) = step(half, request, 0, 22).stores
-    assert run.keys and not run.descents

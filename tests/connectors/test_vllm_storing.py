@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvstore.connectors.vllm.adapters import Seal
 from kvstore.connectors.vllm.metrics import EngineCounts
+from kvstore.connectors.vllm.settings import Settings
 from kvstore.errors import Overloaded, Unavailable
+from kvstore.hints import Hints
 from tests.kit.cases import for_each
 from tests.kit.patience import NEVER_S, PATIENCE_S
 from tests.kit.vllm_connector import BASE
@@ -39,15 +43,18 @@ class Store:
         self.parts = [self, *others]
         self.down = False
         self.said: dict[bytes, bytes] = {}
+        self.more: dict[str, Any] = {}
+        """The place and the hints of the last put."""
         self._refused = refused
 
     def caches(self) -> list[Store] | None:
         return self.parts
 
-    def put(self, keys: list[bytes], rows: list[bytes], *, descents: list[bytes], **_: Any) -> list[bool]:
+    def put(self, keys: list[bytes], rows: list[bytes], *, descents: list[bytes], **more: Any) -> list[bool]:
         if self.down:
             raise Unavailable("down")
         self.said.update(zip(keys, descents, strict=bool(descents)))
+        self.more = more
         return [not key.startswith(self._refused) for key in keys]
 
 
@@ -61,8 +68,8 @@ def modules() -> Iterator[None]:
 def storer(store: Store, *, tells: bool = True, bytes_max: int = 1 << 20) -> Any:
     from kvstore.connectors.vllm.worker import Storer
 
-    pages = [Pages(len(store.parts))]
-    return Storer(store, pages, EngineCounts(), bytes_max=bytes_max, pause_s=NEVER_S, tells=tells)  # type: ignore[arg-type]
+    settings = Settings.of({"root": "memory://", "store_bytes_max": bytes_max, "pause_s": NEVER_S})
+    return Storer(settings, store, [Pages(len(store.parts))], EngineCounts(), tells=tells)  # type: ignore[arg-type, list-item]
 
 
 def run(*keys: bytes) -> Any:
@@ -135,13 +142,6 @@ def test_a_gpu_without_memory_to_spare_costs_only_what_is_not_stored(
     half.close(0.0)
 
 
-def test_nothing_is_kept_for_nobody() -> None:
-    half = storer(Store(), tells=False)
-    half.store(run(b"one"))
-    assert half.settled(PATIENCE_S) == {}
-    half.close(0.0)
-
-
 def test_the_reports_of_workers_are_one() -> None:
     from kvstore.connectors.vllm.messages import Report
 
@@ -150,3 +150,17 @@ def test_the_reports_of_workers_are_one() -> None:
     assert (both.stored, both.unstored) == ({b"a": 3, b"b": 1}, {b"c", b"d"})
     assert not both.is_empty
     assert Report().is_empty
+
+
+def test_a_block_is_stored_while_its_adapter_is_unchanged(tmp_path: Path) -> None:
+    store = Store()
+    half = storer(store)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"1")
+    sealed = replace(run(b"one"), first=4, seal=Seal.of(str(tmp_path)), hints=Hints(80, 300))
+    half.store(sealed)
+    assert half.settled(PATIENCE_S) == {b"one": True}
+    assert store.more == {"first": 4, "priority": 80, "ttl": 300}
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"22")
+    half.store(sealed)
+    assert half.settled(PATIENCE_S) == {b"one": False}
+    half.close(0.0)

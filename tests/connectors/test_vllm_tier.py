@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +15,6 @@ from tests.kit.cases import for_each
 from tests.kit.vllm_modules import vllm_modules
 
 OFFLOAD = "vllm.v1.kv_offload"
-KEYS = [b"one", b"two", b"three"]
 MODULES: dict[str, dict[str, Any]] = {
     f"{OFFLOAD}.base": {
         "Medium": SimpleNamespace(STORAGE="storage"),
@@ -71,37 +68,6 @@ def test_after_one_look_up_past_the_deadline_the_next_ones_do_not_wait(error: Ex
         assert slow.asked == 1
 
 
-class Missing:
-    """Notes the keys that are misses from now on."""
-
-    def __init__(self) -> None:
-        self.keys: list[bytes] = []
-
-    def mark_miss(self, keys: list[bytes]) -> None:
-        self.keys += keys
-
-
-@for_each("tells", [True, False])
-def test_chunks_that_were_stored_are_told_and_those_that_could_not_be_loaded_as_removed(tells: bool) -> None:
-    with vllm_modules(MODULES):
-        from kvstore.connectors.vllm_tier import KVStoreTier
-
-        tier = KVStoreTier.__new__(KVStoreTier)
-        tier._tells, tier._events, tier.locality, tier.block_size_bytes = tells, [], None, 64
-        tier._finished, tier._condition = SimpleQueue(), threading.Condition()
-        tier._under_way, tier._lookups = 3, Missing()  # type: ignore[assignment]
-        store, load = (SimpleNamespace(job_id=1, keys=KEYS, is_promotion=is_load) for is_load in (False, True))
-        tier._end(store, KEYS, [True, False, True], 0.1)
-        tier._end(load, KEYS, [True, False, False], 0.1)
-        tier._end(load, KEYS, [True, True, True], 0.1)
-        assert list(tier.take_events()) == [], "vLLM has not heard that the jobs ended"
-        assert [result.success for result in tier.get_finished_jobs()] == [False, False, True]
-        told = [(event.keys, event.medium, event.removed) for event in tier.take_events()]
-        expected = [([b"one", b"three"], "storage", False), ([b"two", b"three"], "storage", True)]
-        assert told == (expected if tells else [])
-        assert list(tier.take_events()) == []
-
-
 class Noting:
     """A store that notes what is put, and has room for all but one key. After ``puts_max`` puts it is away."""
 
@@ -147,8 +113,3 @@ def test_chunks_are_stored_at_their_places_in_the_prompt_though_vllm_gives_them_
         (1, [(key(1, 64), b"4")]),
         (5, [(key(1, 192), b"1")]),
     ]
-
-
-def test_chunks_that_were_stored_before_the_store_went_away_count_as_stored() -> None:
-    ends = {key(0, 64): 64, key(1, 64): 64, key(0, 128): 128}
-    assert stored(Noting(refused=b"", puts_max=1), ends) == [True, False, True]

@@ -1,4 +1,4 @@
-"""The connector's counts through vLLM's own hooks: its log line, and metrics named ``vllm:kvstore_*``."""
+"""The class that vLLM loads: it passes calls to the half that runs in this process. And its metrics."""
 
 from __future__ import annotations
 
@@ -21,26 +21,24 @@ from kvstore.connectors.vllm.scheduler import SchedulerHalf
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.connectors.vllm.worker import WorkerHalf
 
+log = logging.getLogger(__name__)
+
 
 class Stats(KVConnectorStats):  # type: ignore[misc]
     """Counts since they were last taken; ``data`` maps the flat name of an ``EngineCount`` to its count."""
 
     def reset(self) -> None:
-        """Clears all counts."""
         self.data: dict[str, int | float] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Adds the other's counts."""
         for name, count in other.data.items():
             self.data[name] = self.data.get(name, 0) + count
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Returns the counts for vLLM's log."""
         return {f"kvstore {name}": round(count, 3) for name, count in sorted(self.data.items())}
 
     def is_empty(self) -> bool:
-        """True if nothing was counted."""
         return not self.data
 
 
@@ -59,22 +57,55 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 self._counters[engine, name] = metric.labels(*values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Adds the counts of one engine."""
         for name, count in transfer_stats_data.items():
             if (engine_idx, name) in self._counters:
                 self._counters[engine_idx, name].inc(count)
 
 
-# The class that vLLM loads: it passes calls to the half that runs in this process.
+class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """KV in a kvstore, shared by all engines with the same model and settings.
 
+    ``Settings`` describes ``kv_connector_extra_config``. Raises InvalidRequest (a ValueError) if the settings, the
+    model or vLLM's configuration do not allow KV to be shared.
+    """
 
-log = logging.getLogger(__name__)
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        settings = Settings.of(transfer.kv_connector_extra_config, "kv_connector_extra_config")
+        check_hashes(vllm_config)
+        shape = Shape(vllm_config, kv_cache_config, settings.tp_shards)
+        names = namespaces(vllm_config, shape, settings.fingerprint or model_fingerprint(vllm_config), settings.tenant)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        loads, stores = transfer.is_kv_consumer, transfer.is_kv_producer
+        tells = settings.events and bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False))
+        if role is KVConnectorRole.SCHEDULER:
+            if loads and transfer.kv_load_failure_policy == "fail":
+                log.warning(
+                    "kvstore: kv_load_failure_policy is fail, so a request whose KV cannot be read ends without "
+                    "output; set it to recompute"
+                )
+            describer = Describer(shape.clusters, shape.hash_tokens)
+            events = None
+            if tells:
+                specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+                events = Events(specs, describer, parts=len(shape.parts()), medium=settings.events_medium)
+            descents = Descents(describer, [each.digest for each in names]) if settings.descents else None
+            self._scheduler = SchedulerHalf(
+                settings, shape, names, loads=loads, stores=stores, events=events, descents=descents
+            )
+        else:
+            parts, is_writer = shape.parts_of(vllm_config.parallel_config.rank)
+            mine = {part: names[part] for part in parts}
+            self._worker = WorkerHalf(settings, shape, mine, stores=stores and is_writer, tells=tells)
 
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: KV that was not stored is a later miss, never a request that cannot go on."""
+        return False
 
-class _SchedulerCalls(KVConnectorBase_V1):  # type: ignore[misc]
-    """The calls that vLLM makes in its scheduler's process."""
-
-    _scheduler: SchedulerHalf | None
+    # In the scheduler's process
 
     @property
     def _scheduling(self) -> SchedulerHalf:
@@ -82,12 +113,10 @@ class _SchedulerCalls(KVConnectorBase_V1):  # type: ignore[misc]
         return self._scheduler
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Keeps the manager, which knows the blocks of a request."""
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduling.manager = kv_cache_manager
 
     def on_new_request(self, request: Any) -> None:
-        """Begins to track the request."""
         self._scheduling.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -95,7 +124,6 @@ class _SchedulerCalls(KVConnectorBase_V1):  # type: ignore[misc]
         return self._scheduling.matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Orders the load of the tokens found."""
         self._scheduling.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Orders:
@@ -103,7 +131,6 @@ class _SchedulerCalls(KVConnectorBase_V1):  # type: ignore[misc]
         return self._scheduling.orders(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Takes in the workers' reports on their orders."""
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, Report):
             self._scheduling.learn(report)
@@ -116,7 +143,7 @@ class _SchedulerCalls(KVConnectorBase_V1):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forgets a request of a model with several kinds of KV."""
+        """As ``request_finished``, for models with several kinds of KV."""
         self._scheduling.finished(request)
         return False, None
 
@@ -133,47 +160,6 @@ class _SchedulerCalls(KVConnectorBase_V1):  # type: ignore[misc]
         """Returns True for some moments after blocks were stored, so that an engine without requests tells them."""
         return self._scheduler is not None and self._scheduler.has_events()
 
-
-class KVStoreConnector(_SchedulerCalls, SupportsHMA):  # type: ignore[misc]
-    """KV in a kvstore, shared by all engines with the same model and settings.
-
-    ``Settings`` describes ``kv_connector_extra_config``. Raises InvalidRequest (a ValueError) if the settings, the
-    model or vLLM's configuration do not allow KV to be shared.
-    """
-
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
-        transfer = vllm_config.kv_transfer_config
-        settings = Settings.of(transfer.kv_connector_extra_config, "kv_connector_extra_config")
-        check_hashes(vllm_config)
-        shape = Shape(vllm_config, kv_cache_config, settings.tp_shards)
-        names = namespaces(vllm_config, shape, settings.fingerprint or model_fingerprint(vllm_config), settings.tenant)
-        self._scheduler = None
-        self._worker: WorkerHalf | None = None
-        loads, stores = transfer.is_kv_consumer, transfer.is_kv_producer
-        tells = settings.events and bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False))
-        if role is KVConnectorRole.SCHEDULER:
-            if loads and transfer.kv_load_failure_policy == "fail":
-                log.warning(
-                    "kvstore: kv_load_failure_policy is fail, so a request whose KV cannot be read ends without "
-                    "output; set it to recompute"
-                )
-            describer = Describer(shape.clusters, shape.hash_tokens)
-            events = _events(kv_cache_config, describer, shape, settings) if tells else None
-            descents = Descents(describer, [each.digest for each in names]) if settings.descents else None
-            self._scheduler = SchedulerHalf(
-                settings, shape, names, loads=loads, stores=stores, events=events, descents=descents
-            )
-        else:
-            parts, is_writer = shape.parts_of(vllm_config.parallel_config.rank)
-            mine = {part: names[part] for part in parts}
-            self._worker = WorkerHalf(settings, shape, mine, stores=stores and is_writer, tells=tells)
-
-    @property
-    def requires_kv_delivery(self) -> bool:
-        """Returns False: KV that was not stored is a later miss, never a request that cannot go on."""
-        return False
-
     # On a worker
 
     @property
@@ -188,13 +174,11 @@ class KVStoreConnector(_SchedulerCalls, SupportsHMA):  # type: ignore[misc]
         return orders
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Registers the engine's KV memory."""
         if self._working.shape.is_canonical:
             check_heads(self._vllm_config, self._kv_cache_config, kv_caches)
         self._working.register(kv_caches, self._kv_cache_config)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begins the loads of this step."""
         self._working.start_loads(self._orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -208,11 +192,9 @@ class KVStoreConnector(_SchedulerCalls, SupportsHMA):  # type: ignore[misc]
         self._working.finish_step(self._orders)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Returns the requests whose KV has arrived."""
         return None, self._working.finished_loads() or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Returns the requests whose KV has arrived, and those whose KV could not be loaded."""
         return KVConnectorTransferResults(
             finished_recving=self._working.finished_loads(), failed_recving=self._working.failed_requests()
         )
@@ -222,35 +204,25 @@ class KVStoreConnector(_SchedulerCalls, SupportsHMA):  # type: ignore[misc]
         return self._working.failed_blocks()
 
     def build_connector_worker_meta(self) -> Report | None:
-        """Returns the report to the scheduler's half."""
         return self._working.report()
 
     # Both
 
     def get_kv_connector_stats(self) -> Stats | None:
         """Returns the counts since the last call."""
-        half = self._scheduler or self._working
-        counts = half.counts.take()
+        counts = (self._scheduler or self._working).counts.take()
         return Stats(data=counts) if counts else None
 
     def shutdown(self) -> None:
         """Stores blocks in progress for a while, then closes the store."""
-        half = self._scheduler or self._working
-        half.close()
+        (self._scheduler or self._working).close()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
-        """Returns the counts for vLLM's log line."""
         return Stats(data=data or {})
 
     @classmethod
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> PromMetrics:
-        """Returns the metrics for ``/metrics``."""
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-
-def _events(kv_cache_config: Any, describer: Describer, shape: Shape, settings: Settings) -> Events:
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    return Events(specs, describer, parts=len(shape.parts()), medium=settings.events_medium)

@@ -1,7 +1,8 @@
-"""Blocks as vLLM names them: hash, the hash before it, tokens, and what else its hash covers.
+"""KV events of the store, through the publisher of the engine, and what the files of blocks say for ``kvstore events``.
 
-Separate from events and descents, which both say this of blocks: one to the engine's own publisher, one in their files.
-Only blocks of full attention are described, which every hit needs from the first on.
+Only blocks of full attention are described, which every hit needs from the first on. Windows and recurrent states are
+stored here and there: a router that counts a prompt's leading blocks would take their gaps, and their removal, for its
+end.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -105,10 +106,6 @@ def _extra(block: Described, lora_name: str | None) -> bytes:
 # A block is told as stored when every rank has stored its part, and when it was found and is loaded: then a router
 # that hears this engine alone knows the whole prefix. It is told as removed when it could not be loaded, or when a
 # look-up misses what was told: so one request corrects a router that does not know what collectors took.
-#
-# Only blocks of full attention are told, which every hit needs from the first on. Windows and recurrent states are
-# stored here and there: a router that counts a prompt's leading blocks would take their gaps, and their removal, for
-# its end.
 
 
 PENDING_MAX = 65_536
@@ -119,42 +116,20 @@ TELL_S = 2.0
 """The longest time that an engine without requests goes on stepping, to tell what it has just stored."""
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """The request that stored or found blocks, as events name it, and the blocks' cluster."""
-
-    cluster: int
-    lora_id: int | None
-    lora_name: str | None
-    session_id: str | None
-
-    @classmethod
-    def of(cls, request: Any, cluster: int) -> Origin:
-        """``session_id`` is the client's; vLLM has it on each request since 0.32."""
-        lora = request.lora_request
-        number, name = (None, None) if lora is None else (lora.adapter_id, lora.name)
-        return cls(cluster, number, name, getattr(request, "session_id", None))
-
-
 @dataclass(slots=True)
 class Block:
-    """One block. ``parts`` are those that are stored, as bits."""
+    """One block of a cluster. ``parts`` are those that are stored, as bits."""
 
-    origin: Origin
     said: Described
+    cluster: int
+    origin: dict[str, Any]
+    """The fields of events that name the request that stored or found it."""
     parts: int = 0
 
-
-@dataclass(slots=True)
-class _Run:
-    """Blocks of one request that follow each other: one event."""
-
-    blocks: list[Block] = field(default_factory=list)
-
-    def takes(self, block: Block) -> bool:
-        """True if the event can go on with this block."""
-        last = self.blocks[-1]
-        return last.origin == block.origin and last.said.hashed == block.said.parent
+    def follows(self, other: Block) -> bool:
+        """True if one event can have both."""
+        is_alike = (self.cluster, self.origin) == (other.cluster, other.origin)
+        return is_alike and self.said.parent == other.said.hashed
 
 
 class Events:
@@ -223,16 +198,18 @@ class Events:
     def take(self) -> list[Any]:
         """Returns the events since the last call, in their order."""
         news, self._news = self._news, []
-        told: list[_Run | tuple[int, bytes]] = []
-        for each in news:
-            last = told[-1] if told else None
-            if not isinstance(each, Block):
-                told.append(each)
-            elif isinstance(last, _Run) and last.takes(each):
-                last.blocks.append(each)
-            else:
-                told.append(_Run([each]))
-        return [self._stored(each.blocks) if isinstance(each, _Run) else self._removed(*each) for each in told]
+        told: list[Any] = []
+        run: list[Block] = []
+        """Blocks of one request that follow each other: one event."""
+        for each in [*news, None]:
+            if run and not (isinstance(each, Block) and each.follows(run[-1])):
+                told.append(self._stored(run))
+                run = []
+            if isinstance(each, Block):
+                run.append(each)
+            elif each is not None:
+                told.append(self._removed(*each))
+        return told
 
     def _tell(self, key: bytes, block: Block) -> None:
         self._news.append(block)
@@ -240,29 +217,32 @@ class Events:
 
     def _blocks(self, request: Any, runs: Iterable[Run]) -> Iterator[tuple[bytes, Block]]:
         """Yields key and name of each block that is told."""
+        lora = request.lora_request
+        origin = {
+            "lora_id": None if lora is None else lora.adapter_id,
+            "lora_name": None if lora is None else lora.name,
+            "session_id": getattr(request, "session_id", None),  # the client's
+        }
         for run in runs:
-            origin = Origin.of(request, run.cluster)
             for said in self._describer.blocks(request, run):
                 self._hash_bytes = len(said.hashed)
-                yield said.key, Block(origin, said)
+                yield said.key, Block(said, run.cluster, origin)
 
     def _stored(self, blocks: Sequence[Block]) -> Any:
-        origin, first = blocks[0].origin, blocks[0]
-        cluster = self._describer.clusters[origin.cluster]
+        first = blocks[0]
+        cluster = self._describer.clusters[first.cluster]
         spec = self._specs[cluster.groups[0]]
         return BlockStored(
             block_hashes=[maybe_convert_block_hash(each.said.hashed) for each in blocks],
             parent_block_hash=None if first.said.parent is None else maybe_convert_block_hash(first.said.parent),
             token_ids=[token for each in blocks for token in each.said.tokens],
             block_size=cluster.block_tokens,
-            lora_id=origin.lora_id,
             medium=self._medium,
-            lora_name=origin.lora_name,
             extra_keys=to_event_extra_keys([each.said.extra_keys for each in blocks]),
             group_idx=cluster.groups[0],
             kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
             kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
-            session_id=origin.session_id,
+            **first.origin,
         )
 
     def _removed(self, group: int, hashed: bytes) -> Any:

@@ -1,16 +1,21 @@
-"""What a request says of its KV: how long it is worth keeping, its session, and pins."""
+"""What a request says of its KV: how long it is worth keeping, its session, and pins.
+
+vLLM passes on two things that it does not look into: ``kv_transfer_params`` of a request, and ``kv_hints`` of an
+orchestrator (``vllm/v1/kv_hints``). What it schedules by, a request's ``priority``, counts where these do not say more.
+"""
 
 from __future__ import annotations
 
 import logging
-import re
 import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 from zlib import crc32
+
+import msgspec
 
 from kvstore.background import Tasks
 from kvstore.client.cache import BlockCache, Pin, check_pin
@@ -19,65 +24,65 @@ from kvstore.connectors.vllm.adapters import Check
 from kvstore.connectors.vllm.blocks import Kind, Named, Runs
 from kvstore.connectors.vllm.lookups import Lookup
 from kvstore.connectors.vllm.metrics import EngineCount, EngineCounts
-from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.hints import DEFAULT, PRIORITY_DEFAULT, Hints
+from kvstore.errors import KVStoreError
+from kvstore.hints import PRIORITY_DEFAULT, Hints, Preset
 from kvstore.wire.limits import BLOCKS_MAX
 
 log = logging.getLogger(__name__)
 
 NAME = "kvstore"
 """The entry of ``kv_transfer_params``, and the ``action_type`` of a hint."""
-KNOWN = frozenset({"priority", "ttl", "preset", "session", "supersede", "pin", "pin_ttl", "unpin"})
 URGENCY_MAX = 25
 """The most that vLLM's own priority raises or lowers ours."""
 SESSION_CHARS_MAX = 256
-PIN_NAME = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 PIN_TTL_S = 3600.0
+PinName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,64}\Z")]
 
 
-@dataclass(frozen=True, slots=True)
-class Said:
-    """The words of one request."""
+class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The words of one request. Raises InvalidRequest for those that make no sense."""
 
-    hints: Hints = DEFAULT
-    session: str = ""
+    priority: int | None = None
+    ttl: float | None = None
+    preset: Preset | None = None
+    session: Annotated[str, msgspec.Meta(max_length=SESSION_CHARS_MAX)] = ""
     """Its session; empty if it has none."""
     supersede: bool | None = None
     """True: its session has left all its other branches. False: they stay, and this one too."""
-    pin: str = ""
+    pin: PinName = ""
     """The name under which its prompt is pinned; empty: it is not."""
-    pin_ttl_s: float = PIN_TTL_S
-    unpin: str = ""
+    pin_ttl: float = PIN_TTL_S
+    unpin: PinName = ""
     """The name whose pins end with this request; empty: none."""
+
+    def __post_init__(self) -> None:
+        check_pin(self.pin_ttl, self.pin)
+        Hints.of(self.priority, self.ttl, self.preset)
+
+    @property
+    def hints(self) -> Hints:
+        """How long the blocks that it stores are worth keeping."""
+        return Hints.of(self.priority, self.ttl, self.preset)
 
 
 NOTHING = Said()
 
 
 def said_of(request: Any) -> Said:
-    """Returns the words of a request; what it does not say, or says in a way that makes no sense, is left out."""
+    """Returns the words of a request; if those for us make no sense, only what it says to vLLM itself."""
+    own: dict[str, Any] = {"priority": _priority_of(request)}
     session = getattr(request, "session_id", None)
-    session = session if isinstance(session, str) and len(session) <= SESSION_CHARS_MAX else ""
-    said, own = _said(request), Hints(_priority_of(request))
-    if said is None:
-        return Said(own, session)
+    if isinstance(session, str) and len(session) <= SESSION_CHARS_MAX:
+        own["session"] = session
+    said = _said(request)
     try:
-        if not isinstance(said, Mapping) or not KNOWN.issuperset(said):
-            raise InvalidRequest(f"{said!r:.200}: expected some of {', '.join(sorted(KNOWN))}")
-        priority = said.get("priority")
-        if priority is None and said.get("preset") is None:
-            priority = own.priority
-        return Said(
-            Hints.of(priority, said.get("ttl"), said.get("preset")),
-            _checked_session(said.get("session", session)),
-            _checked_supersede(said.get("supersede")),
-            _checked_name("pin", said),
-            _checked_pin_ttl(said.get("pin_ttl", PIN_TTL_S)),
-            _checked_name("unpin", said),
-        )
-    except InvalidRequest as error:
+        if isinstance(said, Mapping):
+            said = {name: value for name, value in said.items() if value is not None}
+            said = own | {"priority": None} | said if "preset" in said else own | said
+        return msgspec.convert(own if said is None else said, Said)
+    except msgspec.ValidationError as error:
         log.warning("kvstore: the hints of request %s are ignored: %s", request.request_id, error)
-        return Said(own, session)
+        return Said(**own)
 
 
 def _priority_of(request: Any) -> int:
@@ -86,32 +91,6 @@ def _priority_of(request: Any) -> int:
     if not isinstance(urgency, int):
         return PRIORITY_DEFAULT
     return PRIORITY_DEFAULT - max(-URGENCY_MAX, min(URGENCY_MAX, urgency))
-
-
-def _checked_session(session: Any) -> str:
-    if not isinstance(session, str) or len(session) > SESSION_CHARS_MAX:
-        raise InvalidRequest(f"session={session!r:.300}: expected text of at most {SESSION_CHARS_MAX} characters")
-    return session
-
-
-def _checked_supersede(supersede: Any) -> bool | None:
-    if supersede is not None and not isinstance(supersede, bool):
-        raise InvalidRequest(f"supersede={supersede!r:.100}: expected true or false")
-    return supersede
-
-
-def _checked_name(word: str, said: Mapping[str, Any]) -> str:
-    name = said.get(word)
-    if name is not None and not (isinstance(name, str) and PIN_NAME.fullmatch(name)):
-        raise InvalidRequest(f"{word}={name!r:.100}: expected 1 to 64 letters, digits and . _ : -")
-    return name or ""
-
-
-def _checked_pin_ttl(ttl: Any) -> float:
-    if isinstance(ttl, bool):
-        raise InvalidRequest(f"pin_ttl={ttl!r}: expected seconds")
-    check_pin(ttl, "")
-    return float(ttl)
 
 
 def _said(request: Any) -> Any:
@@ -279,7 +258,7 @@ class Pinning:
         if said.pin:
             chain = Named(tuple(named.hashes), named.ending)
             until_s = time.monotonic() + self._wait_s
-            wish = _Wish(said.pin, said.pin_ttl_s, chain, tracked.request.num_prompt_tokens, until_s)
+            wish = _Wish(said.pin, said.pin_ttl, chain, tracked.request.num_prompt_tokens, until_s)
             self._submit(said.pin, partial(self._pin, wish))
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from kvstore.background import Decision, Loop
 from kvstore.connectors.common import LazyStore
 from kvstore.connectors.vllm.blocks import Tail, last_boundary
 from kvstore.connectors.vllm.metrics import EngineCount, EngineCounts
+from kvstore.connectors.vllm.settings import Settings
 from kvstore.errors import KVStoreError
 
 POLL_S = 0.02
@@ -75,19 +76,14 @@ class Lookups:
 
     def __init__(
         self,
+        settings: Settings,
         store: LazyStore,
         counts: EngineCounts,
-        *,
-        timeout_s: float,
-        wait_s: float,
-        pause_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._settings = settings
         self._store = store
         self._counts = counts
-        self._timeout_s = timeout_s
-        self._wait_s = wait_s
-        self._pause_s = pause_s
         self._clock = clock
         self._paused_until_s = 0.0
         self._waiting: deque[Lookup] = deque()
@@ -103,7 +99,7 @@ class Lookups:
     def begin(self, keys: Sequence[Sequence[bytes]], asked: int, tails: Sequence[Tail] = (), unit: int = 1) -> Lookup:
         """Starts to look up the units from ``asked`` on."""
         now = self._clock()
-        return self._begin(Lookup(keys, asked, now, now + self._wait_s, tails=tails, unit=unit))
+        return self._begin(Lookup(keys, asked, now, now + self._settings.wait_s, tails=tails, unit=unit))
 
     def _begin(self, lookup: Lookup) -> Lookup:
         keys, now = lookup.keys, lookup.started_s
@@ -119,7 +115,7 @@ class Lookups:
         """Returns the units found; None while the look-up runs within its deadline."""
         if lookup.found is not None:
             return lookup.found
-        if self._clock() < lookup.started_s + self._wait_s + self._timeout_s:
+        if self._clock() < lookup.started_s + self._settings.wait_s + self._settings.lookup_timeout_s:
             return None
         lookup.abandoned = True
         lookup.found = UNKNOWN
@@ -129,7 +125,7 @@ class Lookups:
 
     def pause(self) -> None:
         """Makes look-ups misses for a while: the store did not answer in time."""
-        self._paused_until_s = self._clock() + self._pause_s
+        self._paused_until_s = self._clock() + self._settings.pause_s
 
     def close(self) -> None:
         """Ends the threads; one that is stuck ends with the process."""
@@ -148,7 +144,7 @@ class Lookups:
             found = UNKNOWN
         if lookup.abandoned:
             return
-        if self._clock() - began_s >= self._timeout_s:
+        if self._clock() - began_s >= self._settings.lookup_timeout_s:
             self.pause()
         if found.from_asked < len(lookup.keys) and self._clock() < lookup.wait_until_s:
             self._look_again(lookup)

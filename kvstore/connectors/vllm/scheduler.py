@@ -68,13 +68,7 @@ class SchedulerHalf:
         """The clusters whose blocks a hit needs all."""
         self.counts = EngineCounts()
         self._store = LazyStore(settings.looking_only(), namespaces)
-        self._lookups = Lookups(
-            self._store,
-            self.counts,
-            timeout_s=settings.lookup_timeout_s,
-            wait_s=settings.wait_s,
-            pause_s=settings.pause_s,
-        )
+        self._lookups = Lookups(settings, self._store, self.counts)
         self._branches = Branches(self._store, self._runs, self.counts)
         self._pinning = Pinning(self._store, self._runs, settings.store_timeout_s)
         self._tracked: dict[str, Tracked] = {}

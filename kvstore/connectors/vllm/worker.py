@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Any
 
 from kvstore.background import Tasks
-from kvstore.connectors.common import LazyStore
+from kvstore.connectors.common import LazyStore, leading
 from kvstore.connectors.vllm.blocks import Run
 from kvstore.connectors.vllm.gpu_copy import PART_BYTES, Copy, Pages
 from kvstore.connectors.vllm.messages import IDLE_S, Load, Orders, Report
@@ -48,25 +48,15 @@ class Loading:
 class Loader:
     """The threads that load. ``pages`` has one per cluster, ``store`` a cache per part of a block."""
 
-    def __init__(
-        self,
-        store: LazyStore,
-        pages: Sequence[Pages],
-        counts: EngineCounts,
-        *,
-        timeout_s: float,
-        bytes_max: int,
-        threads: int,
-    ) -> None:
+    def __init__(self, settings: Settings, store: LazyStore, pages: Sequence[Pages], counts: EngineCounts) -> None:
+        self._settings = settings
         self._store = store
         self._pages = pages
         self._counts = counts
-        self._timeout_s = timeout_s
-        self._bytes_max = bytes_max
         self._ended: queue.SimpleQueue[Loading] = queue.SimpleQueue()
         self._open = 0
         """Loads that ``ended`` has not returned yet."""
-        self._threads = Tasks("kvstore-vllm-load", threads, QUEUE_MAX)
+        self._threads = Tasks("kvstore-vllm-load", settings.load_threads, QUEUE_MAX)
         self._own = threading.local()
         """Host memory of each thread for one part of a load: new memory costs as much in page faults as the read."""
 
@@ -108,7 +98,7 @@ class Loader:
     def _load(self, loading: Loading) -> None:
         for run in loading.load.runs:
             pages = self._pages[run.cluster]
-            at_once = max(1, min(BLOCKS_MAX, self._bytes_max // pages.block_bytes))
+            at_once = max(1, min(BLOCKS_MAX, self._settings.load_bytes_max // pages.block_bytes))
             for start in range(0, len(run.keys), at_once):
                 part = Run(run.cluster, run.keys[start : start + at_once], run.blocks[start : start + at_once])
                 good = 0 if loading.failed_keys else self._read(loading, part, pages)
@@ -119,10 +109,7 @@ class Loader:
     def _read(self, loading: Loading, part: Run, pages: Pages) -> int:
         """Reads leading blocks of ``part`` and passes them on; returns their number."""
         caches = self._store.caches()
-        if caches is None:
-            return 0
-        if time.monotonic() - loading.started_s > self._timeout_s:
-            loading.timed_out = True
+        if caches is None or self._is_late(loading):
             return 0
         host = self._host(pages, len(part.keys))
         try:
@@ -130,13 +117,18 @@ class Loader:
             hits = [all(each) for each in zip(*(cache.get(part.keys, rows) for cache, rows in shards), strict=True)]
         except KVStoreError:
             hits = [False] * len(part.keys)
-        loading.timed_out = loading.timed_out or time.monotonic() - loading.started_s > self._timeout_s
-        good = hits.index(False) if False in hits else len(hits)
+        self._is_late(loading)
+        good = leading(hits)
         if good:
             pages.write(host[:good], part.blocks[:good], loading.after)
         self._counts.add(EngineCount.LOADED_BLOCKS, good)
         self._counts.add(EngineCount.LOADED_BYTES, good * pages.block_bytes)
         return good
+
+    def _is_late(self, loading: Loading) -> bool:
+        """Returns, and notes, whether the load takes longer than it may."""
+        loading.timed_out = loading.timed_out or time.monotonic() - loading.started_s > self._settings.load_timeout_s
+        return loading.timed_out
 
     def _host(self, pages: Pages, count: int) -> Any:
         """Returns memory of this thread for blocks that are copied on before it reads others."""
@@ -166,20 +158,12 @@ class Storer:
     """One thread that publishes. ``pages`` has one per cluster, ``store`` a cache per part of a block."""
 
     def __init__(
-        self,
-        store: LazyStore,
-        pages: Sequence[Pages],
-        counts: EngineCounts,
-        *,
-        bytes_max: int,
-        pause_s: float,
-        tells: bool = False,
+        self, settings: Settings, store: LazyStore, pages: Sequence[Pages], counts: EngineCounts, *, tells: bool = False
     ) -> None:
+        self._settings = settings
         self._store = store
         self._pages = pages
         self._counts = counts
-        self._bytes_max = bytes_max
-        self._pause_s = pause_s
         self._paused_until_s = 0.0
         self._lock = threading.Lock()
         self._bytes = 0
@@ -228,7 +212,7 @@ class Storer:
             run = run.picked([at for at, key in enumerate(run.keys) if key not in self._on_the_way])
             keys = run.keys
             size = len(keys) * self._pages[run.cluster].block_bytes
-            is_shed = is_down or self._bytes + size > self._bytes_max
+            is_shed = is_down or self._bytes + size > self._settings.store_bytes_max
             if is_shed:
                 self._settle(keys, [False] * len(keys))
             elif keys:
@@ -286,7 +270,7 @@ class Storer:
             return [all(each) for each in zip(*stored, strict=True)]
         except Unavailable:
             # The next ones would wait as long: drop them until the store may be well again.
-            self._paused_until_s = time.monotonic() + self._pause_s
+            self._paused_until_s = time.monotonic() + self._settings.pause_s
         except KVStoreError as error:
             log.warning("kvstore: the store refuses blocks: %s", error)
         return []
@@ -336,23 +320,8 @@ class WorkerHalf:
             )
             for cluster in self.shape.clusters
         ]
-        settings = self._settings
-        self._loader = Loader(
-            self._store,
-            self._pages,
-            self.counts,
-            timeout_s=settings.load_timeout_s,
-            bytes_max=settings.load_bytes_max,
-            threads=settings.load_threads,
-        )
-        self._storer = Storer(
-            self._store,
-            self._pages,
-            self.counts,
-            bytes_max=settings.store_bytes_max,
-            pause_s=settings.pause_s,
-            tells=self._tells,
-        )
+        self._loader = Loader(self._settings, self._store, self._pages, self.counts)
+        self._storer = Storer(self._settings, self._store, self._pages, self.counts, tells=self._tells)
 
     # Loading
 

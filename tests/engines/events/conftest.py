@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests.engines.events.indexer import PYTHON, Indexer, running_indexer
-from tests.engines.events.publisher import Publisher
 from tests.engines.vllm.engines import make_model
 
 collect_ignore_glob = [] if os.environ.get("KVSTORE_TEST_ENGINES") and PYTHON.exists() else ["test_*.py"]
@@ -36,11 +35,4 @@ def model(workplace: Path) -> Path:
 def indexer(workplace: Path) -> Iterator[Indexer]:
     """An indexer that knows nothing yet."""
     with running_indexer(workplace) as found:
-        yield found
-
-
-@pytest.fixture
-def publisher() -> Iterator[Publisher]:
-    """A publisher as vLLM has it, of which a test says what it loses."""
-    with Publisher() as found:
         yield found

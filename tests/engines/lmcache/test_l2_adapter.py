@@ -71,17 +71,6 @@ def test_what_was_stored_is_found_and_loaded_bit_for_bit_also_after_a_restart(tm
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_look_up_and_a_load_answer_for_each_key(tmp_root: Path, way: str) -> None:
-    keys = [key(number) for number in range(6)]
-    with opened(way, tmp_root) as l2:
-        assert stored(l2, [keys[at] for at in (0, 2, 5)], [made(at) for at in (0, 2, 5)]).is_successful()
-        assert found(l2, keys) == [0, 2, 5]
-        targets = [made() for _ in keys]
-        assert loaded(l2, keys, targets) == [0, 2, 5]
-        assert equal([targets[2]], [made(2)])
-
-
-@pytest.mark.parametrize("way", WAYS)
 def test_a_store_counts_only_the_objects_that_were_not_there(tmp_root: Path, way: str) -> None:
     keys, objects = [key(number) for number in range(6)], [made(number) for number in range(6)]
     size = objects[0].get_size()
@@ -182,18 +171,6 @@ def test_bytes_of_a_serialiser_are_shared_with_those_that_are_told_the_same_of_i
             with adapter(root=str(tmp_root), **other) as l2:
                 assert found(l2, [key(1)]) == expected
                 assert loaded(l2, [key(1)], [made(**packed)]) == expected
-
-
-def test_a_salt_may_hold_any_character(tmp_root: Path) -> None:
-    salts = ["", "a", "\ud800", "a\udc80", "\u00e4", "a" * 128]
-    with adapter(root=str(tmp_root)) as l2:
-        for number, salt in enumerate(salts):
-            assert found(l2, [key(1, cache_salt=salt)]) == []
-            stored(l2, [key(1, cache_salt=salt)], [made(number)])
-        for number, salt in enumerate(salts):
-            target = made()
-            assert loaded(l2, [key(1, cache_salt=salt)], [target]) == [0]
-            assert equal([target], [made(number)])
 
 
 def test_what_is_refused_or_breaks_is_told_in_the_status(tmp_root: Path) -> None:

@@ -16,7 +16,6 @@ from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.storage_backend.connector import CreateConnector
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
-from kvstore.connectors.lmcache_remote import KVStoreConnectorAdapter
 from kvstore.errors import InvalidRequest
 from tests.kit.stores import chunk_files
 from tests.kit.workers import serving
@@ -159,15 +158,6 @@ def test_a_user_who_writes_separators_into_a_tag_does_not_find_what_others_store
         assert not opened.connector.exists_sync(key(1, tags={"user": "\ud800"})), "and no error either"
 
 
-def test_keys_of_several_models_in_one_call_are_apart(tmp_root: Path) -> None:
-    with remote({"root": str(tmp_root)}) as opened:
-        objects = [opened.made(1), opened.made(2)]
-        expected = [values(each) for each in objects]
-        both = [key(1), key(1, model="org/other")]
-        opened.do(opened.connector.batched_put(both, objects))
-        assert [values(each) for each in opened.do(opened.connector.batched_get(both))] == expected
-
-
 def test_a_damaged_chunk_is_a_miss_and_is_repaired(tmp_root: Path) -> None:
     with remote({"root": str(tmp_root)}) as opened:
         opened.do(opened.connector.put(key(1), opened.made(1)))
@@ -200,24 +190,3 @@ def test_what_could_not_be_served_is_refused_when_it_starts(
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(InvalidRequest, match=says):
         Remote({"root": str(tmp_root), **wrong})
-
-
-def test_settings_of_a_named_plug_in_win(tmp_root: Path) -> None:
-    settings = {"root": "/nowhere/at/all", "remote_storage_plugin.kvstore.second.root": str(tmp_root)}
-    with remote(settings, plugin="kvstore.second") as opened:
-        opened.do(opened.connector.put(key(1), opened.made(1)))
-    assert len(chunk_files(tmp_root)) == 1
-
-
-@pytest.mark.parametrize(
-    ("url", "fits"),
-    [
-        ("plugin://kvstore", True),
-        ("plugin://kvstore.b", True),
-        ("kvstore://x", True),
-        ("plugin://fs", False),
-        ("fs://x", False),
-    ],
-)
-def test_the_adapter_takes_its_own_addresses_only(url: str, fits: bool) -> None:
-    assert KVStoreConnectorAdapter().can_parse(url) is fits

@@ -58,7 +58,6 @@ from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: E402
-from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
 from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
 from sglang.srt.observability.metrics_collector import StorageMetricsCollector  # noqa: E402
 from sglang.srt.runtime_context import get_parallel  # noqa: E402
@@ -79,7 +78,6 @@ __all__ = [
     "MambaStateBufferInfo",
     "PagedTokenToKVPoolAllocator",
     "PoolEntry",
-    "RadixKey",
     "StorageMetricsCollector",
     "cache_controller",
     "get_mha_host_pool_cls",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from queue import Queue
 from typing import Any
 
@@ -128,9 +128,9 @@ def raw(page: torch.Tensor) -> torch.Tensor:
 
 
 def written(pool: Any, key: str) -> torch.Tensor:
-    """The flat page that a test writes under a key: random bytes, other ones for each key, kind of pool and owner."""
+    """The flat page that a test writes under a key: random bytes, other ones for each key and kind of pool."""
     page = pool.get_dummy_flat_data_page()
-    seed = hashlib.sha256(f"{key}{type(pool).__name__}{getattr(pool, 'owner', '')}".encode()).digest()[:4]
+    seed = hashlib.sha256(f"{key}{type(pool).__name__}".encode()).digest()[:4]
     generator = torch.Generator().manual_seed(int.from_bytes(seed, "big"))
     raw(page).random_(1, 256, generator=generator)
     return page
@@ -163,7 +163,7 @@ def taken(queue: Queue[Any]) -> Any:
 class Rank:
     """A controller with our backend attached, and its host pools; the first pool is the one of K and V.
 
-    ``arguments`` go to the controller, such as its groups; ``told`` is what SGLang knows of its ranks.
+    ``told`` is what SGLang knows of its ranks.
     """
 
     def __init__(
@@ -174,7 +174,6 @@ class Rank:
         *,
         hybrid: bool = False,
         says_prefixes: bool = False,
-        arguments: Mapping[str, Any] | None = None,
         **told: Any,
     ) -> None:
         self.pools = pools
@@ -189,17 +188,13 @@ class Rank:
             ]
         )
         is_hybrid = hybrid or len(pools) > 1
-        arguments = {"tp_group": None, "load_cache_event": threading.Event(), **(arguments or {})}
+        arguments: dict[str, Any] = {"tp_group": None, "load_cache_event": threading.Event()}
         self._ranks = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_dcp_size": 1, "attn_dcp_rank": 0}
         self._ranks |= told
         with get_parallel().override(**self._ranks):
             made = HybridCacheController if is_hybrid else HiCacheController
             self.controller = made(allocator, group if is_hybrid else self.kv, PAGE, io_backend="direct", **arguments)
         self._entries = {"host_pools": group.entries} if is_hybrid else {}
-        self.attach(extra)
-
-    def attach(self, extra: dict[str, Any]) -> None:
-        """As at the start, or by ``PUT /hicache/storage-backend``."""
         extra = config({"fingerprint": "sha256:1", **extra}).extra_config
         with get_parallel().override(**self._ranks):
             self.controller.attach_storage_backend("dynamic", 1, "org/model", extra, **self._entries)

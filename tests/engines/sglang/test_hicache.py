@@ -176,19 +176,6 @@ def test_another_model_rank_type_or_layout_is_a_miss(tmp_root: Path, told: dict[
         assert not pool.kv_buffer.view(torch.uint8).any(), "nothing was written"
 
 
-def test_the_same_engine_finds_it(tmp_root: Path) -> None:
-    with holding(tmp_root, HostPool("page_first")) as hicache:
-        assert hicache.batch_exists(hashes(1)) == 1
-
-
-def test_what_every_rank_holds_alike_is_stored_once(tmp_root: Path) -> None:
-    pool = HostPool("page_first", is_mla=True)
-    with backend(pool, {"root": str(tmp_root)}, is_mla_model=True, tp_rank=0, tp_size=4) as hicache:
-        assert hicache.batch_set_v1(hashes(1), indices([0])) == [True]
-    with backend(pool, {"root": str(tmp_root)}, is_mla_model=True, tp_rank=3, tp_size=4) as hicache:
-        assert hicache.batch_exists(hashes(1)) == 1
-
-
 # Several pools (hybrid models)
 
 

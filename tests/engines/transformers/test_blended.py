@@ -9,7 +9,6 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
@@ -27,14 +26,13 @@ from kvstore.connectors.transformers.cache_spec import checked, run
 from kvstore.connectors.transformers.decoder import Decoder
 from kvstore.connectors.transformers.gate import Case, prepare
 from kvstore.connectors.transformers.prefill import _compute
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import InvalidRequest
 from kvstore.segments import Bounds, Measured, Rule, Segments, Verdict
 from tests.engines.transformers.models import (
     CHUNK,
     difference,
     gemma,
     gemma3,
-    generated,
     llama,
     logits_after,
     logits_without_store,
@@ -111,21 +109,6 @@ def test_it_is_what_blending_in_memory_gives(make: Any, store: Store) -> None:
         assert difference(values, kv.values[layer][:, :, :-1]) < 1e-4
 
 
-def test_the_exact_prefix_comes_first_and_counts_as_hits_and_segments_do_not(filled: Store) -> None:
-    model = made()
-    prefill_with_store(model, ids(0, 2), model_cache(model, filled, chunk_tokens=CHUNK))
-    before = filled.stats()
-    cache = model_cache(model, filled, chunk_tokens=CHUNK)
-    segments = cache.segments(Decoder(model).rope(), chunk_tokens=PIECE)
-    put_segments(model, DOCUMENTS, cache, segment_tokens=PIECE)
-    before = filled.stats()
-    found = prefill_blended(model, ids(0, 1), starts(0, 1), cache, verdict_for(segments), segment_tokens=PIECE)
-    after = filled.stats()
-    assert (found.exact, found.found) == (32, 48)
-    assert after["tokens_matched"] - before["tokens_matched"] == 32
-    assert after["chunks_written"] == before["chunks_written"]
-
-
 def test_the_example_of_the_guide_runs(store: Store) -> None:
     page = Path(__file__, "../../../../docs/blending.md").resolve().read_text()
     example = page.partition("## Use it")[2].partition("    from ")[2].partition("\n\n`")[0]
@@ -198,10 +181,6 @@ def way_prefill(model: Any, store: Store, past: Any) -> None:
     prefill_blended(model, ids(1, 0), starts(1, 0), store, segment_tokens=PIECE)
 
 
-def way_generate(model: Any, store: Store, past: Any) -> None:
-    generated(model, ids(1, 0), past)
-
-
 def way_run_behind(model: Any, store: Store, past: Any) -> None:
     with pytest.raises(InvalidRequest, match="past is blended"):
         run(model, QUESTION, past, lambda *_: None)
@@ -210,11 +189,6 @@ def way_run_behind(model: Any, store: Store, past: Any) -> None:
 def way_compute_behind_a_copy(model: Any, store: Store, past: Any) -> None:
     with pytest.raises(InvalidRequest, match="past is blended"):
         _compute(model, checked(model), ids(1, 0), copy.deepcopy(past), 80, 80)
-
-
-def way_put_the_past(model: Any, store: Store, past: Any) -> None:
-    with pytest.raises((KVStoreError, TypeError)):
-        model_cache(model, store).put(ids(1, 0)[0].cpu().numpy(), past)
 
 
 def way_exact_prefill_over_segments(model: Any, store: Store, past: Any) -> None:
@@ -229,14 +203,6 @@ def way_exact_prefill_over_segments(model: Any, store: Store, past: Any) -> None
 def way_named_as_segments(model: Any, store: Store, past: Any) -> None:
     cache = model_cache(model, store, attributes={"kv": "segment"})
     assert dict(cache.namespace.attributes)["kv"] != "segment"
-
-
-def way_read_rows(model: Any, store: Store, past: Any) -> None:
-    segments = segments_of(model, store)
-    with segments.hold(segments.find(ids(1, 0)[0].cpu().numpy(), starts(1, 0))) as held:
-        out = np.empty(segments.layout.shape(ids(1, 0).shape[1]), segments.layout.numpy_dtype)
-        with pytest.raises(InvalidRequest, match="verdict"):
-            held.read_into(out, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("way", [each for name, each in list(globals().items()) if name.startswith("way_")])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from kvstore.connectors.transformers.gate import (
     Case,
     Prepared,
     Split,
-    Tally,
     choose,
     prepare,
 )
@@ -132,13 +130,6 @@ def test_the_cheapest_that_holds_is_chosen_and_no_dearer_one_is_tried() -> None:
     assert [each.relative("v") < 1e-4 for each in choice.layers] == [True] * 4
 
 
-def test_where_nothing_holds_the_nearest_is_named_and_does_not_hold() -> None:
-    tries = [plan(check_layers=(0,), ratios=(ratio,)) for ratio in (0.0, 0.3)]
-    choice = choose(Decoder(llama()), CASES, tries, tries[0].bounds)
-    assert not choice.verdict.holds and not choice.is_chosen
-    assert choice.verdict.measured.kl == min(each.measured.kl for each in choice.tried)
-
-
 def test_a_choice_that_does_not_hold_on_the_others_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is recomputed while a rule is chosen, and nothing on the prompts that are held out."""
     held_out = {each.ids for each in Split.of(CASES).held_out}
@@ -152,27 +143,3 @@ def test_a_choice_that_does_not_hold_on_the_others_does_not_hold(monkeypatch: py
     choice = choose(Decoder(llama()), CASES, [plan(ratios=(1.0,))], Bounds())
     assert choice.is_chosen and choice.tried[0].holds
     assert not choice.verdict.holds
-
-
-def test_a_rule_is_chosen_only_if_it_leaves_half_of_what_the_bounds_allow() -> None:
-    decoder, half = Decoder(llama()), plan(ratios=(0.5,))
-    whole = Tally(half)
-    for each in Split.of(CASES).searched:
-        whole.add(decoder, prepare(decoder, each))
-    kl = whole.measured().kl
-    assert kl > 0
-    for kl_max, is_chosen in ((2.1 * kl, True), (1.9 * kl, False)):
-        bounds = Bounds(agreement_min=0.0, kl_max=kl_max, answers_lost_max=1.0)
-        choice = choose(decoder, CASES, [replace(half, bounds=bounds)], bounds)
-        assert choice.is_chosen is is_chosen
-
-
-def test_answers_are_lost_by_kind_of_question() -> None:
-    tally = Tally(plan())
-    tally.right.update({"easy": 98, "hard": 2})
-    tally.lost.update({"hard": 1})
-    assert tally.measured().answers_lost == 0.5
-    kinds = replace(case(), kinds=("easy", "hard"))
-    assert tally.is_lost(Bounds(agreement_min=0, answers_lost_max=0.02), [kinds] * 49)
-    tally.lost.update({"hard": -1, "easy": 1})
-    assert not tally.is_lost(Bounds(agreement_min=0, answers_lost_max=0.03), [kinds] * 49)
