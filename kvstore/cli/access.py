@@ -74,7 +74,7 @@ class ClientAccess:
 class ServerAccess:
     """The security of a worker: TLS, access and audit. Holds names of files, not their content."""
 
-    client: ClientAccess = group(ClientAccess, ClientAccess())
+    own: ClientAccess = group(ClientAccess, ClientAccess())
     """Its own certificate and token, for its clients and for other workers."""
     client_ca_file: str | None = option(
         "--tls-client-ca", metavar="FILE", help="Authority of clients' certificates; all clients then need one."
@@ -98,15 +98,15 @@ class ServerAccess:
 
     def check(self, addresses: Iterable[str]) -> None:
         """Raises InvalidRequest where an address that others reach would be served without TLS (rule X1)."""
-        if (self.client.cert_file is None) != (self.client.key_file is None):
+        if (self.own.cert_file is None) != (self.own.key_file is None):
             raise InvalidRequest("--tls-cert and --tls-key go together: give both, or neither")
-        if self.client_ca_file is not None and self.client.cert_file is None:
+        if self.client_ca_file is not None and self.own.cert_file is None:
             raise InvalidRequest("--tls-client-ca asks clients for certificates, which takes TLS: give --tls-cert too")
-        if self.client.token_file is not None and self.client.cert_file is None:
+        if self.own.token_file is not None and self.own.cert_file is None:
             raise InvalidRequest(
                 "--token-file would go to other workers in the clear: give --tls-cert and --tls-key too"
             )
-        if self.client.cert_file is not None:
+        if self.own.cert_file is not None:
             return
         for address in addresses:
             if is_loopback(address):
@@ -128,8 +128,8 @@ class ServerAccess:
     def open(self, listen: str) -> ServerSecurity:
         """Reads the files, opens the audit log of a worker at ``listen``. Close ``audit``. Raises InvalidRequest."""
         tls = None
-        if self.client.cert_file is not None and self.client.key_file is not None:
-            tls = server_certificate(ServerTls(self.client.cert_file, self.client.key_file, self.client_ca_file))
+        if self.own.cert_file is not None and self.own.key_file is not None:
+            tls = server_certificate(ServerTls(self.own.cert_file, self.own.key_file, self.client_ca_file))
             assert tls.version
         authenticator = None
         if self.access_file is not None:
@@ -156,9 +156,9 @@ class ServerAccess:
 
     def as_client(self) -> ClientAccess:
         """The access of this worker to others. One authority that signs workers and clients is named only once."""
-        if self.client.cert_file is None:
-            return replace(self.client, ca_file=None, key_file=None)
-        return replace(self.client, ca_file=self.client.ca_file or self.client_ca_file)
+        if self.own.cert_file is None:
+            return replace(self.own, ca_file=None, key_file=None)
+        return replace(self.own, ca_file=self.own.ca_file or self.client_ca_file)
 
     def credentials(self) -> Credentials:
         """Returns the credentials for calls to other workers.
@@ -167,7 +167,7 @@ class ServerAccess:
         """
         from kvstore.client.bulk.links import PLAIN, Credentials
 
-        if self.client.cert_file is None:
+        if self.own.cert_file is None:
             return PLAIN
         client = self.as_client()
         made = Credentials(client.tls(), client.token_file)

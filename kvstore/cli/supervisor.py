@@ -140,7 +140,7 @@ class Host:
         secured = self._serving.secured
         common = [*self._common(room), *arguments(secured.as_client())]
         if not is_loopback(listen):
-            page = PageAccess(secured.client.cert_file, secured.client.key_file, secured.access_file, secured.insecure)
+            page = PageAccess(secured.own.cert_file, secured.own.key_file, secured.access_file, secured.insecure)
             common += arguments(page)
         program = self._start_beside("dashboard", kvstore_command("dashboard", "--listen", listen, *common))
         url = program.wait_ready(lambda: self._stopper.asked)["dashboard"]

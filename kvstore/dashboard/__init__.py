@@ -1,6 +1,1 @@
-"""The dashboard: a read-only page about one cluster, for operators.
-
-``feed`` (one source, read again and again), the sources (``workers``, ``cluster``, ``rooted``, ``collecting``,
-``exploring``), ``history``, ``roster``, ``forest`` and ``attention`` (pure), ``board`` (all sources together),
-``documents`` (what the page is told), ``web``, ``door`` and ``serving`` (HTTP), ``static`` (the page).
-"""
+"""The dashboard: a read-only page about one cluster, for operators. ``server.py`` serves it, ``views.py`` fills it."""

@@ -1,8 +1,4 @@
-"""Replay of a trace of requests against a store; every byte is compared with what the trace determines.
-
-``trace`` has the requests, ``content`` the tokens and KV that follow from them, ``oracle`` the expected hits, ``lane``
-one caller working through requests, ``run`` several at once, ``report`` the result.
-"""
+"""Replay of a trace of requests against a store; every byte is compared with what the trace determines."""
 
 from kvstore.replay.generate import generate
 from kvstore.replay.runner import Content, Expectation, Plan, Report, expect, replay, replay_layout

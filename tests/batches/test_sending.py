@@ -219,7 +219,7 @@ def test_answers_that_came_before_an_error_are_written(batch: Batch, tmp_path: P
             number = json.loads(body)["prompt"][-1]
             if number == ORDER[2]:
                 others.wait(PATIENCE_S)
-                raise Unavailable("gone")
+                raise InvalidRequest("the key was revoked")
             answer = post(path, body)
             answered.append(number)
             if len(answered) == 3:
@@ -227,7 +227,7 @@ def test_answers_that_came_before_an_error_are_written(batch: Batch, tmp_path: P
             return answer
 
         asked.post = breaks  # type: ignore[method-assign]
-        with pytest.raises(Unavailable):
+        with pytest.raises(InvalidRequest):
             send(batch, ORDER, asked, results, 4, lambda _: None)
         assert results.known >= {f"r{number}" for number in answered[:3]}
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from kvstore.cli.access import Access, EtcdAccess, RootOptions, access_options
 from kvstore.cli.app import Command
-from kvstore.cli.options import BOUND, COUNT, DURATION, HOST_PORT, LISTEN, SIZE, split
+from kvstore.cli.options import BOUND, COUNT, DURATION, HOST_PORT, LISTEN, SIZE, HostPort, Scaled, split
 from kvstore.errors import InvalidRequest
 from kvstore.meta.etcd import EtcdUser
 from kvstore.security.tls import is_loopback
@@ -32,7 +32,7 @@ from tests.kit.cases import for_each
         (COUNT, "1.6M", 1_600_000),
     ],
 )
-def test_number_with_a_unit_is_scaled(kind: click.ParamType, text: str, value: float) -> None:
+def test_number_with_a_unit_is_scaled(kind: Scaled | HostPort, text: str, value: float) -> None:
     assert kind.convert(text, None, None) == value
 
 
@@ -46,7 +46,7 @@ def test_number_with_a_unit_is_scaled(kind: click.ParamType, text: str, value: f
         *((HOST_PORT, text) for text in ("", "7070", ":7070", "::1:7070", "host:", "host:x", "host:70000", "host:-1")),
     ],
 )
-def test_other_text_is_refused(kind: click.ParamType, text: str) -> None:
+def test_other_text_is_refused(kind: Scaled | HostPort, text: str) -> None:
     with pytest.raises(click.BadParameter, match=r"write|give"):
         kind.convert(text, None, None)
 

@@ -89,7 +89,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(run: Run, tmp_path: Path, 
 @for_each(
     "arguments, said",
     [
-        (("--output", "."), "the output '.' is a folder: give a file"),
+        (("--output", "."), "the output '.' is not a regular file"),
         (("--output", "/missing/x"), "cannot write the output '/missing/x': No such file or directory"),
         (("--server", "http://127.0.0.1:1", "--results", "/missing/x"), "cannot write the results '/missing/x'"),
         (("--results", "x"), "--results without --server"),

@@ -42,15 +42,6 @@ def stored() -> Iterator[Stored]:
         yield Stored(store, root, identity)
 
 
-def test_a_small_root_is_looked_at_as_a_whole(stored: Stored) -> None:
-    forest = explore(stored.root, stored.identity, per_s_max=FAST)
-    assert forest.share == 1.0 and forest.is_whole
-    (total,) = forest.namespaces().values()
-    assert (total.ends_count, total.depth_max) == (PROMPTS, CHUNKS_EACH)
-    assert total.chunks == len(forest.leaves) == 4 * 4 + PROMPTS * (CHUNKS_EACH - 4)
-    assert len(forest.runs(None, None, 1_000, "bytes")) == 4 + PROMPTS
-
-
 def test_a_sample_hangs_together_and_says_how_much_it_stands_for(stored: Stored) -> None:
     forest = explore(stored.root, stored.identity, chunks_max=60, per_s_max=FAST)
     assert forest.share < 0.6 and forest.is_whole

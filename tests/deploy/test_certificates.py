@@ -72,12 +72,3 @@ def test_keys_are_for_their_owner_alone(folder: Path) -> None:
     keys = list(folder.rglob("*.key"))
     assert len(keys) == 6
     assert {stat.S_IMODE(key.stat().st_mode) for key in keys} == {0o600}
-
-
-def test_renewing_gives_a_new_key_under_the_same_authority(folder: Path) -> None:
-    before = (folder / "engine" / "tls.key").read_bytes()
-    assert certificates("authorities", folder).returncode == 0  # kept, or every certificate would be worthless
-    assert certificates("client", folder, "engine").returncode == 0
-    assert (folder / "engine" / "tls.key").read_bytes() != before
-    assert good_for(folder, "kvstore-ca", "engine", "sslclient")
-    assert not list(folder.rglob("*.new")) and not list(folder.glob("extensions*"))

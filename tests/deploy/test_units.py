@@ -80,13 +80,6 @@ def test_kvstore_understands_the_commands(unit: Path) -> None:
     understood(words, unit.name)
 
 
-def test_secrets_are_files_and_never_variables() -> None:
-    for file in SYSTEMD.glob("*.env"):
-        for name, value in re.findall(r"^(\w+)=(.*)$", file.read_text(), re.MULTILINE):
-            assert not re.search(r"PASSWORD|SECRET|(?<!CLUSTER_)TOKEN$", name), f"{file.name}: {name}"
-            assert "BEGIN" not in value
-
-
 def test_snapshots_are_kept_whole_and_in_number(tmp_path: Path) -> None:
     """etcd-snapshot against a stand-in for etcdctl: the COUNT youngest stay, one cut short is never counted."""
     programs = tmp_path / "bin"

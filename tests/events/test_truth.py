@@ -246,3 +246,13 @@ def _damage(made: Cluster, address: Address) -> None:
     content[-1] ^= 1
     root.stage(staged, [memoryview(content)], stamp_ns=seen.stat.mtime_ns, durable=False)
     root.publish(staged, name, durable=False)
+
+
+def test_a_file_that_is_not_what_its_name_says_is_never_told(clustered: Cluster) -> None:
+    node, following = clustered.node(), Following(clustered)
+    chain = prompt(1, 2)
+    put(node, chain)
+    wrong = Address(bytes([chain.addresses[0][0]]) + bytes(15))
+    clustered.root.move(clustered.name(chain.addresses[0]), clustered.name(wrong))
+    following.catch_up()
+    assert not following.heard

@@ -87,19 +87,6 @@ def test_names_of_blocks_plan_as_their_tokens_do() -> None:
     assert plan.rest.part_blocks == 0
 
 
-def test_what_is_shared_is_asked_once() -> None:
-    prompts = [[7] * 8 + [own] * 8 for own in range(20)] + [[8] * 8]
-    asked: list[tuple[int, int]] = []
-
-    class Empty(Storage):
-        def stored(self, wanted: list[tuple[int, int]]) -> list[int]:
-            asked.extend(wanted)
-            return [0] * len(wanted)
-
-    make_plan(Prompts.of_tokens(prompts, 4), memory_tokens=99, chunk_tokens=4, storage=Empty())
-    assert len(asked) == 2
-
-
 @for_each(
     "prompts, said",
     [

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvstore.errors import Unavailable
 from kvstore.segments.finding import windows
-from kvstore.segments.log import HOUR_S, HOURS, LOOK_S, STRIDE, Log
+from kvstore.segments.log import HOUR_S, LOOK_S, STRIDE, Log
 from tests.kit.cases import for_each
 
 SIZE = 4
@@ -130,13 +130,6 @@ def test_lost_blocks_cost_no_record_that_a_later_one_repeats() -> None:
     assert len(known(followed(blocks, Clock()), range(1, 201))) >= 4
     add(Log(Clock()), blocks, 1000)
     assert 1000 in known(followed(blocks, Clock()), [1000])
-
-
-@for_each("hours, found", [(1, True), (HOURS, True), (HOURS + 1, False)])
-def test_a_process_begins_with_the_logs_of_some_hours(hours: int, found: bool) -> None:
-    blocks: Any = Blocks()
-    add(Log(Clock()), blocks, 1)
-    assert bool(known(followed(blocks, Clock(START_S + hours * HOUR_S)), [1])) is found
 
 
 def test_a_store_that_does_not_answer_costs_no_error() -> None:

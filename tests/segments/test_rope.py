@@ -133,18 +133,3 @@ def test_s2_the_digest_tells_all_settings_apart_that_change_keys() -> None:
     assert len({rope.digest, *(other.digest for other in others)}) == 1 + len(others)
     assert Rope(10_000.0, 8, frequencies=rope.frequencies).digest == rope.digest
     assert hash(rope) == hash(replace(rope))
-
-
-@for_each(
-    "settings, reason",
-    (
-        ({"dims": 7}, "expected an even number"),
-        ({"theta": 0}, "expected a positive number"),
-        ({"style": "both"}, "expected half or interleaved"),
-        ({"frequencies": (1.0,)}, "expected 4 finite numbers"),
-        ({"frequencies": (1.0, 1.0, 1.0, float("nan"))}, "expected 4 finite numbers"),
-    ),
-)
-def test_wrong_settings_are_refused(settings: dict[str, Any], reason: str) -> None:
-    with pytest.raises(InvalidRequest, match=reason):
-        Rope(**{"theta": 10_000.0, "dims": 8, **settings})
