@@ -6,13 +6,7 @@ import threading
 
 import pytest
 
-<<<<<<< HEAD
 from kvstore.counts import ClientCount, Counts
-from tests.kit import locking
-=======
-from kvstore.counts import ClientCount
-from kvstore.node.counters import Counts
->>>>>>> front
 from tests.kit.locking import Order, OrderedLock, Site, site_of
 
 A, B, C = (Site(f"kvstore.node.{name}:1", 5) for name in "abc")
