@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,7 @@ from kvstore.node.counters import Counters
 from kvstore.node.wanted import image_bytes
 from kvstore.peers.limits import PeerLimits
 from kvstore.peers.reports import Publisher, Told, encode
+from kvstore.peers.selection import Roster
 from kvstore.peers.tier import Follower, ask
 from kvstore.sources import SystemClock
 
@@ -107,7 +109,9 @@ class Pair:
         self._presences = [Presence(meta, KEYS) for meta in self._metas]
         near, far = (Digests(meta, KEYS) for meta in self._metas)
         self.publisher = Publisher(near, memory, WorkerRecord("a:1"), limits, self.counters, SystemClock(), lambda: 1)
-        self.follower = Follower(far, "b:1", limits, Counters(), SystemClock(), lambda _: None, lambda _: None)
+        clock = SystemClock()
+        roster = Roster(limits, clock, Random())
+        self.follower = Follower(far, "b:1", limits, Counters(), clock, lambda _: None, roster)
         self._presences[0].attach(self.publisher.begin, self.publisher.end)
         self._presences[1].attach(self.follower.begin, self.follower.end)
         for presence in self._presences:
