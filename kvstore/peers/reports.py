@@ -27,8 +27,12 @@ from kvstore.sources import Clock
 
 # A digest: the sorted 32-bit prints of a peer's chunks in memory, for one shard of the addresses, as one key's value.
 #
-# 0 2 version: 1 2 2 zero 4 4 count of prints in this digest 8 4 count of chunks in the shard, which may be more 12 -
-# zlib of four planes: byte 0 of the gap before each print, then byte 1 of each, byte 2, byte 3
+#   offset  size
+#        0     2  version: 1
+#        2     2  zero
+#        4     4  count of prints in this digest
+#        8     4  count of chunks in the shard, which may be more
+#       12        zlib of four planes: byte 0 of the gap before each print, then byte 1 of each, byte 2, byte 3
 #
 # All little-endian. The print of an address is its bytes 4 to 7, its shard the first six bits. The planes of the gaps
 # take 2.5 to 3.4 bytes a print; the prints as they are, 4.

@@ -204,9 +204,8 @@ REST = 4
 class Follower:
     """``directory`` is always the newest there is. ``own`` is this node's address, whose digests are left out.
 
-    ``on_cleared`` is called for each namespace cleared since its last call, and at the start for all that ever were;
-    ``on_turn`` is called regularly. Both run in the follower's thread: they must not raise, and while they run nothing
-    else is heard.
+    ``on_cleared`` is called for each namespace cleared since its last call, and at the start for all that ever were, in
+    the follower's thread: it must not raise, and while it runs nothing else is heard. ``roster`` is looked after.
     """
 
     def __init__(
@@ -217,7 +216,7 @@ class Follower:
         counters: Counters,
         clock: Clock,
         on_cleared: Callable[[NamespaceDigest], None],
-        on_turn: Callable[[Directory], None],
+        roster: Roster,
     ) -> None:
         self.directory: Directory = EMPTY
         self._digests = digests
@@ -226,7 +225,7 @@ class Follower:
         self._counters = counters
         self._clock = clock
         self._on_cleared = on_cleared
-        self._on_turn = on_turn
+        self._roster = roster
         self._changed = threading.Condition()  # guards session, watch, directory and marks
         self._session: Session | None = None
         self._loop = Loop("kvstore-peers-follow", self._changed, lambda: self._turn)
@@ -352,7 +351,7 @@ class Follower:
 
     def _turn(self) -> None:
         hears = self.step(self._limits.follow_s)
-        self._on_turn(self.directory)
+        self._roster.look_after(self.directory.numbers)
         if not hears:
             self._wait(self._session)
 
@@ -412,7 +411,7 @@ class Peers:
         """Follows others from now on, and tells them where they can read this node's memory; None: nowhere."""
         assert self._follower is None, "peers are started once"
         follower = self._follower = Follower(
-            self._digests, address, self.limits, self._counters, self._clock, self._clear_soon, self._turn
+            self._digests, address, self.limits, self._counters, self._clock, self._clear_soon, self._roster
         )
         follower.start()
         self._presence.attach(follower.begin, follower.end)
@@ -522,9 +521,6 @@ class Peers:
     def _is_cleared(self, wanted: KeySet) -> bool:
         until_s = self._cleared.get(wanted.namespace.digest)
         return until_s is not None and self._clock.monotonic_s() < until_s
-
-    def _turn(self, directory: Directory) -> None:
-        self._roster.look_after(directory.numbers)
 
     def _note(self, chunk: Address, peer: str) -> None:
         with self._lock:

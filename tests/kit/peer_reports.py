@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import numpy as np
 import numpy.typing as npt
 
@@ -15,6 +17,7 @@ from kvstore.namespace import NamespaceDigest
 from kvstore.node.counters import Counters
 from kvstore.peers.limits import PeerLimits
 from kvstore.peers.reports import Publisher
+from kvstore.peers.selection import Roster
 from kvstore.peers.tier import Follower
 from kvstore.sources import Clock, RandomIds
 from tests.kit.fake_meta import FakeClock
@@ -76,9 +79,8 @@ class Node:
         self.limits = limits or PeerLimits()
         self.cleared: list[NamespaceDigest] = []
         self.digests = Digests(meta, KEYS)
-        self.follower = Follower(
-            self.digests, address, self.limits, self.counters, clock, self.cleared.append, lambda _: None
-        )
+        roster = Roster(self.limits, clock, Random())
+        self.follower = Follower(self.digests, address, self.limits, self.counters, clock, self.cleared.append, roster)
         self.publisher = Publisher(
             self.digests,
             self.held,

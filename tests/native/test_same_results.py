@@ -14,13 +14,10 @@ from kvstore import Layout
 from kvstore.client.store import Store
 from kvstore.errors import WrongSize
 from kvstore.format.header import decode
-from kvstore.hints import PRESETS
 from kvstore.native import is_available
-from kvstore.node.settings import Limits
-from kvstore.recency import decode as decode_mtime
 from tests.kit.images import DAMAGES
 from tests.kit.native_modes import chunks_of, opened
-from tests.kit.stores import LARGE, MANY, SMALL, TINY, UNALIGNED, chunk_files, fresh, kv_of, member_of, same
+from tests.kit.stores import LARGE, MANY, SMALL, TINY, UNALIGNED, chunk_files, fresh, kv_of, same
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
 
@@ -56,22 +53,6 @@ def test_what_one_writes_the_other_reads(tmp_root: Path, writes_natively: bool) 
                 assert same(np.concatenate(views, axis=2), kv[:, :, :count])
                 assert cache.put(tokens, kv).chunks_found == 5
                 assert store.stats()["miss_damaged"] == 0
-
-
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_a_put_that_extends_a_prompt_raises_the_hints_of_what_is_there(tmp_root: Path, native: bool) -> None:
-    tokens, size = np.arange(40 * TINY.chunk_tokens), TINY.chunk_tokens
-    kv = kv_of(TINY, tokens)
-    with opened(tmp_root, native=native) as store:
-        cache = store.namespace("m", TINY)
-        cache.put(tokens[: 20 * size], kv[:, :, : 20 * size], preset="batch")
-        cache.put(tokens[: 30 * size], kv[:, :, 20 * size : 30 * size], prefix=20 * size, preset="rag")
-        result = cache.put(tokens, kv[:, :, 30 * size :], prefix=30 * size, preset="chat")
-        assert (result.tokens_present, result.chunks_written) == (len(tokens), 10)
-        member_of(store).node.drain()
-        said = sorted((file.stat().st_mtime_ns for file in chunk_files(tmp_root)), reverse=True)
-        hints = [decode_mtime(mtime_ns, Limits().quantum_s).hints for mtime_ns in said]
-        assert hints == [PRESETS["rag"]] * 30 + [PRESETS["chat"]] * 10
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
