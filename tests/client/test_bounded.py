@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -148,12 +147,6 @@ def test_a_put_larger_than_the_headroom_gets_its_room(tmp_path: Path) -> None:
     assert used_bytes(root) <= size
 
 
-def test_a_store_that_only_reads_starts_nothing(tmp_path: Path, soon: None) -> None:
-    with kvstore.open(tmp_path / "root") as store:
-        assert store.namespace("large", LARGE).match(large_tokens(0, 1)) == 0 and not store.stats()["collecting"]
-    assert "kvstore-collecting" not in {thread.name for thread in threading.enumerate()}
-
-
 def test_a_store_without_a_limit_collects_nothing(tmp_path: Path, soon: None) -> None:
     root = tmp_path / "root"
     with kvstore.open(root, max_bytes=None) as store:
@@ -212,21 +205,6 @@ def test_the_time_to_live_of_a_process_counts_for_all(tmp_path: Path, soon: None
             assert other.namespace("other", LARGE).match(large_tokens(0, 2)) == TOKENS_COUNT
 
 
-@pytest.mark.slow
-def test_a_collector_without_the_server_extra_keeps_the_limit(
-    tmp_path: Path, soon: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its process cannot import a package that `pip install .` does not install."""
-    for name in ("click", "rich", "prometheus_client", "grpc_health", "grpc_reflection", "starlette", "uvicorn"):
-        (tmp_path / f"{name}.py").write_text("raise ModuleNotFoundError(__name__)")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with kvstore.open(tmp_path / "root", max_bytes=LIMIT_BYTES, shard_bits=2) as store:
-        put_until(store, lambda: written(store) > 2 * LIMIT_BYTES)
-        assert used_bytes(tmp_path / "root") <= LIMIT_BYTES
-        (pid,) = collectors(tmp_path / "root")
-        assert b"OPENBLAS_NUM_THREADS=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-
-
 # The default, and what is refused
 
 
@@ -267,12 +245,6 @@ def test_a_limit_where_no_folder_is_shared_is_an_error(
     with pytest.raises(InvalidRequest, match=r"NFS.*kvstore-gc --root"):
         kvstore.open(tmp_path / "root", **asked)
     kvstore.open(tmp_path / "root").close()
-
-
-@for_each("asked", [{"max_bytes": "64MiB"}, {"max_bytes": 1000}, {"max_bytes": True}, {"ttl": 0}])
-def test_an_invalid_limit_is_an_error(tmp_path: Path, asked: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest, match=r"max_bytes=|ttl="):
-        kvstore.open(tmp_path / "root", **asked)
 
 
 def test_a_put_larger_than_the_limit_is_refused(tmp_path: Path) -> None:

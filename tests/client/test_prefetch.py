@@ -70,14 +70,6 @@ def test_e2_prefetch_takes_no_space_of_held_chunks() -> None:
         assert finished(acting.cache.prefetch(acting.prompts.tokens(1, 20))) == 20 * acting.size
 
 
-def test_prefetches_of_a_common_prefix_all_end_complete() -> None:
-    """E4: what one of them claims the other one waits for, it does not take it for lost."""
-    with patient(faulty(), write=WriteMode.UNCACHED) as acting:
-        acting.put(1, 30)
-        operations = [acting.cache.prefetch(acting.prompts.tokens(1, count)) for count in (30, 20, 30, 10)]
-        assert [finished(each) // acting.size for each in operations] == [30, 20, 30, 10]
-
-
 def test_prefetch_lets_reads_go_first_but_not_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     root, hang = faulty(), Hang()
     with patient(root, write=WriteMode.UNCACHED) as acting:

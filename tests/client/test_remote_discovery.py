@@ -105,15 +105,6 @@ def test_a_hold_outlives_its_workers_listing() -> None:
         assert len(holder.worker.service.holds) == 0
 
 
-def test_where_etcd_does_not_answer_that_is_said_first() -> None:
-    meta = FaultyMeta(MemoryMeta(MemoryStore()))
-    meta.close()
-    with Store(RemotePort([], LIVELY, discovery=Discovery(meta, None))) as store:
-        with pytest.raises(Unavailable, match="until then no worker is known") as failed:
-            store.namespace("m", SMALL)
-    assert "start one" not in str(failed.value)
-
-
 def test_the_list_stays_when_the_metadata_do_not_answer_or_are_empty() -> None:
     cluster = Cluster()
     with cluster.worker() as first:

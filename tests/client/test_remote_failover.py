@@ -17,7 +17,6 @@ import kvstore
 from kvstore import Layout
 from kvstore.buffers import Laid, planes_of
 from kvstore.client import Store
-from kvstore.client.bulk.links import Dialled, Dialler
 from kvstore.client.endpoints import Endpoints
 from kvstore.client.limits import ClientLimits
 from kvstore.client.remote import RemotePort
@@ -125,36 +124,6 @@ def test_a_worker_that_stops_is_left_out_and_comes_back(pair: tuple[Served, Serv
                 "it gets calls",
             )
         assert second.worker.is_serving
-
-
-def test_a_worker_that_takes_no_bulk_connections_any_more_hands_over(
-    pair: tuple[Served, Served], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A draining worker does so for a moment: it takes no bulk connections, and still answers over gRPC."""
-    with connected(*pair) as store:
-        cache = store.namespace("m", SMALL)
-
-        def move(number: int) -> None:
-            tokens = tokens_of(number, len(TOKENS))
-            kv = kv_of(SMALL, tokens)
-            assert cache.put(tokens, kv).tokens_present == len(tokens)
-            assert same(cache.get(tokens)[1], kv)
-
-        for number in range(20):
-            move(number)
-        dial, gone = Dialler.dial, pair[0].address
-
-        def refusing(dialler: Dialler, timeout_s: float) -> Dialled | None:
-            return None if dialler._address == gone else dial(dialler, timeout_s)
-
-        monkeypatch.setattr(Dialler, "dial", refusing)
-        for endpoint in endpoints_of(store).ranked(None):
-            if endpoint.address == gone:
-                while endpoint.bulk._idle:
-                    endpoint.bulk._idle[-1].channel.cut()
-                    endpoint.bulk._drop(endpoint.bulk._idle.pop())
-        for number in range(20, 40):
-            move(number)
 
 
 def test_a_draining_worker_hands_over_without_an_error(pair: tuple[Served, Served]) -> None:
@@ -361,27 +330,6 @@ def test_a_damaged_namespace_record_is_no_error_for_who_opened_it(tmp_root: Path
             )
             assert cache.match(TOKENS) == len(TOKENS)
             assert same(cache.get(TOKENS)[1], KV)
-
-
-@for_each("damage", ["damaged", "gone"])
-def test_each_worker_that_forgot_a_namespace_is_told_it(tmp_root: Path, damage: str) -> None:
-    """This holds even if the first worker asked knows it, and so does not write its record again."""
-    root = tmp_root / "root"
-    with ExitStack() as stack:
-        first, second = (stack.enter_context(serving(root)) for _ in range(2))
-        with connected(first) as store:
-            namespace = store.namespace("m", SMALL).namespace
-        record = root / places.namespace_record(namespace.digest)
-        if damage == "gone":
-            record.unlink()
-        else:
-            record.write_bytes(record.read_bytes()[:20])
-        cache = stack.enter_context(connected(first, second)).namespace("m", SMALL)
-        for number in range(16):  # each has a favourite among the two
-            tokens = TOKENS + 1000 * number
-            assert cache.put(tokens, KV).tokens_present == len(tokens)
-            assert same(cache.get(tokens)[1], KV)
-        assert second.worker.service.counters()["chunks_written"] > 0
 
 
 @for_each(

@@ -82,15 +82,6 @@ def test_the_worker_logs_the_id_that_the_caller_gave(way: str, path: str, tmp_pa
     assert isinstance(fresh, str) and len(fresh) == 16 and fresh != "req-42"
 
 
-def test_all_attempts_of_a_call_have_one_id_and_two_calls_have_two() -> None:
-    with logged() as lines, serving() as served, connected(served, bulk="grpc") as store:
-        cache = store.namespace("m", SMALL)
-        cache.put(TOKENS, KV)  # looks up the chunks before it sends
-        cache.match(TOKENS)
-    put, looked, matched = ended(lines, "Put")[0], *(ended(lines, "Match"))
-    assert put["request"] == looked["request"] != matched["request"]
-
-
 def test_an_error_names_its_request() -> None:
     with serving() as served, connected(served) as store:
         with pytest.raises(KVStoreError) as raised, tracing.request("req-43"):
