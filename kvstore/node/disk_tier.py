@@ -12,7 +12,6 @@ import itertools
 import json
 import logging
 import os
-import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,10 +19,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from kvstore import recency
-from kvstore.address import ADDRESS_BYTES, Address
+from kvstore.address import Address
 from kvstore.background import within
 from kvstore.buffers import Borrowed, byte_length
 from kvstore.census.selection import NOTHING, ClearOrder, Standing
@@ -349,10 +346,8 @@ class DiskShelf:
         self._leaving: deque[Leaving] = deque()
         self._leaving_bytes = 0
         """Bytes charged for the leaving entries, and for those whose files are being removed."""
-        self._is_counted = False
-        """True once it is known how many bytes the folder holds."""
         self._is_whole = False
-        """True once everything that was counted is taken in."""
+        """True once all files of the folder are taken in: before that nothing is written."""
         self._cleared: set[bytes] = set()
         """Namespaces cleared before that; nothing of them is taken in."""
         self._clears_count = 0
@@ -370,6 +365,12 @@ class DiskShelf:
     def has(self, address: Address) -> bool:
         with self._lock:
             return self._inventory.find(address) is not None
+
+    def has_file(self, found: Found) -> bool:
+        """True if the file is that of an entry."""
+        with self._lock:
+            entry = self._inventory.find(found.address)
+            return entry is not None and name_of(entry) == found.name
 
     def refer(self, address: Address) -> Entry | None:
         """Returns the entry, whose room is not given back until ``unrefer``; None if there is none."""
@@ -401,7 +402,7 @@ class DiskShelf:
         """
         with self._lock:
             charged = self._room.charge(size_bytes)
-            if not self._is_counted or charged > self._room.size_bytes:
+            if not self._is_whole or charged > self._room.size_bytes:
                 return False
             lacking = charged if even_if_free else charged - self._room.free_bytes
             lacking -= self._leaving_bytes
@@ -455,41 +456,29 @@ class DiskShelf:
         with self._lock:
             self._leaving.append(leaving)
 
-    def charge(self, size_bytes: int) -> int:
-        return self._room.charge(size_bytes)
-
-    @property
-    def bytes_max(self) -> int:
-        return self._room.size_bytes
-
-    def counted(self, charged: int) -> None:
-        """Notes that the folder holds that much; from now on more may be added."""
-        with self._lock:
-            self._room.held_bytes += charged
-            self._is_counted = True
-
     def admit(self, found: Found, header: Header) -> bool:
-        """Takes in a file that was counted; False if it has to go."""
+        """Takes in a file of the folder; False if it has to go."""
         was = recency.decode(found.mtime_ns, QUANTUM_S)
         tokens = header.identity if header.kind is Kind.TOKENS else b""
         place = Place(header.namespace, header.address, header.parent, tokens)
         with self._lock:
             if header.namespace in self._cleared or self._standing.forbids(header.namespace, header.incarnation):
                 return False
-            self._room.give(self._room.charge(found.size_bytes))
+            if self._room.charge(found.size_bytes) > self._room.free_bytes:
+                return False
             used_s = min(float(was.last_use_s), self._clock.now_s())
             entry = self._inventory.claim(place, found.size_bytes, used_s, was.hints)
             if entry is None:
-                self._room.take(found.size_bytes)
                 return False
             self._inventory.used([entry] * was.uses, used_s)
             self._inventory.ready(entry)
             self._inventory.unrefer(entry)
         return True
 
-    def gone(self, found: Found) -> None:
+    def charge(self, found: Found) -> None:
+        """Charges a file that the disk refused to show or to remove."""
         with self._lock:
-            self._room.give(self._room.charge(found.size_bytes))
+            self._room.held_bytes += self._room.charge(found.size_bytes)
 
     def whole(self) -> None:
         with self._lock:
@@ -560,18 +549,11 @@ def name_of(chunk: Place | Entry) -> Name:
     return places.chunk(chunk.address, NamespaceId(chunk.namespace[: places.NAMESPACE_ID_BYTES]), SHARD_BITS)
 
 
-# Takes in what a local disk tier finds in its folder at the start: lists all files, then takes in the most useful
-# first.
-#
-# Nobody knows how many bytes there are until all files are listed, so nothing may be written before. After that,
-# files that are not yet taken in count as held.
+# Takes in what a local disk tier finds in its folder at the start, in the order of the folder.
 
 
 RETRY_S = 5.0
 """Wait after an error of the disk."""
-
-_RECORD = struct.Struct(f"<qq{ADDRESS_BYTES}s{places.NAMESPACE_ID_BYTES}s")
-_MTIMES = np.dtype({"names": ["mtime_ns"], "formats": ["<i8"], "offsets": [0], "itemsize": _RECORD.size})
 
 
 class Refill:
@@ -606,81 +588,54 @@ class Refill:
         try:
             while not self._stopped.is_set():
                 try:
-                    records = self._listed()
-                    kept, charged = self._within_bound(records)
-                except KVStoreError as error:
+                    self._take_in()
+                    return
+                except KVStoreError as error:  # of a listing: begin again
                     self._failed(error)
                     self._stopped.wait(RETRY_S)
-                else:
-                    self._take_in(records, kept, charged)
-                    return
         finally:
             self._ended()
 
-    def _listed(self) -> bytearray:
-        """Returns records of all files with names of chunks. Removes files with other names, and cut-off writes."""
+    def _take_in(self) -> None:
+        """Takes in all files with names of chunks. Removes files with other names, and cut-off writes."""
         for session in self._entries(places.STAGING):
             folder = Name(f"{places.STAGING}/{session}")
             for part in self._entries(folder):
                 self._root.remove(Name(f"{folder}/{part}"))
             self._root.remove_folder(folder)
-        records = bytearray()
+        inspector = Inspector(self._root, verify_payload=False)
         for shard in self._entries(places.CHUNKS):
             folder = Name(f"{places.CHUNKS}/{shard}")
-            for entry in self._root.list(folder):
+            for entry in list(self._root.list(folder)):
                 if self._stopped.is_set():
-                    return records
+                    return
+                if entry.stat is None:
+                    continue
                 chunk = places.parse_chunk(entry.name)
                 name = Name(f"{folder}/{entry.name}")
-                if chunk is not None and entry.stat is not None and places.chunk(*chunk, SHARD_BITS) == name:
-                    records += _RECORD.pack(entry.stat.mtime_ns, entry.stat.size_bytes, *chunk)
-                elif entry.stat is not None:
+                if chunk is not None and places.chunk(*chunk, SHARD_BITS) == name:
+                    self._take(inspector, Found(entry.stat.mtime_ns, entry.stat.size_bytes, *chunk))
+                else:
                     self._root.remove(name)
-        return records
+        self._shelf.whole()
 
     def _entries(self, folder: Name) -> list[str]:
         return [] if self._stopped.is_set() else [entry.name for entry in self._root.list(folder)]
 
-    def _within_bound(self, records: bytearray) -> tuple[list[int], int]:
-        """Returns which files stay, most recently used first, and their bytes. Removes those over the bound."""
-        # Most recently used first is also parents first (kvstore/recency.py).
-        order: list[int] = np.argsort(-np.frombuffer(records, _MTIMES)["mtime_ns"], kind="stable").tolist()
-        kept: list[int] = []
-        total = 0
-        for place in order:
-            found = _found(records, place)
-            charged = self._shelf.charge(found.size_bytes)
-            if total + charged <= self._shelf.bytes_max:
-                total += charged
-                kept.append(place)
-            elif not self._stopped.is_set():
-                self._root.remove(found.name)
-        return kept, total
-
-    def _take_in(self, records: bytearray, kept: list[int], charged: int) -> None:
-        if self._stopped.is_set():
-            return  # not all files were listed
-        self._shelf.counted(charged)
-        inspector = Inspector(self._root, verify_payload=False)
-        for place in kept:
-            if self._stopped.is_set():
-                return
-            try:
-                self._take(inspector, _found(records, place))
-            except KVStoreError as error:
-                # The file may still be there, so it stays counted.
-                self._failed(error)
-                self._stopped.wait(RETRY_S)
-        self._shelf.whole()
-
     def _take(self, inspector: Inspector, found: Found) -> None:
-        verdict = inspector.look(found.name)
-        if isinstance(verdict, Whole) and _is_of(verdict.header, found):
-            header = self._opened(found, verdict.header)
-            if header is not None and self._shelf.admit(found, header):
-                return
-        self._root.remove(found.name)
-        self._shelf.gone(found)
+        if self._shelf.has_file(found):
+            return  # taken in before a listing failed
+        try:
+            verdict = inspector.look(found.name)
+            if isinstance(verdict, Whole) and _is_of(verdict.header, found):
+                header = self._opened(found, verdict.header)
+                if header is not None and self._shelf.admit(found, header):
+                    return
+            self._root.remove(found.name)
+        except KVStoreError as error:
+            self._shelf.charge(found)
+            self._failed(error)
+            self._stopped.wait(RETRY_S)
 
     def _opened(self, found: Found, header: Header) -> Header | None:
         """Returns a header whose tokens can be read; None if it is encrypted and its key is no longer known."""
@@ -693,11 +648,6 @@ class Refill:
             except (NotDecodable, Damaged):
                 return None
         return opened and opened[0]
-
-
-def _found(records: bytearray, place: int) -> Found:
-    mtime_ns, size_bytes, address, namespace = _RECORD.unpack_from(records, place * _RECORD.size)
-    return Found(mtime_ns, size_bytes, Address(address), NamespaceId(namespace))
 
 
 def _is_of(header: Header, found: Found) -> bool:

@@ -131,7 +131,7 @@ class GcState(ABC):
 
     def allowed(self, addresses: Sequence[Address]) -> Sequence[int]:
         """Returns the offsets of those that are not condemned."""
-        if self.is_calm or self._leading(addresses) == len(addresses):
+        if self._leading(addresses) == len(addresses):
             return range(len(addresses))
         return [at for at, address in enumerate(addresses) if not self.condemns(address)]
 
@@ -221,7 +221,7 @@ class View(GcState):
 
     def _leading(self, addresses: Sequence[Address]) -> int:
         open_, shift = self._open, 16 - self._shard_bits
-        for index, address in enumerate(addresses):
+        for index, address in enumerate(addresses if open_ else ()):
             sweep = open_.get((address[0] << 8 | address[1]) >> shift)
             if sweep is not None and address in sweep.members:
                 return index

@@ -97,6 +97,9 @@ class HostView(GcState):
     def is_calm(self) -> bool:
         return not self._evicting()
 
+    def leading(self, wanted: KeySet) -> int:
+        return self._leading(wanted.addresses) if self._evicting() else len(wanted)
+
     def _leading(self, addresses: Sequence[Address]) -> int:
         evicting = self._evicting()
         if evicting.isdisjoint(addresses):

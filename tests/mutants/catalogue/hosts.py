@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvstore.host.tables import Number
-from tests.mutants.catalogue.interfaces import GC_STATE, KNOWN, at, giving
+from tests.mutants.catalogue.interfaces import KNOWN, at, giving
 from tests.mutants.mutant import Mutant, mutant
 from tests.mutants.planters import several
 
@@ -75,7 +75,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "host-log-before-table",
         "HOST: a hold writes its table before it reads the log",
-        several(at(VIEW, "protect", _protect_later), at(GC_STATE, "leading", _leading_first)),
+        several(at(VIEW, "protect", _protect_later), at(VIEW, "leading", _leading_first)),
         EVICTIONS,
     ),
     mutant(
@@ -93,7 +93,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "host-unsettled-is-there",
         "HOST: a chunk of a batch that is not settled is a miss",
-        at(GC_STATE, "leading", lambda real, self, wanted: (real(self, wanted), len(wanted))[1]),
+        at(VIEW, "leading", lambda real, self, wanted: (real(self, wanted), len(wanted))[1]),
         EVICTIONS,
         VIEWS,
     ),
