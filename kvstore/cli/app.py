@@ -36,6 +36,7 @@ COMMANDS = {
         "health": "admin",
         "limits": "admin",
         "ops": "admin",
+        "doctor": "doctor",
     },
     "Repair": {"fsck": "roots", "check-root": "roots"},
     "Measure": {"demo": "measure", "replay": "measure", "bench": "measure"},
