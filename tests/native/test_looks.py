@@ -182,7 +182,7 @@ def test_h1_condemned_blocks_count_as_absent(tmp_root: Path, memory: int) -> Non
         host.shared.append(b"".join(condemned))  # a batch that is not settled
         left = [is_there and at not in (5, 70) for at, is_there in enumerate(there)]
         assert blocks.present(keys) == left and blocks.match(keys) == 5
-        member_of(store).node._chunks.known.clear()
+        member_of(store).node.store.known.clear()
         assert blocks.present(keys) == left
         assert (blocks.match(keys), blocks.match(keys[61:])) == (5, 9)
 
@@ -198,7 +198,7 @@ def test_blocks_that_only_memory_has_are_there_and_those_that_only_the_root_has(
         member_of(store).node.drain()
         for file in set(chunk_files(tmp_root)) - on_root:
             file.unlink()
-        known = member_of(store).node._chunks.known
+        known = member_of(store).node.store.known
         known.clear()
         assert blocks.match(keys) == len(keys)
         known.clear()
