@@ -37,12 +37,12 @@ from kvstore.node.known import Known
 from kvstore.node.lanes import Batch, Deadline, Lanes, moved_on
 from kvstore.node.layers import SINGLY, Bands, LayerReader, MemoryOf
 from kvstore.node.looking import Looking
-from kvstore.node.memory_tier import MemoryTier, Slots
+from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.prefetch import Prefetcher, TierName
 from kvstore.node.reader import Reader
 from kvstore.node.refresh import Refresher
-from kvstore.node.settings import NO_TIERS, CurrentLimits, Limits, TierSettings
-from kvstore.node.tier_stack import Job, TierStack
+from kvstore.node.settings import NO_TIERS, Limits, TierSettings
+from kvstore.node.tier_stack import TierStack
 from kvstore.node.writer import Writer, Written
 from kvstore.operations import OperationRun, Operations, OperationState
 from kvstore.results import LayerMemory, PutResult
@@ -145,7 +145,8 @@ class Node:
         self.root = root
         self.identity = identity
         limits = limits or Limits()
-        self._limits = CurrentLimits(limits)
+        self.limits = limits
+        """What the node allows itself now."""
         self.clock = clock = clock or SystemClock()
         self.ids = ids = ids or RandomIds()
         self.id = ids.fresh()
@@ -172,20 +173,7 @@ class Node:
         self.tiers: TierStack | None = None
         """Memory and what goes with it; None where this node has none."""
         if arena is not None:
-            self.tiers = TierStack(
-                arena,
-                settings,
-                self.counters,
-                self._limits,
-                clock,
-                ids,
-                publish=self._write_behind,
-                waits=durability.waits,
-                lanes=lanes,
-                incarnations=self.incarnations,
-                record=self._record_writer,
-                encodings=self.encodings,
-            )
+            self.tiers = TierStack(self, arena, settings, lanes)
         self.reader = Reader(self.store, self.lanes, self.refresher, self.counters, self.tiers)
         self.blocks = Blocks(self)
         self.writer = Writer(self)
@@ -195,10 +183,6 @@ class Node:
             self._prefetcher = Prefetcher(self, self.tiers)
         self.looking = Looking(self)
         self._closed = False
-
-    @property
-    def limits(self) -> Limits:
-        return self._limits.now
 
     # Namespaces
 
@@ -390,7 +374,7 @@ class Node:
 
     def adjust(self, limits: Limits) -> None:
         """Takes over those of ``limits`` that may change (``CHANGEABLE``); what is under way goes on as it was."""
-        self._limits.now = limits
+        self.limits = limits
 
     def on_root(self, work: Callable[[], T]) -> T:
         """Does something with the root on a lane, within the deadline of a write. Raises what it raises."""
@@ -471,13 +455,10 @@ class Node:
                     lambda: reads.bring(chain, 0, count, deadline, even_once=True, even_root=False), deadline
                 )
 
-    def _write_behind(self, job: Job, slots: Slots) -> int:
-        return self.writer.publish(job, slots)  # it is made after the tiers, which it needs
-
     def _count_ended(self, state: OperationState) -> None:
         self.counters.add(_ENDED[state])
 
-    def _record_writer(self) -> None:
+    def record_writer(self) -> None:
         """Soon, on a lane: for what no put on the root would bring there."""
 
         def record(_: int) -> bool:
