@@ -174,7 +174,7 @@ class Node:
         """Memory and what goes with it; None where this node has none."""
         if arena is not None:
             self.tiers = TierStack(self, arena, settings, lanes)
-        self.reader = Reader(self.store, self.lanes, self.refresher, self.counters, self.tiers)
+        self.reader = Reader(self)
         self.blocks = Blocks(self)
         self.writer = Writer(self)
         self._prefetcher: Prefetcher | None = None
