@@ -162,10 +162,7 @@ class Node:
         self._session = session = session or (lambda: self.id)
         self.encodings = Encodings(keys, self.counters, ids, compress=compress)
         self.incarnations = Incarnations(root, session, self.id, clock, ids, label)
-        self.store = ChunkStore(
-            root, identity.shard_bits, session, self.known, self.counters, self.incarnations, numbers,
-            self.encodings, self.gc_view.usage,
-        )  # fmt: skip
+        self.store = ChunkStore(self, session, numbers)
         self._records = NamespaceRecords(root, session, numbers, clock)
         self.staging = Staging(root, session)
         self.refresher = Refresher(self.store, self.counters, limits.refresh_queue_max)
