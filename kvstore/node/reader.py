@@ -689,7 +689,7 @@ class Reader:
         if self._tiers is None:
             return None
         memory = self._tiers.memory
-        part, first = wanted.run(indexes)
+        part, first = wanted.as_neighbours(indexes)
         slots = memory.refer(part, first, len(indexes))
         if not brings or None not in slots.entries:
             return slots

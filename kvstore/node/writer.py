@@ -505,7 +505,7 @@ class WriteBatch:
     def _incoming(self, source: Sections, indexes: Indexes, deadline: Deadline) -> Incoming:
         """Returns the chunks as neighbours, and where their sections are."""
         places: list[int] = indexes.tolist()
-        part, first = self._wanted.run(places)
+        part, first = self._wanted.as_neighbours(places)
         sections = source if part is self._wanted else lambda at: source(places[at])
         return Incoming(part, first, len(places), sections, self._hints, deadline)
 

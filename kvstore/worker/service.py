@@ -295,7 +295,7 @@ class GetStreams:
         allowed = asked.allowed(node.holds, node.gc_view, indexes)
         expected = [wanted.expected(index) for index in allowed]
         buffers = cut(memory, [each.payload_bytes for each in expected])
-        part, first = wanted.run(allowed)
+        part, first = wanted.as_neighbours(allowed)
         sections = buffers_of(part, first, buffers)
         reading = node.reader.begin(part, first, len(allowed), sections, self._deadline(context))
         places = range(first, first + len(allowed))
