@@ -72,7 +72,7 @@ class KeySet(ABC):
         """Returns the blocks at ``indexes``, or the leading chunks of a prompt, which they must be."""
 
     @abstractmethod
-    def run(self, indexes: Sequence[int]) -> tuple[KeySet, int]:
+    def as_neighbours(self, indexes: Sequence[int]) -> tuple[KeySet, int]:
         """Returns a key set in which the chunks at ``indexes`` are neighbours, and the index of the first there.
 
         The indexes of a prompt must be neighbours.
@@ -187,7 +187,7 @@ class ChunkKeys(KeySet):
         assert not indexes or indexes[-1] == len(indexes) - 1
         return self.leading(len(indexes))
 
-    def run(self, indexes: Sequence[int]) -> tuple[KeySet, int]:
+    def as_neighbours(self, indexes: Sequence[int]) -> tuple[KeySet, int]:
         return self, indexes[0] if indexes else 0
 
     def needed(self, count: int) -> KeySet:
@@ -341,7 +341,7 @@ class BlockKeys(KeySet):
             [self.descents[index] for index in indexes] if self.descents else (),
         )
 
-    def run(self, indexes: Sequence[int]) -> tuple[KeySet, int]:
+    def as_neighbours(self, indexes: Sequence[int]) -> tuple[KeySet, int]:
         if indexes and indexes[-1] - indexes[0] == len(indexes) - 1:
             return self, indexes[0]
         return self.take(indexes), 0

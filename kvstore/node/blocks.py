@@ -6,6 +6,7 @@ The store does not know a block's parents, so it looks up each block by itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,12 +17,12 @@ from kvstore.errors import KVStoreError
 from kvstore.format.header import Damaged, decode_any, encoded_header_bytes
 from kvstore.keyset import BlockKeys, ChunkKeys, leading
 from kvstore.namespace import Namespace, NamespaceId
-from kvstore.node.chunk_store import ChunkStore
-from kvstore.node.counters import Counters
-from kvstore.node.gc_state import GcState
-from kvstore.node.holds import Hold, Holds
-from kvstore.node.lanes import Deadline, Lanes, moved_on
-from kvstore.node.reader import Reader, read_chunks
+from kvstore.node.holds import Hold
+from kvstore.node.lanes import Deadline, moved_on
+from kvstore.node.reader import read_chunks
+
+if TYPE_CHECKING:
+    from kvstore.node.node import Node
 
 LOOKED_MAX = 32
 """Blocks that native code looks for in one call. A root may take long for each: nothing that is found counts before the
@@ -32,21 +33,13 @@ call ends, and a lane that is in one call for ``stall_s`` counts as hung.
 class Blocks:
     """The blocks of all namespaces, as one node sees them."""
 
-    def __init__(
-        self,
-        chunks: ChunkStore,
-        view: GcState,
-        lanes: Lanes,
-        counters: Counters,
-        reads: Reader,
-        holds: Holds,
-    ) -> None:
-        self._chunks = chunks
-        self._reads = reads
-        self._view = view
-        self._lanes = lanes
-        self._counters = counters
-        self._holds = holds
+    def __init__(self, node: Node) -> None:
+        self._chunks = node.store
+        self._reads = node.reader
+        self._view = node.gc_view
+        self._lanes = node.lanes
+        self._counters = node.counters
+        self._holds = node.holds
 
     def match(self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline) -> int:
         """Returns how many leading keys are in the store, whatever the size of their blocks."""

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,11 +51,8 @@ from kvstore.keyset import Items, KeySet
 from kvstore.namespace import NamespaceId
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.node.counters import Counters
-from kvstore.node.encoded import Encodings, NotDecodable
-from kvstore.node.gc_state import Usage
+from kvstore.node.encoded import NotDecodable
 from kvstore.node.images import Images, fill, plain, read_header, read_verified, verify, verify_whole
-from kvstore.node.known import Known
 from kvstore.node.lanes import moved_on
 from kvstore.recency import is_fresh, stamp_ns, stamps_ns
 from kvstore.root.identity import publish_writer
@@ -63,6 +60,9 @@ from kvstore.root.interface import LocalFiles, Reader, Root, Stat, local_files
 from kvstore.root.posix import PosixReader
 from kvstore.sources import Clock, Ids
 from kvstore.version import VERSION
+
+if TYPE_CHECKING:
+    from kvstore.node.node import Node
 
 log = logging.getLogger(__name__)
 
@@ -384,18 +384,6 @@ def _cold_memory() -> Iterator[int]:
             _cold_pool.append(memory)
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkWriter:
-    """The parts that give a node's files their names, incarnations and encodings."""
-
-    session: Callable[[], bytes]
-    """The session to stage under; another one once the node has joined anew."""
-    numbers: Iterator[int]
-    """Numbers for the names of staged files; none comes twice."""
-    incarnations: Incarnations
-    encodings: Encodings
-
-
 class StoredRun(Run):
     """A run of a store's files, whose findings the store remembers and counts. Failures are left to ``ChunkStore``.
 
@@ -531,21 +519,21 @@ class StoredRun(Run):
         After its turn a chunk's status says that it is already there (FOUND), staged (DONE), PUBLISHED, or left to
         Python. With ``abandoned`` a turn publishes what it staged, unless that is set by then.
         """
-        writer = self._chunks.writer
+        chunks = self._chunks
         self.begin_turns(step, most)
         self._abandoned = abandoned
-        self._session = writer.session()
+        self._session = chunks.session()
         self._put_common = native.Common.from_buffer_copy(self.common)
         self._put_common.session = self._session.hex().encode()
         self._put_common.durable = durable
         self.is_right = bool(self.common.from_images)
         """True if native code compares what it stages with the images that it comes from."""
         incarnations = (
-            [writer.incarnations.renewed(self.origins[index]) for index in range(self.first, self.first + self.count)]
+            [chunks.incarnations.renewed(self.origins[index]) for index in range(self.first, self.first + self.count)]
             if self.origins
-            else writer.incarnations.fresh_each(self.count)
+            else chunks.incarnations.fresh_each(self.count)
         )
-        self.items["number"] = list(islice(writer.numbers, self.count))
+        self.items["number"] = list(islice(chunks.numbers, self.count))
         self.items["incarnation"] = np.frombuffer(b"".join(incarnations), "V16")
         self.items["mtime_ns"] = stamps_ns(stamped_s, depths, hints)
 
@@ -555,7 +543,7 @@ class StoredRun(Run):
         Returns the offsets of the chunks that it took, and whether there may be more. Those that are then neither found
         nor staged are left to ``ChunkStore``; ``publish`` counts those that are PUBLISHED.
         """
-        self._chunks.writer.incarnations.record()
+        self._chunks.incarnations.record()
         with self._counters.timed("root", "write") as timed:
             places, more, timed.size_bytes = self._stage()
         if not len(places):
@@ -631,26 +619,22 @@ class Staged:
 class ChunkStore:
     """The chunk files of one root, as one node sees them."""
 
-    def __init__(
-        self,
-        root: Root,
-        shard_bits: int,
-        session: Callable[[], bytes],
-        known: Known,
-        counters: Counters,
-        incarnations: Incarnations,
-        numbers: Iterator[int],
-        encodings: Encodings,
-        usage: Usage,
-    ) -> None:
-        self.root = root
-        self.known = known
-        self.usage = usage
-        self.shard_bits = shard_bits
-        self.counters = counters
-        self.writer = ChunkWriter(session, numbers, incarnations, encodings)
+    def __init__(self, node: Node, session: Callable[[], bytes], numbers: Iterator[int]) -> None:
+        """``session`` returns the one to stage under; another one once the node has joined anew.
+
+        ``numbers`` are for the names of staged files; none comes twice.
+        """
+        self.root = node.root
+        self.known = node.known
+        self.usage = node.gc_view.usage
+        self.shard_bits = node.identity.shard_bits
+        self.counters = node.counters
+        self.session = session
+        self.numbers = numbers
+        self.incarnations = node.incarnations
+        self.encodings = node.encodings
         self.suspects = Suspects()
-        self._files = local_files(root) if is_available() else None
+        self._files = local_files(node.root) if is_available() else None
 
     # Many chunks, in native code
 
@@ -671,7 +655,7 @@ class ChunkStore:
         The run is written from ``sections``, or read into them if it ``fills``. Without sections it is looked at or
         mapped.
         """
-        encodings = self.writer.encodings
+        encodings = self.encodings
         if self._files is None or count < 1:
             return None
         if not encodings.is_plain and encodings.encodes(keys.namespace.tenant):
@@ -684,7 +668,7 @@ class ChunkStore:
 
     def layer_files(self, tenant: str) -> tuple[LocalFiles | None, int] | None:
         """Returns the files that a layer-by-layer read may open, and their shard bits; None without native code."""
-        if not is_available() or self.writer.encodings.encodes(tenant):
+        if not is_available() or self.encodings.encodes(tenant):
             return None
         return None if self._files is None or self._files.direct else self._files, self.shard_bits
 
@@ -769,7 +753,7 @@ class ChunkStore:
         None also if the client must not read the file: it is encoded, its tenant's chunks are encrypted, or it is not a
         file.
         """
-        if self.writer.encodings.encrypts(expected.tenant):
+        if self.encodings.encrypts(expected.tenant):
             return None
         opened = self.open(expected)
         if opened is None:
@@ -811,10 +795,10 @@ class ChunkStore:
 
         ``stamped_s`` is the time of its stamp, ``origin`` the incarnation of its image, if it has one.
         """
-        incarnation = self.writer.incarnations.fresh() if origin is None else self.writer.incarnations.renewed(origin)
-        self.writer.incarnations.record()
-        pieces = self.writer.encodings.pieces(expected, incarnation, sections)
-        name = places.staged(self.writer.session(), next(self.writer.numbers))
+        incarnation = self.incarnations.fresh() if origin is None else self.incarnations.renewed(origin)
+        self.incarnations.record()
+        pieces = self.encodings.pieces(expected, incarnation, sections)
+        name = places.staged(self.session(), next(self.numbers))
         stamp = stamp_ns(stamped_s, depth, hints)
         try:
             with self.counters.timed("root", "write") as timed:
@@ -928,7 +912,7 @@ class ChunkStore:
             return False
         with found:
             try:
-                reader = plain(found, expected, self.writer.encodings)
+                reader = plain(found, expected, self.encodings)
                 if reader is None:
                     return False
                 verify_whole(reader, expected)
@@ -939,7 +923,7 @@ class ChunkStore:
         return True
 
     def _name_aside(self, address: Address) -> Name:
-        return places.quarantined(address, self.writer.session(), next(self.writer.numbers))
+        return places.quarantined(address, self.session(), next(self.numbers))
 
     @contextmanager
     def noted(self, expected: Expected) -> Iterator[None]:
@@ -959,7 +943,7 @@ class ChunkStore:
             self.counters.add(NodeCount.MISS_ABSENT)
             return None
         try:
-            found = plain(reader, expected, self.writer.encodings)
+            found = plain(reader, expected, self.encodings)
         except NotDecodable as reason:
             reader.close()
             self._not_decodable(expected, reason)
@@ -984,7 +968,7 @@ class ChunkStore:
             return False
         with reader:
             try:
-                if self.writer.encodings.is_whole(reader, expected):
+                if self.encodings.is_whole(reader, expected):
                     return True
                 damage = Damage.SIZE
             except NotDecodable as reason:

@@ -617,7 +617,8 @@ class Refill:
                     self._take(inspector, Found(entry.stat.mtime_ns, entry.stat.size_bytes, *chunk))
                 else:
                     self._root.remove(name)
-        self._shelf.whole()
+        if not self._stopped.is_set():
+            self._shelf.whole()
 
     def _entries(self, folder: Name) -> list[str]:
         return [] if self._stopped.is_set() else [entry.name for entry in self._root.list(folder)]

@@ -123,9 +123,6 @@ class Encodings:
                 del self._namespaces[next(iter(self._namespaces))]
             self._namespaces[namespace.digest] = namespace
 
-    def namespace_of(self, digest: NamespaceDigest) -> Namespace | None:
-        return self._namespaces.get(digest)
-
     def pieces_of_image(self, header: Header, image: memoryview) -> list[memoryview] | None:
         """Encodes an image as it is written to a local disk, keeping its checksums.
 

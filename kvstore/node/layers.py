@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,15 +21,14 @@ from kvstore.errors import HoldBroken
 from kvstore.format.header import Header
 from kvstore.keyset import ChunkKeys, Items
 from kvstore.native import library as native
-from kvstore.node.chunk_store import ChunkStore
-from kvstore.node.counters import Counters
 from kvstore.node.images import addresses_of, copy_sections
-from kvstore.node.lanes import Deadline, Lanes, files_at_most, group_size
+from kvstore.node.lanes import Deadline, files_at_most, group_size
 from kvstore.node.reader import Groups, Reading
-from kvstore.node.settings import Limits
-from kvstore.node.tier_stack import TierStack
 from kvstore.results import LayerMemory
 from kvstore.root.interface import LocalFiles, Reader
+
+if TYPE_CHECKING:
+    from kvstore.node.node import Node
 
 MemoryOf = Callable[[int], LayerMemory]
 """The memory that a layer is read into."""
@@ -201,30 +201,20 @@ class LayerRun:
 class LayerReader:
     """The open files of one layer-by-layer read, up to a limit; other files are reopened for each layer."""
 
-    def __init__(
-        self,
-        chunks: ChunkStore,
-        lanes: Lanes,
-        counters: Counters,
-        chain: ChunkKeys,
-        count: int,
-        limits: Limits,
-        tiers: TierStack | None = None,
-        bands: Bands = SINGLY,
-    ) -> None:
+    def __init__(self, node: Node, chain: ChunkKeys, count: int, bands: Bands) -> None:
         self._ahead = bands.ahead
         self._bands = bands.of(chain.namespace.layout.layers)
-        self._chunks = chunks
-        self._memory = tiers.memory if tiers is not None else None
+        self._chunks = node.store
+        self._memory = node.memory
         # Keep them in memory as long as this reads: a chunk that only memory has must not vanish between two layers.
         self._slots = self._memory.refer(chain, 0, count) if self._memory is not None else None
         # If memory has all of it, use lanes that work even if every other lane waits for a root that hangs.
         is_near = self._slots is not None and None not in self._slots.entries
-        self._lanes = tiers.copiers if tiers is not None and is_near else lanes
-        self._counters = counters
+        self._lanes = node.tiers.copiers if node.tiers is not None and is_near else node.lanes
+        self._counters = node.counters
         self._chain = chain
         self._count = count
-        self._files_max = files_at_most(limits.open_files_max, LIMIT_PER_READ)
+        self._files_max = files_at_most(node.limits.open_files_max, LIMIT_PER_READ)
         self._lock = threading.Lock()
         self._open: dict[int, tuple[Reader, Header]] = {}
         self._closed = False

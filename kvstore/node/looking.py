@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from kvstore import recency
 from kvstore.address import Address
@@ -15,14 +16,13 @@ from kvstore.census.walk import Fixed, read_fixed
 from kvstore.format import header as lineage
 from kvstore.format.header import FIXED_BYTES, Encoding, Incarnation, Writers
 from kvstore.keyset import ChunkKeys
-from kvstore.node.chunk_store import ChunkStore
-from kvstore.node.gc_state import GcState
-from kvstore.node.lanes import Deadline, Lanes
-from kvstore.node.tier_stack import TierStack
+from kvstore.node.lanes import Deadline
 from kvstore.results import ChunkPlace, Lineage, MemoryCopy, RootCopy
 from kvstore.root.identity import read_writers
 from kvstore.root.interface import Stat
-from kvstore.sources import Clock
+
+if TYPE_CHECKING:
+    from kvstore.node.node import Node
 
 STEP = 256
 """Chunks looked at in one step."""
@@ -34,14 +34,12 @@ WRITERS_S = 10.0
 class Looking:
     """Looks for the chunks of one node. Thread-safe."""
 
-    def __init__(
-        self, chunks: ChunkStore, lanes: Lanes, gc_view: GcState, tiers: TierStack | None, clock: Clock
-    ) -> None:
-        self._chunks = chunks
-        self._lanes = lanes
-        self._gc_view = gc_view
-        self._tiers = tiers
-        self._clock = clock
+    def __init__(self, node: Node) -> None:
+        self._chunks = node.store
+        self._lanes = node.lanes
+        self._gc_view = node.gc_view
+        self._tiers = node.tiers
+        self._clock = node.clock
         self._writers: Writers = {}
         self._read_again_s = -math.inf
 

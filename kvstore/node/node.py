@@ -38,12 +38,12 @@ from kvstore.node.known import Known
 from kvstore.node.lanes import Batch, Deadline, Lanes, moved_on
 from kvstore.node.layers import SINGLY, Bands, LayerReader, MemoryOf
 from kvstore.node.looking import Looking
-from kvstore.node.memory_tier import MemoryTier, Slots
+from kvstore.node.memory_tier import MemoryTier
 from kvstore.node.prefetch import Prefetcher
 from kvstore.node.reader import Reader
 from kvstore.node.refresh import Refresher
-from kvstore.node.settings import NO_TIERS, CurrentLimits, Limits, TierSettings
-from kvstore.node.tier_stack import Job, TierStack
+from kvstore.node.settings import NO_TIERS, Limits, TierSettings
+from kvstore.node.tier_stack import TierStack
 from kvstore.node.writer import Writer, Written
 from kvstore.operations import OperationRun, Operations, OperationState
 from kvstore.results import LayerMemory, PutResult
@@ -145,13 +145,14 @@ class Node:
         self.root = root
         self.identity = identity
         limits = limits or Limits()
-        self._limits = CurrentLimits(limits)
+        self.limits = limits
+        """What the node allows itself now."""
         self.clock = clock = clock or SystemClock()
         self.ids = ids = ids or RandomIds()
         self.id = ids.fresh()
-        self.durability, durable = durability, durability is Durability.FSYNC
+        self.durability = durability
         self.counters = Counters()
-        self._lanes = lanes or Lanes(limits.lanes, limits.width, limits.queue_max, limits.stall_s, clock)
+        self.lanes = lanes or Lanes(limits.lanes, limits.width, limits.queue_max, limits.stall_s, clock)
         self.known = Known(limits.known_max, limits.quantum_s, clock)
         self.chains = RecentChains(limits.chains_bytes_max)
         if gc_state is None:
@@ -161,47 +162,24 @@ class Node:
         self._session = session = session or (lambda: self.id)
         self.encodings = Encodings(keys, self.counters, ids, compress=compress)
         self.incarnations = Incarnations(root, session, self.id, clock, ids, label)
-        self._chunks = ChunkStore(
-            root, identity.shard_bits, session, self.known, self.counters, self.incarnations, numbers,
-            self.encodings, self.gc_view.usage,
-        )  # fmt: skip
+        self.store = ChunkStore(self, session, numbers)
         self._records = NamespaceRecords(root, ids, clock)
         self.staging = Staging(root, session)
-        self._refresher = Refresher(self._chunks, self.counters, limits.refresh_queue_max)
-        self.holds = Holds(self.gc_view, limits, self.counters, clock, ids, self._refresher.used)
+        self.refresher = Refresher(self.store, self.counters, limits.refresh_queue_max)
+        self.holds = Holds(self.gc_view, limits, self.counters, clock, ids, self.refresher.used)
         self.tiers: TierStack | None = None
         """Memory and what goes with it; None where this node has none."""
         if arena is not None:
-            self.tiers = TierStack(
-                arena,
-                settings,
-                self.counters,
-                self._limits,
-                clock,
-                ids,
-                publish=self._write_behind,
-                waits=durability.waits,
-                lanes=lanes,
-                incarnations=self.incarnations,
-                record=self._record_writer,
-                encodings=self.encodings,
-            )
-        self.reader = Reader(self._chunks, self._lanes, self._refresher, self.counters, self.tiers)
-        self.blocks = Blocks(self._chunks, self.gc_view, self._lanes, self.counters, self.reader, self.holds)
-        self.writer = Writer(
-            self._chunks, self._lanes, self.gc_view, self._refresher, self.reader, self.tiers,
-            self.counters, self._limits, clock, durable=durable,
-        )  # fmt: skip
+            self.tiers = TierStack(self, arena, settings, lanes)
+        self.reader = Reader(self)
+        self.blocks = Blocks(self)
+        self.writer = Writer(self)
         self._prefetcher: Prefetcher | None = None
         self.operations = Operations(clock, ids, lambda: self.limits.operations_max, self._count_ended)
         if self.tiers is not None:
-            self._prefetcher = Prefetcher(self.tiers, self.reader, self._lanes, self.gc_view, self._limits, clock)
-        self.looking = Looking(self._chunks, self._lanes, self.gc_view, self.tiers, clock)
+            self._prefetcher = Prefetcher(self, self.tiers)
+        self.looking = Looking(self)
         self._closed = False
-
-    @property
-    def limits(self) -> Limits:
-        return self._limits.now
 
     # Namespaces
 
@@ -211,15 +189,15 @@ class Node:
 
     def check_namespace(self, namespace: Namespace) -> None:
         """Raises LayoutMismatch where the root has the name with another layout; claims nothing."""
-        self._lanes.run(lambda: self._records.check(namespace), self._deadline(None, self.limits.read_deadline_s))
+        self.lanes.run(lambda: self._records.check(namespace), self._deadline(None, self.limits.read_deadline_s))
 
     def find_namespace(self, digest: NamespaceDigest) -> Namespace | None:
         """The namespace with this digest, if it was ever used on this root."""
-        return self._lanes.run(lambda: self._records.find(digest), self._deadline(None, self.limits.read_deadline_s))
+        return self.lanes.run(lambda: self._records.find(digest), self._deadline(None, self.limits.read_deadline_s))
 
     def namespaces(self, deadline_s: float | None = None) -> list[Namespace]:
         """All namespaces recorded on the root."""
-        return self._lanes.run(
+        return self.lanes.run(
             lambda: read_namespaces(self.root), self._deadline(deadline_s, self.limits.read_deadline_s)
         )
 
@@ -294,9 +272,7 @@ class Node:
         if not hold.count:
             return
         self._bring_foreign(hold, self._deadline(deadline_s, self.limits.read_deadline_s))
-        reader = LayerReader(
-            self._chunks, self._lanes, self.counters, hold.chain, hold.count, self.limits, self.tiers, bands
-        )
+        reader = LayerReader(self, hold.chain, hold.count, bands)
         for layer, filled in reader.read(memory, partial(self._deadline, deadline_s, self.limits.read_deadline_s)):
             self.holds.check(hold)
             yield layer, filled
@@ -398,19 +374,19 @@ class Node:
 
     def adjust(self, limits: Limits) -> None:
         """Takes over those of ``limits`` that may change (``CHANGEABLE``); what is under way goes on as it was."""
-        self._limits.now = limits
+        self.limits = limits
 
     def on_root(self, work: Callable[[], T]) -> T:
         """Does something with the root on a lane, within the deadline of a write. Raises what it raises."""
-        return self._lanes.run(work, self._deadline(None, self.limits.write_deadline_s))
+        return self.lanes.run(work, self._deadline(None, self.limits.write_deadline_s))
 
     def space(self, deadline_s: float) -> Space:
         """What the root says of its room, as a look whether it answers. Raises Unavailable."""
-        return self._lanes.run(self.root.space, self._deadline(None, deadline_s))
+        return self.lanes.run(self.root.space, self._deadline(None, deadline_s))
 
     def begin_on_root(self, count: int, work: Callable[[int], bool]) -> Batch:
         """Begins a long work on the root, in pieces, on lanes, as ``Lanes.start`` says. It says when it moved on."""
-        return self._lanes.start(count, work)
+        return self.lanes.start(count, work)
 
     def forget(self) -> None:
         self.known.clear()
@@ -440,12 +416,12 @@ class Node:
             **self.counters.snapshot(),
             "known_chunks": len(self.known),
             "holds": len(self.holds),
-            "lane_queue": self._lanes.waiting_count,
-            "root_hangs": int(self._lanes.stalled),
+            "lane_queue": self.lanes.waiting_count,
+            "root_hangs": int(self.lanes.stalled),
             "root_full": int(self.gc_view.is_full),
             "operations_running": self.operations.count(OperationState.RUNNING),
             "operations_waiting": self.operations.count(OperationState.WAITING),
-            "native_path": int(self._chunks.is_native),
+            "native_path": int(self.store.is_native),
             "keys_known": len(self.encodings.ring.by_id),
             **(self.tiers.stats() if self.tiers is not None else {}),
         }
@@ -454,7 +430,7 @@ class Node:
         """Returns when what was put behind is written and all recency is renewed; for orderly shutdown and tests."""
         if self.tiers is not None:
             self.tiers.behind.flush(self.limits.flush_s)
-        self._refresher.drain()
+        self.refresher.drain()
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Ends holds and threads and removes what it staged, if the root answers in time. Idempotent."""
@@ -465,9 +441,9 @@ class Node:
         self.operations.close(timeout_s)
         if self.tiers is not None:
             self.tiers.close(timeout_s)
-        self._refresher.close(timeout_s)
-        self.staging.clear(self._lanes, timeout_s)
-        self._lanes.close(timeout_s)
+        self.refresher.close(timeout_s)
+        self.staging.clear(self.lanes, timeout_s)
+        self.lanes.close(timeout_s)
         self.root.close()
 
     def _bring_foreign(self, hold: Hold, deadline: Deadline) -> None:
@@ -475,17 +451,14 @@ class Node:
         if self.tiers is not None and self.tiers.below and self.tiers.memory.leading(hold.chain, 0) < hold.count:
             chain, count, reads = hold.chain, hold.count, self.reader
             with suppress(KVStoreError):  # what does not come is missed by the reader
-                self._lanes.run(
+                self.lanes.run(
                     lambda: reads.bring(chain, 0, count, deadline, even_once=True, even_root=False), deadline
                 )
-
-    def _write_behind(self, job: Job, slots: Slots) -> int:
-        return self.writer.publish(job, slots)  # it is made after the tiers, which it needs
 
     def _count_ended(self, state: OperationState) -> None:
         self.counters.add(_ENDED[state])
 
-    def _record_writer(self) -> None:
+    def record_writer(self) -> None:
         """Soon, on a lane: for what no put on the root would bring there."""
 
         def record(_: int) -> bool:
@@ -494,7 +467,7 @@ class Node:
 
         if self.incarnations.owes_record:
             with suppress(KVStoreError):
-                self._lanes.start(1, record)
+                self.lanes.start(1, record)
 
     def _deadline(self, asked_s: float | None, default_s: float) -> Deadline:
         return Deadline(self.clock, default_s if asked_s is None else asked_s)

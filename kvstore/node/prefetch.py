@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 from kvstore.checks import TierName
 from kvstore.keyset import ChunkKeys
 from kvstore.node.disk_tier import DiskTier
-from kvstore.node.gc_state import GcState
-from kvstore.node.lanes import Deadline, Lanes
-from kvstore.node.reader import Reader
-from kvstore.node.settings import CurrentLimits
+from kvstore.node.lanes import Deadline
 from kvstore.node.tier_stack import TierStack
 from kvstore.operations import OperationRun
-from kvstore.sources import Clock
+
+if TYPE_CHECKING:
+    from kvstore.node.node import Node
 
 STEP_BYTES = 64 << 20
 """Bytes brought, about, before checking whether to go on."""
@@ -29,26 +29,16 @@ GIVE_WAY_MAX = 20
 class Prefetcher:
     """Does prefetches, each in the calling thread. Thread-safe."""
 
-    def __init__(
-        self,
-        tiers: TierStack,
-        reads: Reader,
-        lanes: Lanes,
-        view: GcState,
-        limits: CurrentLimits,
-        clock: Clock,
-    ) -> None:
+    def __init__(self, node: Node, tiers: TierStack) -> None:
+        self._node = node
         self._tiers = tiers
-        self._reads = reads
-        self._lanes = lanes
-        self._view = view
-        self._limits = limits
-        self._clock = clock
+        self._reads = node.reader
+        self._lanes = node.lanes
         self._writing = threading.Lock()
 
     def run(self, chain: ChunkKeys, tier: TierName, operation: OperationRun) -> str:
         """Does a whole prefetch; the work of an operation. Raises the root's errors, and what its steps raise."""
-        chain = chain.leading(self._view.leading(chain))
+        chain = chain.leading(self._node.gc_view.leading(chain))
         chain = chain.leading(self._reads.matched_count(chain, self._deadline(operation)))
         steps = _Steps(operation, chain)
         disk = self._tiers.disk
@@ -154,7 +144,7 @@ class Prefetcher:
         return dict(sorted(images.items()))
 
     def _deadline(self, operation: OperationRun) -> Deadline:
-        return Deadline(self._clock, min(self._limits.now.read_deadline_s, operation.left_s))
+        return Deadline(self._node.clock, min(self._node.limits.read_deadline_s, operation.left_s))
 
 
 class _Steps:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
 
 import numpy as np
@@ -43,9 +43,11 @@ from kvstore.node.lanes import (
     moved_on,
 )
 from kvstore.node.memory_tier import MemoryTier, Slot, Slots
-from kvstore.node.refresh import Refresher
 from kvstore.node.tier_stack import Tier, TierStack
 from kvstore.root.posix import PosixReader
+
+if TYPE_CHECKING:
+    from kvstore.node.node import Node
 
 Mask = npt.NDArray[np.bool_]
 
@@ -294,14 +296,12 @@ class Asked:
 class Reader:
     """The chunks of one node, from the nearest place that has them. Thread-safe."""
 
-    def __init__(
-        self, chunks: ChunkStore, lanes: Lanes, refresher: Refresher, counters: Counters, tiers: TierStack | None
-    ) -> None:
-        self._chunks = chunks
-        self._lanes = lanes
-        self._refresher = refresher
-        self._counters = counters
-        self._tiers = tiers
+    def __init__(self, node: Node) -> None:
+        self._chunks = node.store
+        self._lanes = node.lanes
+        self._refresher = node.refresher
+        self._counters = node.counters
+        self._tiers = node.tiers
         # The last ones begun, not owned: a read that its caller drops, or that Ctrl-C ends half-way, is none any more.
         self._recent = deque[ReferenceType[Reading]](maxlen=RECENT_MAX)
 
@@ -689,7 +689,7 @@ class Reader:
         if self._tiers is None:
             return None
         memory = self._tiers.memory
-        part, first = wanted.run(indexes)
+        part, first = wanted.as_neighbours(indexes)
         slots = memory.refer(part, first, len(indexes))
         if not brings or None not in slots.entries:
             return slots

@@ -29,7 +29,7 @@ CHANGEABLE = (
     "pins_per_owner_max",
     "pins_max",
 )
-"""The limits that may change while the node runs, because nothing was allocated by them."""
+"""The limits that may change while the node runs: nothing was allocated by them, and each use reads ``Node.limits``."""
 LANES_MAX = 4096
 
 
@@ -113,19 +113,6 @@ class Limits:
                 f"hold_max_s={self.hold_max_s} is under read_deadline_s={self.read_deadline_s}: "
                 "a hold must outlast the read it protects"
             )
-
-
-class CurrentLimits:
-    """The limits of one node as they are now.
-
-    Each part of the node that obeys one of ``CHANGEABLE`` reads it here whenever it needs it, so one assignment changes
-    it for all of them; what is under way goes on as it was.
-    """
-
-    __slots__ = ("now",)
-
-    def __init__(self, limits: Limits) -> None:
-        self.now = limits
 
 
 MEMORY_BYTES_MIN = 16 << 20

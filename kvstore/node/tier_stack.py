@@ -6,12 +6,12 @@ import logging
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,15 +27,16 @@ from kvstore.keyset import KeySet
 from kvstore.memory.arena import Arena
 from kvstore.memory.inventory import Entry
 from kvstore.namespace import NamespaceDigest
-from kvstore.node.counters import Counters, TierName
+from kvstore.node.counters import TierName
 from kvstore.node.disk_tier import DiskTier
-from kvstore.node.encoded import Encodings
 from kvstore.node.images import make_images, seal_images
 from kvstore.node.lanes import Batch, Deadline, Lanes
-from kvstore.node.memory_tier import MemoryTier, Slot, Slots
-from kvstore.node.settings import CurrentLimits, TierSettings
-from kvstore.sources import Clock, Ids
+from kvstore.node.memory_tier import MemoryTier, Slot
+from kvstore.node.settings import TierSettings
 from kvstore.writes import WriteMode
+
+if TYPE_CHECKING:
+    from kvstore.node.node import Node
 
 # The tiers between a node's memory and the root, in order: the sources of images.
 
@@ -170,26 +171,14 @@ class Job:
         return bool(mine) and mine == other.wanted.packed_addresses[at]
 
 
-Publish = Callable[[Job, Slots], int]
-"""Puts the chunks of a job on the root, from their images; returns the index after the last leading chunk that is
-there.
-
-Raises the root's errors, after which some chunks may be there.
-"""
-
-
 class WriteBehind:
     """Bounded by ``bytes_max``; loses, and counts, what cannot be written within ``behind_give_up_s``. Thread-safe."""
 
-    def __init__(
-        self, memory: MemoryTier, publish: Publish, counters: Counters, limits: CurrentLimits, clock: Clock
-    ) -> None:
-        """``publish`` writes each job to the root."""
+    def __init__(self, node: Node, memory: MemoryTier) -> None:
+        self._node = node
         self._memory = memory
-        self._publish = publish
-        self._counters = counters
-        self._limits = limits
-        self._clock = clock
+        self._counters = node.counters
+        self._clock = node.clock
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._writing: list[Job] = []
@@ -206,7 +195,7 @@ class WriteBehind:
     @property
     def bytes_max(self) -> int:
         """Bytes that may wait; where that becomes less, what waits stays."""
-        return int(self._memory.size_bytes * self._limits.now.behind_share)
+        return int(self._memory.size_bytes * self._node.limits.behind_share)
 
     @property
     def size_bytes(self) -> int:
@@ -243,7 +232,7 @@ class WriteBehind:
 
     def add(self, wanted: KeySet, first: int, count: int, hints: Hints, size_bytes: int) -> None:
         now_s = self._clock.monotonic_s()
-        ends_s = now_s + self._limits.now.behind_give_up_s
+        ends_s = now_s + self._node.limits.behind_give_up_s
         job = Job(wanted, first, count, hints, size_bytes, ends_s, now_s + AFTER_S)
         with self._changed:
             self._jobs += 1
@@ -297,7 +286,7 @@ class WriteBehind:
 
         ``waited_s`` of that time have passed already.
         """
-        timeout_s = max(0.0, self._limits.now.flush_s - waited_s)
+        timeout_s = max(0.0, self._node.limits.flush_s - waited_s)
         lost_before = self._lost_chunks
         began_s = self._clock.monotonic_s()
         with self._changed:
@@ -365,7 +354,7 @@ class WriteBehind:
             if not any(slots.entries):
                 return True  # memory has none of it any more: cleared, or damaged
             try:
-                present = self._publish(job, slots)
+                present = self._node.writer.publish(job, slots)
                 why = "a sweep takes its chunks, memory lost them, or their parents are gone"
             except (Overloaded, Unavailable) as error:
                 present, why = job.first, str(error)
@@ -431,12 +420,12 @@ class Reservation:
         """Makes the chunks ready; ``sums`` are the checksums of their sections, in the order of ``bases``."""
         slots, tiers = self._slots, self._tiers
         tables = sums.reshape(-1, len(slots)).T
-        seal_images(self._keys, self.first, [slot.memory for slot in slots], tables, tiers.incarnations)
+        seal_images(self._keys, self.first, [slot.memory for slot in slots], tables, tiers.node.incarnations)
         self._slots = []
         tiers.memory.ready(slots)
         stop = self.first + len(slots)
         tiers.behind.add(self._keys.needed(stop), self.first, len(slots), self._hints, self.size_bytes)
-        tiers.record()
+        tiers.node.record_writer()
 
     def __enter__(self) -> Reservation:
         return self
@@ -452,44 +441,21 @@ class Reservation:
 class TierStack:
     """Takes ``arena`` over. Thread-safe."""
 
-    def __init__(
-        self,
-        arena: Arena,
-        settings: TierSettings,
-        counters: Counters,
-        limits: CurrentLimits,
-        clock: Clock,
-        ids: Ids,
-        *,
-        publish: Publish,
-        waits: bool,
-        incarnations: Ids,
-        record: Callable[[], None],
-        encodings: Encodings,
-        lanes: Lanes | None = None,
-    ) -> None:
-        """``publish`` writes to the root what is put behind.
-
-        ``incarnations`` gives those of the images made here; ``record`` has it recorded on the root whose they are,
-        soon, whether or not a put brings them there.
-        """
-        now = limits.now
-        self._limits = limits
+    def __init__(self, node: Node, arena: Arena, settings: TierSettings, lanes: Lanes | None) -> None:
+        """``lanes`` are for copying; None makes some."""
+        limits = node.limits
+        self.node = node
         self.settings = settings
-        self.memory = MemoryTier(arena, counters, clock)
+        self.memory = MemoryTier(arena, node.counters, node.clock)
         self.disk: DiskTier | None = None
         self.below: list[Tier] = []
         """Peers, then the local disk."""
-        self._waits = waits
-        self._clock = clock
-        self._ids = ids
-        self._counters = counters
-        self.copiers = lanes or Lanes(now.width, now.width, now.queue_max, now.stall_s, clock)
+        self._clock = node.clock
+        self._counters = node.counters
+        self.encodings = node.encodings
+        self.copiers = lanes or Lanes(limits.width, limits.width, limits.queue_max, limits.stall_s, node.clock)
         """Lanes that never wait for a device: so memory is read while the root hangs."""
-        self.record = record
-        self.encodings = encodings
-        self.incarnations = incarnations
-        self.behind = WriteBehind(self.memory, publish, counters, limits, clock)
+        self.behind = WriteBehind(node, self.memory)
         self._changed = threading.Condition()  # guards that chunks came into memory, and the bytes on their way there
         self._is_filled = False
         self._arriving_bytes = 0
@@ -498,7 +464,7 @@ class TierStack:
     def add_disk(self, folder: str, size_bytes: int) -> None:
         """Puts a local disk below the memory. Raises InvalidRequest, PermissionDenied, Unavailable."""
         disk = self.disk = DiskTier(
-            folder, size_bytes, self._counters, self._clock, self._ids, encodings=self.encodings
+            folder, size_bytes, self._counters, self._clock, self.node.ids, encodings=self.encodings
         )
         disk.open()
         self.below.append(disk)
@@ -511,7 +477,7 @@ class TierStack:
     def mode(self, asked: WriteMode | None) -> WriteMode:
         """How a put is done here."""
         mode = asked or self.settings.write
-        return WriteMode.THROUGH if self._waits and mode is WriteMode.BEHIND else mode
+        return WriteMode.THROUGH if self.node.durability.waits and mode is WriteMode.BEHIND else mode
 
     def keep(self, put: Incoming) -> None:
         """Copies chunks that the root has into memory as well, as far as there is room and time."""
@@ -526,14 +492,14 @@ class TierStack:
         """
         self.filling(put.keys)
         kept = self._absorb(put)
-        patience = Deadline(self._clock, min(put.deadline.left_s(), self._limits.now.behind_wait_s))
+        patience = Deadline(self._clock, min(put.deadline.left_s(), self.node.limits.behind_wait_s))
         while (
             waits
             and (at := kept.waits_at) is not None
             and self.behind.wait_for_room(put.keys.image_bytes(put.first + at), patience.left_s())
         ):
             kept = kept.then(at, self._absorb(put.rest(at)))
-        self.record()
+        self.node.record_writer()
         return kept
 
     def reserve(self, keys: KeySet, first: int, count: int, hints: Hints) -> Reservation | None:
@@ -626,7 +592,7 @@ class TierStack:
         def copy(number: int) -> bool:
             part = slots[number * size : (number + 1) * size]
             images = [slot.memory for _, slot in part]
-            make_images(put.keys, [index for index, _ in part], put.source, images, self.incarnations)
+            make_images(put.keys, [index for index, _ in part], put.source, images, self.node.incarnations)
             return True
 
         batch: Batch | None = None

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -27,19 +28,17 @@ from kvstore.hints import DEFAULT, Hints
 from kvstore.keyset import KeySet, leading
 from kvstore.native import library as native
 from kvstore.node.chunk_store import ChunkStore, Staged, StoredRun
-from kvstore.node.counters import Counters
 from kvstore.node.gc_state import GcState, Reserved
 from kvstore.node.images import Images
-from kvstore.node.lanes import Batch, Deadline, DeadlinePassed, Lanes, moved_on
+from kvstore.node.lanes import Batch, Deadline, DeadlinePassed, moved_on
 from kvstore.node.memory_tier import Slots
-from kvstore.node.reader import Reader
-from kvstore.node.refresh import Refresher
-from kvstore.node.settings import CurrentLimits
 from kvstore.node.tier_stack import Incoming, Job, Reservation, TierStack
 from kvstore.results import PutResult, StoredBlocks
 from kvstore.root.posix import DiskFull, PosixRoot
-from kvstore.sources import Clock
-from kvstore.writes import RUNS_MAX, WriteMode
+from kvstore.writes import RUNS_MAX, Durability, WriteMode
+
+if TYPE_CHECKING:
+    from kvstore.node.node import Node
 
 LOOKED_MIN, LOOKED_MAX = 16, 512
 """Chunks that native code looks for in one call. Each look may wait for a server, and a lane that is in one call for
@@ -105,30 +104,17 @@ def nothing() -> None:
 class Writer:
     """The puts of one node. Thread-safe."""
 
-    def __init__(
-        self,
-        chunks: ChunkStore,
-        lanes: Lanes,
-        view: GcState,
-        refresher: Refresher,
-        reads: Reader,
-        tiers: TierStack | None,
-        counters: Counters,
-        limits: CurrentLimits,
-        clock: Clock,
-        *,
-        durable: bool,
-    ) -> None:
-        self.tiers = tiers
-        self.counters = counters
-        self.chunks = chunks
-        self.lanes = lanes
-        self.view = view
-        self.refresher = refresher
-        self.clock = clock
-        self.durable = durable
-        self._limits = limits
-        self._reads = reads
+    def __init__(self, node: Node) -> None:
+        self.tiers = node.tiers
+        self.counters = node.counters
+        self.chunks = node.store
+        self.lanes = node.lanes
+        self.view = node.gc_view
+        self.refresher = node.refresher
+        self.clock = node.clock
+        self.durable = node.durability is Durability.FSYNC
+        self._node = node
+        self._reads = node.reader
 
     def put(
         self, wanted: KeySet, first: int, source: Sections, deadline: Deadline, hints: Hints, write: WriteMode | None
@@ -170,7 +156,7 @@ class Writer:
         chain, found = wanted.leading(self.view.leading(wanted)), 0
         if skips or mode is WriteMode.BEHIND:
             # A root that does not answer must not take the time for copying: what only it may have counts as absent.
-            look = Deadline(self.clock, min(deadline.left_s(), self._limits.now.match_deadline_s))
+            look = Deadline(self.clock, min(deadline.left_s(), self._node.limits.match_deadline_s))
             found = self._reads.matched_count(chain, look)
         if mode is WriteMode.BEHIND:
             there = np.arange(len(chain)) < found
@@ -191,7 +177,7 @@ class Writer:
 
     def publish(self, job: Job, slots: Slots) -> int:
         """Writes chunks from memory to the root; returns the index after the last leading chunk that is there then."""
-        deadline = Deadline(self.clock, self._limits.now.write_deadline_s)
+        deadline = Deadline(self.clock, self._node.limits.write_deadline_s)
         wanted, stop = job.wanted, job.first + job.count
         if not wanted.prefix_ordered:
             return self._publish_blocks(wanted, stop, slots, job.hints, deadline)
@@ -231,7 +217,7 @@ class Writer:
 
         A put or pin must not build on a hole.
         """
-        chunks, deadline = self.chunks, Deadline(self.clock, self._limits.now.match_deadline_s)
+        chunks, deadline = self.chunks, Deadline(self.clock, self._node.limits.match_deadline_s)
         if wanted.prefix_ordered:
             return RootWrite(self, wanted, len(wanted), DEFAULT).present_before(deadline)
         missing = [len(wanted)]
@@ -536,7 +522,7 @@ class WriteBatch:
     def _incoming(self, source: Sections, indexes: Indexes, deadline: Deadline) -> Incoming:
         """Returns the chunks as neighbours, and where their sections are."""
         places: list[int] = indexes.tolist()
-        part, first = self._wanted.run(places)
+        part, first = self._wanted.as_neighbours(places)
         sections = source if part is self._wanted else lambda at: source(places[at])
         return Incoming(part, first, len(places), sections, self._hints, deadline)
 

@@ -510,7 +510,7 @@ def _begin(worker: WorkerContext, asked: Asked, indexes: range, memory: memoryvi
     allowed = asked.allowed(node.holds, node.gc_view, indexes)
     expected = [wanted.expected(index) for index in allowed]
     buffers = cut(memory, [each.payload_bytes for each in expected])
-    part, first = wanted.run(allowed)
+    part, first = wanted.as_neighbours(allowed)
     sections = buffers_of(part, first, buffers)
     reading = node.reader.begin(part, first, len(allowed), sections, _deadline(worker, call))
     places = range(first, first + len(allowed))

@@ -78,7 +78,7 @@ def check_descents(served: Served, way: str, write: WriteMode | WriteModeName | 
         cache = store.namespace("m", MEDIUM)
         assert cache.blocks.put(keys, blocks, descents=said) == [True] * COUNT
         assert cache.blocks.get(keys, buffers_for(blocks)) == [True] * COUNT
-    chunks = served.member.node._chunks
+    chunks = served.member.node.store
     names = [chunks.name(block_address(cache.namespace, key), cache.namespace.id) for key in keys]
     eventually(lambda: all(chunks.root.stat(name) is not None for name in names), "all are on the root")
     for name, each in zip(names, said, strict=True):

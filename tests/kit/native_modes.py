@@ -36,7 +36,7 @@ def opened(path: Path, *, native: bool, limits: Limits | None = None, direct: bo
 
 def chunks_of(store: Store) -> ChunkStore:
     """The chunks of the node behind a store."""
-    return member_of(store).node._chunks
+    return member_of(store).node.store
 
 
 class Paused:

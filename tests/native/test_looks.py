@@ -136,7 +136,7 @@ def test_h1_condemned_blocks_count_as_absent(tmp_root: Path, memory: int) -> Non
         host.shared.append(b"".join(condemned))  # a batch that is not settled
         left = [is_there and at not in (5, 70) for at, is_there in enumerate(there)]
         assert blocks.present(keys) == left and blocks.match(keys) == 5
-        member_of(store).node._chunks.known.clear()
+        member_of(store).node.store.known.clear()
         assert blocks.present(keys) == left
         assert (blocks.match(keys), blocks.match(keys[61:])) == (5, 9)
 

@@ -103,7 +103,7 @@ def test_a_renewal_looks_again_right_before_its_touch(tmp_root: Path) -> None:
         first.namespace("m", TINY).put(TOKENS, kv_of(TINY, TOKENS))
         clock.wall_s += QUANTUM_S
         # Both read before either renews: nobody's look at the read tells it that there is nothing to do.
-        used = member_of(second).node._refresher.used
+        used = member_of(second).node.refresher.used
         assert renewing(first) == ["stat"] * CHUNKS + ["stat", "touch"] * CHUNKS
         assert renewing(first) == [], "what is known to be renewed costs nothing"
         calls.clear()

@@ -123,7 +123,7 @@ def test_a_get_with_a_slow_root_returns_in_time_and_leaves_the_memory_alone(node
     out[:, :, counts[0] :] = 7
     marked = out.copy()
     hang.release.set()
-    eventually(lambda: not any(node.node._lanes._busy_since_s))
+    eventually(lambda: not any(node.node.lanes._busy_since_s))
     assert same(out, marked), "written into after the return"
     root_of(node).set_rules([])
     eventually(lambda: node.get(1, 8) == 8)
@@ -145,7 +145,7 @@ def test_i2_bytes_that_hang_on_their_way_to_the_root_get_no_name_once_their_room
                 deadline = Deadline(SystemClock(), IN_TIME_S)
                 node.tiers.keep(Incoming(node.chain(number, 20), 0, 20, sections, Hints(), deadline))
                 assert node.memory.leading(node.chain(number, 20)) == 20
-        eventually(lambda: not any(node.node._lanes._busy_since_s))
+        eventually(lambda: not any(node.node.lanes._busy_since_s))
         node.drain()
         assert node.on_root(1, 6) == [False] * 6 and node.stat("behind_lost") == 6
         with Acting(root.inner) as other:
