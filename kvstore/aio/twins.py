@@ -12,13 +12,13 @@ from kvstore.aio.threads import Threads
 P = ParamSpec("P")
 S = TypeVar("S")
 R = TypeVar("R")
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
-class Twin(Generic[T]):
+class Twin(Generic[T_co]):
     """An object for asyncio, and its synchronous twin."""
 
-    def __init__(self, twin: T, threads: Threads) -> None:
+    def __init__(self, twin: T_co, threads: Threads) -> None:
         self._twin = twin
         self._threads = threads
 

@@ -185,7 +185,7 @@ def test_what_a_worker_refuses_of_holds_of_blocks(c: Cluster, path: str) -> None
                 hold(pb.HoldRequest(namespace=SPACE.digest, keys=pack_keys(KEYS), tokens=bytes(4)))
             other.put(KEYS, BLOCKS)
             kept = other.hold(KEYS)
-            held = kept._hold
+            held = kept._held
             assert held.read(KEYS, [memoryview(bytearray(5000)) for _ in KEYS]) == [True] * 4
             held._hold_id = hold(pb.HoldRequest(namespace=SPACE.digest, keys=pack_keys(KEYS)))  # type: ignore[attr-defined]
             assert held.read(KEYS, [memoryview(bytearray(5000)) for _ in KEYS]) == [False] * 4, "of another namespace"
