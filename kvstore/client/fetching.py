@@ -250,11 +250,8 @@ class ImageReceiver:
 
         At the deadline, what was read by then counts. Nothing is written into the caller's memory afterwards.
         """
-        right, borrowed, size = (
-            np.zeros(count, np.bool_),
-            Borrowed(),
-            group_size(count, max(1, chunk_bytes), lanes.width),
-        )
+        size = group_size(count, max(1, chunk_bytes), lanes.width)
+        right, borrowed = np.zeros(count, np.bool_), Borrowed()
 
         def work(number: int) -> bool:
             start, stop = number * size, min((number + 1) * size, count)
