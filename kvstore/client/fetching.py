@@ -19,22 +19,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.buffers import Borrowed, Buffers, Laid, Pieces, address_of, cut_evenly
+from kvstore.buffers import Borrowed, Buffers, Laid, Pieces, Withdrawn, address_of, cut_evenly
 from kvstore.client.bulk.links import Lease, Leased, Link
 from kvstore.client.caller import Caller, FileLanes
 from kvstore.client.endpoints import Endpoint
 from kvstore.counts import ClientCount
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format.header import Damage, Damaged, Expected
-from kvstore.keyset import BlockKeys, ChunkKeys, Items, KeySet, leading
+from kvstore.keyset import BlockKeys, ChunkKeys, Items, KeySet, Mask, leading
 from kvstore.layout import Layout
 from kvstore.namespace import Namespace
 from kvstore.native import library as native
 from kvstore.node.chunk_store import Run
-from kvstore.node.counters import Counters
 from kvstore.node.images import ImagesIn, read_verified, take_images
-from kvstore.node.lanes import GROUP_BYTES_MIN, Deadline, group_size
-from kvstore.node.reader import Groups, Reading, verified
+from kvstore.node.lanes import GROUP_BYTES_MIN, Deadline, Lanes, group_size
+from kvstore.node.reader import verified
 from kvstore.root.interface import LocalFiles, Stat
 from kvstore.root.posix import PosixReader
 from kvstore.tokens import TokenArray
@@ -215,72 +214,88 @@ class ImageReceiver:
                 self._views.lend(wanted, index, images[at], self._lease)
         self._note(indexes, right)
 
-    def _copied(self, indexes: Sequence[int], images: ImagesIn) -> bytearray | npt.NDArray[np.bool_]:
+    def _copied(self, indexes: Sequence[int], images: ImagesIn) -> Mask:
         wanted, sections, count = self._asked.wanted, self._asked.sections, len(indexes)
         size_bytes = wanted.payload_bytes(indexes)
         if size_bytes <= GROUP_BYTES_MIN:
             return take_images(wanted, indexes, images, sections, Borrowed())
 
-        def take(start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
+        def take(start: int, stop: int, borrowed: Borrowed) -> Mask:
             return take_images(wanted, indexes[start:stop], images[start:stop], sections, borrowed)
 
-        copiers = self._lanes.copiers()
-        groups = Groups(group_size(count, max(1, size_bytes // count), copiers.width), count, take)
-        # What is not right is not tried again. The caller does a share, because nothing here waits for a device.
-        reading = Reading(copiers, Counters(), count, lambda *_: False, wanted.prefix_ordered, groups, helps=True)
+        # The caller does a share, because nothing here waits for a device.
+        return self._in_groups(self._lanes.copiers(), count, size_bytes // count, take, helps=True)
+
+    def _in_groups(
+        self,
+        lanes: Lanes,
+        count: int,
+        chunk_bytes: int,
+        read: Callable[[int, int, Borrowed], Mask],
+        *,
+        helps: bool = False,
+    ) -> Mask:
+        """Reads ``count`` chunks on lanes, some in each call of ``read(start, stop, borrowed)``; True for valid ones.
+
+        At the deadline, what was read by then counts. Nothing is written into the caller's memory afterwards.
+        """
+        size = group_size(count, max(1, chunk_bytes), lanes.width)
+        right, borrowed = np.zeros(count, np.bool_), Borrowed()
+
+        def work(number: int) -> bool:
+            start, stop = number * size, min((number + 1) * size, count)
+            try:
+                right[start:stop] = read(start, stop, borrowed)
+            except Withdrawn:
+                return False
+            return True
+
         try:
-            return reading.wait(self._deadline)
+            with suppress(KVStoreError):
+                (lanes.share if helps else lanes.each)(-(-count // size), work, self._deadline)
         finally:
-            reading.withdraw()  # after an interrupt (Ctrl-C) lanes may still be writing into the caller's memory
+            borrowed.withdraw()  # lanes may still be writing, at the deadline or after an interrupt (Ctrl-C)
+        return right.copy()
 
     # Open files
 
     def _take_files(self, first: int, count: int) -> None:
-        link, wanted = self._link, self._asked.wanted
+        link, wanted, sections = self._link, self._asked.wanted, self._asked.sections
         files = link.channel.take_files(count)
         # Each file has one owner that closes it: the lane that takes it out of this dict, or this call at the end.
         left, indexes = dict(enumerate(files)), range(first, first + count)
-        reading: Reading | None = None
 
-        def read(at: int, borrowed: Borrowed) -> bool:
+        def read_one(at: int, borrowed: Borrowed) -> bool:
             fd = left.pop(at, None)
             if fd is None:
                 return False
             with PosixReader(fd, f"of chunk {first + at}, from a worker", Stat(0, 0), never_blocks) as reader:
                 try:
-                    read_verified(reader, wanted.expected(first + at), self._asked.sections(first + at), borrowed)
-                except Damaged:
+                    read_verified(reader, wanted.expected(first + at), sections(first + at), borrowed)
+                except (Damaged, KVStoreError):
                     return False
             return True
+
+        def read(start: int, stop: int, borrowed: Borrowed) -> Mask:
+            if run is None:
+                return np.array([read_one(at, borrowed) for at in range(start, stop)], np.bool_)
+            run.items["fd"][start:stop] = [left.pop(at, -1) for at in range(start, stop)]
+            return run.read_open(first + start, first + stop, borrowed)
 
         try:
             self._accept(indexes)
             link.channel.send(Kind.TAKEN, self._asked.number)
             never_blocks = all(map(link.never_blocks, files))
-            lanes = self._lanes.get()
-            groups = self._groups(first, left, never_blocks, lanes.width)
-            reading = Reading(lanes, Counters(), count, read, wanted.prefix_ordered, groups)
-            self._note(indexes, reading.wait(self._deadline))
+            run: Run | None = None
+            if native.library is not native.PurePython:
+                assert sections.covers(first, count)
+                local = LocalFiles("", never_blocks, stages=False, direct=False)
+                run = Run(local, 0, wanted, first, count, sections)
+            self._note(indexes, self._in_groups(self._lanes.get(), count, wanted.mean_bytes(first, count), read))
         finally:
-            if reading is not None:
-                reading.withdraw()  # after an interrupt (Ctrl-C) lanes may still be writing into the caller's memory
             for fd in [fd for at in range(count) if (fd := left.pop(at, None)) is not None]:
                 with suppress(OSError):
                     os.close(fd)
-
-    def _groups(self, first: int, left: dict[int, int], never_blocks: bool, width: int) -> Groups | None:
-        """The native reader for groups of files; None without native code."""
-        count, wanted, sections = len(left), self._asked.wanted, self._asked.sections
-        if native.library is native.PurePython:
-            return None
-        assert sections.covers(first, count)
-        run = Run(LocalFiles("", never_blocks, stages=False, direct=False), 0, wanted, first, count, sections)
-
-        def read(start: int, stop: int, borrowed: Borrowed) -> npt.NDArray[np.bool_]:
-            run.items["fd"][start:stop] = [left.pop(at, -1) for at in range(start, stop)]
-            return run.read_open(run.first + start, run.first + stop, borrowed)
-
-        return Groups(group_size(count, wanted.mean_bytes(first, count), width), count, read)
 
     # Bytes
 

@@ -74,6 +74,7 @@ def test_put_over_tcp_is_stored_in_memory_and_on_the_root(served: Served) -> Non
             eventually(lambda: not served.member.node.stats()["behind_bytes"], "all of it is on the root")
             assert memory_of(served).drop_namespace(cache.namespace.digest) == count
             assert np.array_equal(cache.get(tokens)[1].view(np.uint8), kv.view(np.uint8)), "from the root"
+        cache = store.namespace("m", MEDIUM)
         for sizes in ([MEDIUM.chunk_bytes] * 3, [1] * 3, [100, 3000, 7]):
             blocks = [np.random.default_rng(size).integers(0, 256, size, np.uint8) for size in sizes]
             keys = [sizes[0].to_bytes(8, "little") + bytes([at]) * 8 for at in range(len(sizes))]

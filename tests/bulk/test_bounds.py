@@ -18,7 +18,7 @@ from kvstore.client.bulk.links import Arena
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import Unavailable
 from kvstore.node.chunk_store import Run
-from kvstore.node.reader import Reading
+from kvstore.node.lanes import Batch
 from kvstore.root.posix import PosixReader
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.channel import SILENCE_S
@@ -217,7 +217,7 @@ def test_an_interrupted_read_writes_nothing_afterwards(tmp_root: Path, monkeypat
         cache.put(LONG_TOKENS, LONG_KV)
         out = np.zeros_like(LONG_KV)
         with monkeypatch.context() as patch:
-            patch.setattr(Reading, "wait", interrupted)
+            patch.setattr(Batch, "wait", interrupted)
             patch.setattr(Run, "read_open", late(Run.read_open))
             patch.setattr(PosixReader, "read", late(PosixReader.read))
             with pytest.raises(KeyboardInterrupt):

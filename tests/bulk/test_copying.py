@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kvstore.client import putting as sending
+from kvstore.client import putting
 from kvstore.client.putting import copy_rows
 from kvstore.node.lanes import Deadline, DeadlinePassed, Lanes
 from kvstore.sources import SystemClock
@@ -22,7 +22,7 @@ def test_what_is_copied_lives_as_long_as_somebody_copies_it() -> None:
     lanes = Lanes(1, 2, 8, 5, clock)
     at = np.array([alive.ctypes.data], np.uint64)
     try:
-        batch = lanes.start(1, partial(sending._copy_step, alive, at, at, [(0, 8)]), helped=True)
+        batch = lanes.start(1, partial(putting._copy_step, alive, at, at, [(0, 8)]), helped=True)
         del alive
         assert kept() is not None
         batch.help(Deadline(clock, 30))

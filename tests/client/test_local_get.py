@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.buffers import Laid, planes_of
+from kvstore.buffers import Planes, planes_of
 from kvstore.client.local import LocalPort
 from kvstore.client.store import Store
 from kvstore.namespace import Namespace
@@ -21,7 +21,7 @@ def test_a_session_lost_between_match_and_read_is_a_miss_and_no_error() -> None:
         store.namespace("m", TINY).put(tokens, kv_of(TINY, tokens))
         array = np.empty(TINY.shape(len(tokens)), TINY.numpy_dtype)
 
-        def memory(count: int) -> Laid:
+        def memory(count: int) -> Planes:
             assert count == 4
             member.node.holds.drop_all()  # as when the session ends
             return planes_of(array, TINY)

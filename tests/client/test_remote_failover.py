@@ -15,7 +15,7 @@ import pytest
 
 import kvstore
 from kvstore import Layout
-from kvstore.buffers import Laid, planes_of
+from kvstore.buffers import Planes, planes_of
 from kvstore.client import Store
 from kvstore.client.endpoints import Endpoints
 from kvstore.client.limits import ClientLimits
@@ -205,7 +205,7 @@ def test_a_read_goes_on_at_another_worker_where_the_first_one_died() -> None:
         port = store._port
         asked = 0
 
-        def memory(count: int) -> Laid:
+        def memory(count: int) -> Planes:
             """Stops the worker that serves this read once the first bytes are about to be written."""
             nonlocal asked
             asked += 1
