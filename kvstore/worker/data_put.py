@@ -10,9 +10,8 @@ import itertools
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -24,7 +23,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.format.header import Expected
 from kvstore.memory.arena import follow
 from kvstore.node.lanes import Deadline
-from kvstore.node.puts import Written
+from kvstore.node.puts import Write, Written
 from kvstore.node.wanted import Wanted, expected_of, sizes_of
 from kvstore.security.access import NOTHING, Presented
 from kvstore.v1 import kvstore_pb2 as pb
@@ -123,17 +122,6 @@ MEMORY_RUN_BYTES = 16 << 20
 """Limit of several chunks in one run that comes as bytes, and is copied into memory before the next run is received."""
 
 
-@dataclass(frozen=True, slots=True)
-class UploadedRun:
-    """A run that has arrived."""
-
-    first: int
-    count: int
-    sections: Sections
-    release: Callable[[], None]
-    """Frees its memory."""
-
-
 class Upload:
     """The ``count`` chunks or blocks of a put, from index ``first`` on, as a client sends them."""
 
@@ -149,8 +137,8 @@ class Upload:
         self._wanted = wanted
         self._ends = [0, *accumulate(sizes_of(wanted)[first : first + count])]
 
-    def runs(self, worker: WorkerContext, call: Call, reserved: ExitStack) -> Iterator[UploadedRun]:
-        """Yields runs in order.
+    def receive(self, write: Write, worker: WorkerContext, call: Call, reserved: ExitStack) -> None:
+        """Receives all runs in order, and adds each to ``write``.
 
         Memory is reserved for the first run that comes as bytes, until ``reserved`` ends. Raises BrokenTransfer if
         bytes do not match their checksums, InvalidRequest, LinkBroken, LinkLate.
@@ -188,7 +176,7 @@ class Upload:
             call.received(size_bytes)
             index += count
             release = partial(self._release, index - self.first, worker.buffers, buffer)
-            yield UploadedRun(start, count, self._sections(start, count, memory), release)
+            write.add(self._sections(start, count, memory), start, count, _deadline(worker, call), release)
 
     def released(self, count: int) -> None:
         """Notes that the client may use the arena memory of its first ``count`` chunks again."""
@@ -246,8 +234,7 @@ def serve_put(worker: WorkerContext, connection: Connection, number: int, messag
     try:
         with ExitStack() as reserved:
             connection.channel.send(Kind.READY, number, [READY.pack(upload.first, upload.count, upload.run_bytes)])
-            for run in upload.runs(worker, call, reserved):
-                write.add(run.sections, run.first, run.count, _deadline(worker, call), run.release)
+            upload.receive(write, worker, call, reserved)
             written = write.finish(_deadline(worker, call))
     except BaseException:
         # The client is gone, or sent wrong or damaged bytes: only what arrived whole before may be published.
