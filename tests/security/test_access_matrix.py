@@ -131,7 +131,14 @@ def snapshot(served: Secured) -> object:
     service = served.worker.service
     namespaces = [namespace.digest for namespace in served.member.node.namespaces(WAIT_S)]
     pins = [pin.id for pin in served.member.pins()]
-    return sorted(files), sorted(pins), sorted(namespaces), len(service.holds), service.limits, served.worker.is_serving
+    return (
+        sorted(files),
+        sorted(pins),
+        sorted(namespaces),
+        len(service.holds),
+        service.worker.limits,
+        served.worker.is_serving,
+    )
 
 
 @for_each("who", WHO)
