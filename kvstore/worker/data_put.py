@@ -10,9 +10,8 @@ import itertools
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -122,17 +121,6 @@ MEMORY_RUN_BYTES = 16 << 20
 """Limit of several chunks in one run that comes as bytes, and is copied into memory before the next run is received."""
 
 
-@dataclass(frozen=True, slots=True)
-class UploadedRun:
-    """A run that has arrived."""
-
-    first: int
-    count: int
-    sections: Sections
-    release: Callable[[], None]
-    """Frees its memory."""
-
-
 class Upload:
     """The ``count`` chunks or blocks of a put, from index ``first`` on, as a client sends them."""
 
@@ -148,8 +136,8 @@ class Upload:
         self._wanted = wanted
         self._ends = [0, *accumulate(wanted.payload_sizes()[first : first + count])]
 
-    def runs(self, write: WriteBatch, worker: WorkerContext, call: Call, reserved: ExitStack) -> Iterator[UploadedRun]:
-        """Yields runs in order, except those that ``write`` has memory for: they are received there, and stored.
+    def receive(self, write: WriteBatch, worker: WorkerContext, call: Call, reserved: ExitStack) -> None:
+        """Receives all runs in order, and adds each to ``write``; into its memory, if it has some for them.
 
         Memory is reserved for the first run that comes into a buffer, until ``reserved`` ends. Raises BrokenTransfer
         if bytes do not match their checksums, InvalidRequest, LinkBroken, LinkLate.
@@ -190,7 +178,7 @@ class Upload:
                     raise self._broken(start, count)
             call.received(size_bytes)
             release = partial(self._release, index - self.first, worker.buffers, buffer)
-            yield UploadedRun(start, count, self._sections(start, count, memory), release)
+            write.add(self._sections(start, count, memory), start, count, _deadline(worker, call), release)
 
     def _receive_into_memory(self, write: WriteBatch, first: int, count: int) -> bool:
         """Receives and stores a run; False if it must come into a buffer."""
@@ -265,8 +253,7 @@ def serve_put(worker: WorkerContext, connection: Connection, number: int, messag
     try:
         with ExitStack() as reserved:
             connection.channel.send(Kind.READY, number, [READY.pack(upload.first, upload.count, upload.run_bytes)])
-            for run in upload.runs(write, worker, call, reserved):
-                write.add(run.sections, run.first, run.count, _deadline(worker, call), run.release)
+            upload.receive(write, worker, call, reserved)
             written = write.commit(_deadline(worker, call))
     except BaseException:
         # The client is gone, or sent wrong or damaged bytes: only what arrived whole before may be published.

@@ -36,7 +36,7 @@ def refusals(call: Any, right: dict[str, Any], wrong: dict[str, list[Any]]) -> l
                 call(**{**right, argument: value})
                 found.append(f"{argument}={value!r} is taken")
             except InvalidRequest as refused:
-                if argument not in str(refused):
+                if argument.removesuffix("s") not in str(refused):  # of one token
                     found.append(f"{argument}={value!r}: {refused}")
     return found
 
@@ -45,13 +45,13 @@ def test_invalid_argument_is_named_and_begins_nothing(served: Served) -> None:
     with connected(served) as store:
         cache, control = store.namespace("m", SMALL), store.control
         cache.put(TOKENS, KV)
-        wrong_tokens = {"tokens": ["abc", 1.5, [-1], [1 << 32], None]}
-        lookup = {"cache": [None, "m"], "chunks_max": [-1, 1.5, "1", True], **wrong_tokens}
+        wrong_tokens: dict[str, list[Any]] = {"tokens": ["abc", 1.5, [-1], [1 << 32], None]}
+        lookup: dict[str, list[Any]] = {"cache": [None, "m"], "chunks_max": [-1, 1.5, "1", True], **wrong_tokens}
         assert refusals(control.lookup, {"cache": cache, "tokens": TOKENS}, lookup) == []
         assert refusals(control.drain, {}, {"worker": [1, b"w", "127.0.0.1:1"], "within": SECONDS}) == []
         changes = ["calls_max", 5, {1: 2}, {"calls_max": None}, {"calls_max": [1]}, {"calls_max": "\ud800"}]
         assert refusals(control.set_limits, {}, {"changes": changes}) == []
-        clear = {"selection": [None, "m"], "dry_run": FLAGS, "pinned": FLAGS}
+        clear: dict[str, list[Any]] = {"selection": [None, "m"], "dry_run": FLAGS, "pinned": FLAGS}
         assert refusals(store.clear, {"selection": EVERYTHING, "dry_run": True}, clear) == []
         assert refusals(cache.prefetch, {"tokens": TOKENS}, {**wrong_tokens, "tier": [1, "root"], "worker": [1]}) == []
         operation = store.clear(EVERYTHING, dry_run=True)

@@ -21,7 +21,7 @@ from tests.kit.arenas import serving_memory
 from tests.kit.cases import for_each
 from tests.kit.stores import SMALL, kv_of
 from tests.kit.transports import WAYS
-from tests.kit.workers import connected, serving
+from tests.kit.workers import connected, eventually, serving
 
 TOKENS = np.arange(6 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)
@@ -160,3 +160,13 @@ def test_each_get_and_put_is_one_request(tmp_root: Path, way: str, has_memory: b
             before = count("requests_get")
             assert cache.get(TOKENS)[0] == 0
             assert count("requests_get") - before == 1, "also if it is repeated because of damage"
+
+
+@for_each("way, path", [("shared", "unix"), ("tcp", "tcp"), ("grpc", "grpc")])
+def test_payload_bytes_count_by_direction_and_path(way: str, path: str) -> None:
+    with serving() as served, connected(served, bulk=way) as store:
+        cache = store.namespace("m", SMALL)
+        cache.put(TOKENS, KV)
+        cache.get(TOKENS)
+        expected = {("in", path): KV.nbytes, ("out", path): KV.nbytes}
+        eventually(lambda: served.worker.service.calls.moved_bytes() == expected, "they are counted soon")
