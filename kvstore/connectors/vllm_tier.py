@@ -45,10 +45,7 @@ CLOSE_S = 1.0
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     """Chunks in a kvstore. The keys of its entry in ``secondary_tiers`` are those of ``TierSettings``, and
-    ``locality``, as vLLM's other tiers have it.
-
-    The keys mean what they mean in ``Settings``; ``locality`` is that of vLLM's other tiers. Raises InvalidRequest (a
-    ValueError) if KV cannot be shared.
+    ``locality``, as vLLM's other tiers have it. Raises InvalidRequest (a ValueError) if KV cannot be shared.
     """
 
     medium = Medium.STORAGE

@@ -14,7 +14,7 @@ import pytest
 from kvstore.connectors.vllm import adapters
 from kvstore.connectors.vllm.adapters import Adapters, Check, Seal
 from tests.kit.patience import PATIENCE_S
-from tests.kit.vllm_connector import Blocks, Request, halves, matched, step, store
+from tests.kit.vllm_connector import Blocks, Request, cache, halves, matched, step, store
 
 
 @pytest.fixture(autouse=True)
@@ -134,3 +134,20 @@ def test_an_adapter_that_takes_long_to_look_at_is_not_waited_for(
     assert half.matched_tokens(request, 0) == (0, False)
     half.allocated(request, Blocks(), 0)
     half.finished(request)
+
+
+def test_requests_share_with_those_of_the_same_files_only(make: Callable[..., Any], tmp_path: Path) -> None:
+    first, copy, other = (adapter(tmp_path / name, seed) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+    half = make()
+    asked = Request("a", 22, lora_request=lora(first, 1))
+    half.arrived(asked)
+    assert matched(half, asked) == (0, False)
+    stores = step(half, asked, 0, 12).stores
+    assert [run.seal.path for run in stores] == [first]
+    plain = {hashed + b"\0" for hashed in asked.block_hashes}
+    assert not plain.intersection(stores[0].keys)
+    assert cache(half).put(stores[0].keys, [bytes(64)] * 3) == [True] * 3
+    for name, given, found in (("same", lora(copy, 2), 12), ("other", lora(other, 3), 0), ("none", None, 0)):
+        request = Request(name, 22, lora_request=given)
+        half.arrived(request)
+        assert matched(half, request) == (found, bool(found)), name

@@ -178,3 +178,12 @@ def test_a_look_up_that_misses_a_window_alone_tells_no_removal(make: Callable[..
     half.arrived(later)
     assert matched(half, later) == (0, False)
     assert half.take_events() == []
+
+
+def test_blocks_with_a_gap_between_them_are_two_events(make: Callable[..., Any]) -> None:
+    half, request = make(events=events_of()), Request("a", 22)
+    half.arrived(request)
+    matched(half, request)
+    step(half, request, 0, 22)
+    half.learn(report(dict.fromkeys(keys(request, 0, 2), 1)))
+    assert told(half) == [("stored", [0], None), ("stored", [2], 1)]
