@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,8 @@ import click
 from kvstore.cli.access import Access, access_options
 from kvstore.cli.app import Command
 from kvstore.cli.options import json_option
-from kvstore.cli.output import print_rows, progress_bar, progress_to
-from kvstore.cli.selectors import check_pins_known, identified, usage_by_namespace
+from kvstore.cli.output import print_rows, progress_to
+from kvstore.cli.selectors import check_pins_known, identified
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.namespace import NamespaceId
 
@@ -54,8 +55,7 @@ def _namespaces(access: Access, as_json: bool) -> None:
         found = store.namespaces()
     usage = None
     if access.root is not None:
-        with progress_bar("counting chunks", None) as moved:
-            usage = usage_by_namespace(access.root, access.root_options.read(), moved)
+        usage = _usage(access.root, access.root_options.read())
     rows: list[dict[str, Any]] = []
     for each in found:
         chunks, size_bytes = (None, None) if usage is None else usage.get(each.id, (0, 0))
@@ -85,6 +85,21 @@ def _namespaces(access: Access, as_json: bool) -> None:
     print_rows("namespaces", rows, ("name", "tenant", "fingerprint", "layout", *shares), as_json)
     if usage is None and not as_json and sys.stdout.isatty():
         print("how much each has stored is on the root: kvstore ls --root URL", file=sys.stderr)
+
+
+def _usage(url: str, options: Mapping[str, Any]) -> dict[NamespaceId, tuple[int, int]]:
+    """Chunks and bytes (headers included) by namespace id. Names carry the namespace, so no file is opened."""
+    from kvstore.census.walk import walk
+
+    def fail(error: KVStoreError) -> None:
+        raise error
+
+    found: dict[NamespaceId, tuple[int, int]] = {}
+    with identified(url, options) as (root, identity), progress_to("counting chunks, shards") as show:
+        for each in walk(root, identity.shard_bits, trouble=fail, shard_done=show):
+            chunks, size_bytes = found.get(each.namespace, (0, 0))
+            found[each.namespace] = (chunks + 1, size_bytes + each.size_bytes)
+    return found
 
 
 def _pins(access: Access, as_json: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore.census.selection import Selection
 from kvstore.cli.options import DURATION, MOMENT, argument, option, takes
 from kvstore.errors import InvalidRequest
-from kvstore.format import places
-from kvstore.format.places import Name
-from kvstore.namespace import Namespace, NamespaceId
+from kvstore.namespace import Namespace
 from kvstore.sources import RandomIds
 from kvstore.text import shown, why
 from kvstore.tokens import TOKENS_MAX
@@ -66,31 +64,6 @@ def identified(url: str, options: Mapping[str, Any]) -> Iterator[tuple[Root, Roo
 
     with closing(open_existing(url, options)) as root:
         yield root, create_or_open(root, RandomIds(), create=False)
-
-
-def usage_by_namespace(
-    url: str, options: Mapping[str, Any], counted: Callable[[int], object]
-) -> dict[NamespaceId, tuple[int, int]]:
-    """Chunks and bytes (headers included) by namespace id. ``counted`` is called with the files of each folder.
-
-    Names carry the namespace, so no file is opened. A chunk that is written or deleted meanwhile may be counted or not.
-    Raises the root's errors.
-    """
-    found: dict[NamespaceId, tuple[int, int]] = {}
-    with closing(open_existing(url, options)) as root:
-        for folder in root.list(places.CHUNKS):
-            if folder.stat is not None:
-                continue
-            files = 0
-            for entry in root.list(Name(f"{places.CHUNKS}/{folder.name}")):
-                parsed = places.parse_chunk(entry.name)
-                if parsed is None or entry.stat is None:
-                    continue
-                chunks, size_bytes = found.get(parsed[1], (0, 0))
-                found[parsed[1]] = (chunks + 1, size_bytes + entry.stat.size_bytes)
-                files += 1
-            counted(files)
-    return found
 
 
 # Options that say what a command is about: a namespace, a prompt in it, or a selection of chunks.

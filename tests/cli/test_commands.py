@@ -113,7 +113,7 @@ def test_a_bug_of_ours_is_not_a_failed_check(run: Run, root: str, monkeypatch: p
     def broken(*_: object) -> None:
         raise ZeroDivisionError("bug")
 
-    monkeypatch.setattr("kvstore.cli.ls.usage_by_namespace", broken)
+    monkeypatch.setattr("kvstore.cli.ls._usage", broken)
     result = run("ls", "--root", root)
     assert result.exit_code == 2
     assert result.stderr.startswith("Traceback")
