@@ -220,7 +220,7 @@ class _Deleting:
         self._identity, self._meta, self._keys = identity, EtcdMeta(etcd), Keys(identity.root)
 
     def take(self, chains: list[Chain], heard: _Heard) -> float:
-        """Deletes chains; returns the seconds from their condemnation until a subscriber had received all removals."""
+        """Deletes chains; returns the seconds from their condemnation until a subscriber had heard of all of it."""
         bits = self._identity.shard_bits
         victims: dict[int, list[Address]] = {}
         for each in (address for chain in chains for address in chain.addresses):

@@ -1,6 +1,6 @@
 /* A piece of a chunk on its way from a file or a socket into its sections. It lies in memory of ours that stays in L2,
  * where it is verified and copied on. It is aligned as files are, which makes the kernel's copying fast; the caller's
- * memory often is not (docs/performance-notes.md). */
+ * memory often is not (benchmarks/NOTES.md). */
 #ifndef KVSTORE_PIECES_H
 #define KVSTORE_PIECES_H
 
@@ -9,7 +9,7 @@
 #include <sys/uio.h>
 
 #ifndef PIECE_BYTES
-#define PIECE_BYTES (256 << 10) /* one read; it is still in L2 when it is hashed and copied on (docs/performance-notes.md) */
+#define PIECE_BYTES (256 << 10) /* one read; it is still in L2 when it is hashed and copied on (benchmarks/NOTES.md) */
 #endif
 #define PIECE_TAIL 2048 /* the end of a hash looks back a little, so a section's last piece is at least this large */
 

@@ -354,7 +354,7 @@ class SharedBatch:
     """A run that several lanes do together: each takes the next few chunks again and again, in one call.
 
     So all lanes end at about the same time, with few calls. That matters because Python's own memory has left the
-    processor's cache by the time the next call needs it (docs/performance-notes.md). Made on any thread.
+    processor's cache by the time the next call needs it (benchmarks/NOTES.md). Made on any thread.
     """
 
     def __init__(self, run: Run, sizes: Sizes) -> None:
