@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 from pathlib import Path
 
 LOOKS_MAX = 64
-TRIES = 5
+TRIES = 20
+PAUSE_S = 0.1
 
 
 def evict(folder: Path) -> None:
@@ -33,6 +35,7 @@ def emptied(folder: Path, share_max: float) -> float:
         share = cached_share(folder)
         if share <= share_max:
             break
+        time.sleep(PAUSE_S)
     return share
 
 

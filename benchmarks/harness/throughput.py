@@ -458,7 +458,7 @@ def _run(options: Options, sweeps: Iterable[Sweep]) -> Result:
                 show_progress(f"throughput: {sweep.title.lower()}, {len(done) + 1} of {len(sweep.cases)}")
                 try:
                     if case.seconds:
-                        keys = [case.workers, case.path, case.loads[0].chunk_bytes / MIB, case.read_share]
+                        keys: list[Cell] = [case.workers, case.path, case.loads[0].chunk_bytes / MIB, case.read_share]
                         mixed.append([*keys, *measure_mix(case, folder, with_fio=with_fio).row()])
                         continue
                     done.append((case, measure(case, folder, options.rounds, with_fio=with_fio)))
