@@ -6,18 +6,15 @@ system mounted twice, so that the second host is another client of it.
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import shutil
 import subprocess
 import sys
 import threading
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,32 +22,16 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from kvstore.buffers import Borrowed
-from kvstore.format.places import Name
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.object_store import ObjectRoot, Remote, connect, open_object_root
 from kvstore.root.posix import PosixRoot
+from kvstore.testing.roots import WAIT_S, Hosts, eventually
 from tests.kit.faulty_root import FaultyRoot
 from tests.kit.s3_endpoint import Server, serve
 
-WAIT_S = 30.0
 BUCKET = "kvstore-test"
 S3_KEYS = {"key": "kvstore-test", "secret": "kvstore-secret"}
-
-_numbers = itertools.count()
-
-
-@dataclass(frozen=True)
-class Hosts:
-    """One root as two hosts have it open; ``again`` opens it once more."""
-
-    first: Root
-    second: Root
-
-    @property
-    def both(self) -> tuple[Root, Root]:
-        return self.first, self.second
 
 
 class ConditionalFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
@@ -62,45 +43,6 @@ class ConditionalFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec h
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
         with self.lock:
             super().pipe_file(path, value, mode=mode, **options)
-
-
-def stage(root: Root, content: bytes, *, stamp_ns: int = 1_700_000_000_000_000_000) -> Name:
-    """Stages ``content`` in two pieces under a fresh name."""
-    name = Name(f"staging/{uuid.uuid4().hex}/{next(_numbers)}.part")
-    half = len(content) // 2
-    pieces = [memoryview(content[:half]), memoryview(content[half:])]
-    root.stage(name, [piece for piece in pieces if len(piece)], stamp_ns=stamp_ns, durable=False)
-    return name
-
-
-def publish(root: Root, name: Name, content: bytes, *, stamp_ns: int = 1_700_000_000_000_000_000) -> bool:
-    """Stages and publishes."""
-    return root.publish(stage(root, content, stamp_ns=stamp_ns), name, durable=False)
-
-
-def content_of(root: Root, name: Name) -> bytes | None:
-    """Returns a whole file; None if there is none."""
-    reader = root.open(name)
-    if reader is None:
-        return None
-    with reader:
-        content = bytearray(reader.stat.size_bytes)
-        count = reader.read([memoryview(content)], 0, Borrowed()) if content else 0
-        return bytes(content[:count])
-
-
-def names(root: Root, folder: str) -> set[str]:
-    return {entry.name for entry in root.list(Name(folder))}
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    """True once ``condition`` holds: other clients of a distributed file system may see a change a second late."""
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 @contextmanager

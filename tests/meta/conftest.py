@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,23 +11,10 @@ from kvstore.meta.embedded_etcd import EmbeddedEtcd
 from kvstore.meta.etcd import EtcdMeta
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta, MemoryStore
-from kvstore.meta.store import Event, Meta, Watch
-from kvstore.sources import Clock, SystemClock
-from tests.kit.etcd import PATIENCE_S, compact, running_etcd
+from kvstore.sources import SystemClock
+from kvstore.testing import MetadataClients
+from tests.kit.etcd import compact, running_etcd
 from tests.kit.fake_meta import FakeClock
-
-
-@dataclass(frozen=True)
-class Store:
-    """A store as two of its clients see it. ``pass_time`` ends leases of that many seconds."""
-
-    meta: Meta
-    other: Meta
-    compact: Callable[[int], None]
-    pass_time: Callable[[float], None]
-    clock: Clock
-    prefix: str
-    keys: Keys
 
 
 @pytest.fixture(scope="session")
@@ -37,15 +23,23 @@ def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedEt
         yield server
 
 
-@pytest.fixture(params=["memory", pytest.param("etcd", marks=pytest.mark.slow)])
-def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+KINDS = ("memory", pytest.param("etcd", marks=pytest.mark.slow))
+
+
+@pytest.fixture(params=KINDS)
+def store(request: pytest.FixtureRequest) -> Iterator[MetadataClients]:
+    yield from clients(request)
+
+
+def clients(request: pytest.FixtureRequest) -> Iterator[MetadataClients]:
+    """A store of the kind that a fixture was given, as two of its clients see it."""
     root_id = os.urandom(16)
     keys = Keys(root_id)
     if request.param == "etcd":
         server: EmbeddedEtcd = request.getfixturevalue("etcd_server")
         meta, other = EtcdMeta(server.endpoints, timeout_s=20), EtcdMeta(server.endpoints, timeout_s=20)
         # Real time passes while the test waits.
-        yield Store(
+        yield MetadataClients(
             meta,
             other,
             lambda revision: compact(server.endpoints, revision),
@@ -65,15 +59,5 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
         clock.advance(seconds)
         shared.expire()
 
-    yield Store(first, MemoryMeta(shared), shared.compact, pass_time, clock, keys.prefix, keys)
+    yield MetadataClients(first, MemoryMeta(shared), shared.compact, pass_time, clock, keys.prefix, keys)
     first.close()
-
-
-def take(watch: Watch, events_count: int) -> list[Event]:
-    """The next ``events_count`` events."""
-    found: list[Event] = []
-    while len(found) < events_count:
-        batch = watch.next(PATIENCE_S)
-        assert batch, f"only {len(found)} of {events_count} events came"
-        found += batch
-    return found

@@ -18,12 +18,12 @@ from kvstore.root.identity import newest_number, publish, read_newest
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
+from kvstore.testing import MetadataClients
 from tests.kit.cases import for_each
 from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
 from tests.kit.faulty_root import EIO, FaultyRoot
 from tests.kit.faulty_root import Rule as RootRule
 from tests.kit.patience import PATIENCE_S
-from tests.meta.conftest import Store
 
 KEYS = Keys(bytes(range(16)))
 
@@ -50,7 +50,7 @@ def write(root: Root, name: Name, content: bytes) -> None:
     assert root.publish(staged, name, durable=True)
 
 
-def test_first_node_makes_the_first_generation(store: Store) -> None:
+def test_first_node_makes_the_first_generation(store: MetadataClients) -> None:
     root = MemoryRoot()
     first = join(store.meta, root, store.keys)
     assert isinstance(first, Agreed) and first.generation.number == 1

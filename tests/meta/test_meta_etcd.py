@@ -19,6 +19,7 @@ from kvstore.meta.keys import Keys
 from kvstore.meta.session import Presence, Session
 from kvstore.meta.store import Absent, Event, LeaseId, Put, WatchLost
 from kvstore.sources import RandomIds, SystemClock
+from kvstore.testing.metadata import take
 from tests.kit.cases import for_each
 from tests.kit.certificates import Authority
 from tests.kit.etcd import (
@@ -31,7 +32,6 @@ from tests.kit.etcd import (
     running_etcd,
     tls_etcd,
 )
-from tests.meta.conftest import take
 
 pytestmark = pytest.mark.slow
 

@@ -17,16 +17,16 @@ from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.namespaces import Namespaces
 from kvstore.meta.store import Put
 from kvstore.namespace import Namespace
+from kvstore.testing import MetadataClients
 from tests.kit.cases import for_each
 from tests.kit.etcd import PATIENCE_S
 from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
-from tests.meta.conftest import Store
 
 KEYS = Keys(bytes(16))
 LAYOUT = Layout(layers=2, kv_heads=2, head_dim=8)
 
 
-def test_name_stands_for_one_layout(store: Store) -> None:
+def test_name_stands_for_one_layout(store: MetadataClients) -> None:
     namespaces = Namespaces(store.meta, store.keys)
     first = Namespace.of("llama/ü", LAYOUT, fingerprint="a")
     assert namespaces.list() == () and namespaces.find(first.digest) is None
@@ -45,7 +45,7 @@ def test_name_stands_for_one_layout(store: Store) -> None:
     assert Namespaces(store.meta, Keys(os.urandom(16))).list() == (), "another root's"
 
 
-def test_one_of_two_layouts_claimed_at_once_wins(store: Store) -> None:
+def test_one_of_two_layouts_claimed_at_once_wins(store: MetadataClients) -> None:
     claims = [Namespace.of("m", replace(LAYOUT, layers=1 + number % 2), str(number)) for number in range(8)]
     outcomes: list[int | None] = []
 
@@ -98,7 +98,7 @@ def test_damaged_namespace_record_is_refused() -> None:
         Namespaces(meta, KEYS).claim(Namespace.of("broken", LAYOUT))
 
 
-def test_another_root_at_a_known_url_is_refused(store: Store) -> None:
+def test_another_root_at_a_known_url_is_refused(store: MetadataClients) -> None:
     url = f"file:///mnt/{os.urandom(4).hex()}"
     one, two = os.urandom(16), os.urandom(16)
     assert bound_root(store.meta, url) is None

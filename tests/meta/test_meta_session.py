@@ -13,10 +13,10 @@ from kvstore.meta.session import Presence, Session, SessionRecord
 from kvstore.meta.store import Absent, LeaseId, Put
 from kvstore.meta.workers import WorkerRecord, Workers
 from kvstore.sources import RandomIds
+from kvstore.testing import MetadataClients
 from tests.kit.etcd import PATIENCE_S, eventually
 from tests.kit.fake_meta import FakeClock
 from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
-from tests.meta.conftest import Store
 
 KEYS = Keys(bytes(16))
 TTL_S = 15
@@ -44,7 +44,7 @@ def node() -> Node:
     return Node()
 
 
-def test_session_begins_with_its_key_under_its_lease(store: Store) -> None:
+def test_session_begins_with_its_key_under_its_lease(store: MetadataClients) -> None:
     session = Session.open(store.meta, store.keys, clock=store.clock, ids=RandomIds(), ttl_s=60)
     found = store.other.get(session.key)
     assert found is not None and found.lease == session.lease
@@ -279,7 +279,7 @@ def test_failed_start_of_a_session_is_repeated(shared: MemoryStore) -> None:
         Presence(meta, KEYS).start(wait_s=0.05)
 
 
-def test_workers_are_listed_while_their_session_lives(store: Store) -> None:
+def test_workers_are_listed_while_their_session_lives(store: MetadataClients) -> None:
     workers = Workers(store.meta, store.keys)
     session = Session.open(store.meta, store.keys, clock=store.clock, ids=RandomIds(), ttl_s=60)
     other = Session.open(store.other, store.keys, clock=store.clock, ids=RandomIds(), ttl_s=60)

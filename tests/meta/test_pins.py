@@ -20,13 +20,13 @@ from kvstore.root.fences import list_twins, read_twin, remove_twin, write_twin
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
 from kvstore.sources import RandomIds
+from kvstore.testing import MetadataClients
 from tests.kit.cases import for_each
 from tests.kit.etcd import PATIENCE_S
 from tests.kit.fake_meta import CountingIds, FakeClock
 from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
 from tests.kit.faulty_root import EIO, ENOSPC, EROFS, FaultyRoot
 from tests.kit.faulty_root import Rule as RootRule
-from tests.meta.conftest import Store
 
 KEYS = Keys(bytes(range(16)))
 NAMESPACE = NamespaceDigest(bytes(32))
@@ -76,12 +76,12 @@ class Node:
         return {name: content for name, content in found.items() if content is not None}
 
 
-def pins_of(store: Store) -> tuple[Pins, Session]:
+def pins_of(store: MetadataClients) -> tuple[Pins, Session]:
     session = Session.open(store.meta, store.keys, clock=store.clock, ids=RandomIds(), ttl_s=60)
     return Pins(store.meta, store.keys, lambda: session), session
 
 
-def test_pins_count_until_they_are_released(store: Store) -> None:
+def test_pins_count_until_they_are_released(store: MetadataClients) -> None:
     pins, session = pins_of(store)
     chunks = addresses(5)
     first = pins.pin("job/ü 1", chunks[:4], 60, 1024, NAMESPACE)
@@ -99,7 +99,7 @@ def test_pins_count_until_they_are_released(store: Store) -> None:
     assert pins.list() == (second,), "a pin outlives the session that asked for it"
 
 
-def test_pin_ends_with_its_own_lease(store: Store) -> None:
+def test_pin_ends_with_its_own_lease(store: MetadataClients) -> None:
     pins, _ = pins_of(store)
     pin = pins.pin("me", addresses(2), 2, 32, NAMESPACE)
     watch = store.meta.watch(store.keys.refs, pin.revision + 1)
@@ -109,7 +109,7 @@ def test_pin_ends_with_its_own_lease(store: Store) -> None:
     assert pins.list() == ()
 
 
-def test_largest_pin_fits_and_larger_is_refused(store: Store) -> None:
+def test_largest_pin_fits_and_larger_is_refused(store: MetadataClients) -> None:
     pins, _ = pins_of(store)
     chunks = addresses(ADDRESSES_MAX)
     pin = pins.pin("o" * 256, chunks, TTL_S_MAX, 1 << 24, NAMESPACE, PATIENCE_S)

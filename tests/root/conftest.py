@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.root.interface import Root
-from tests.kit.roots import BUCKET, KINDS, Hosts, mounted_roots, open_hosts, rclone
+from kvstore.testing.roots import Hosts
+from tests.kit.roots import BUCKET, KINDS, mounted_roots, open_hosts, rclone
 
 
 @pytest.fixture(scope="session")

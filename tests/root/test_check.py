@@ -17,8 +17,8 @@ from kvstore.root.check import CheckTimings, Probe, is_sound
 from kvstore.root.interface import Stat
 from kvstore.root.memory import MemoryFile, MemoryRoot
 from kvstore.root.posix import PosixRoot
+from kvstore.testing.roots import Hosts, names
 from tests.kit.faulty_root import EIO, EROFS, FaultyRoot, Flipped, Missing, Rule
-from tests.kit.roots import Hosts, names
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,8 @@ from kvstore.root.check import Probe, check_root
 from kvstore.root.interface import Root, Seen
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.object_store import ObjectRoot, open_object_root
-from tests.kit.roots import BUCKET, content_of, names, publish, s3_options
+from kvstore.testing.roots import content_of, names, publish
+from tests.kit.roots import BUCKET, s3_options
 from tests.kit.s3_endpoint import Object, Server, serve
 
 pytestmark = pytest.mark.slow

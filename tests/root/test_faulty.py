@@ -14,6 +14,7 @@ from kvstore.errors import PermissionDenied, StoreFull, Unavailable
 from kvstore.format.places import Name
 from kvstore.root.interface import Seen, Stat
 from kvstore.root.memory import MemoryRoot
+from kvstore.testing.roots import WAIT_S, publish, stage
 from tests.kit.faulty_root import (
     EIO,
     ENOSPC,
@@ -24,7 +25,6 @@ from tests.kit.faulty_root import (
     Hang,
     Rule,
 )
-from tests.kit.roots import WAIT_S, publish, stage
 
 A = Name("chunks/0001/a")
 B = Name("chunks/0001/b")

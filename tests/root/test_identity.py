@@ -20,8 +20,8 @@ from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import RandomIds
+from kvstore.testing.roots import Hosts, content_of, names, publish
 from tests.kit.faulty_root import ENOSPC, FaultyRoot, Lost, Missing, Rule
-from tests.kit.roots import Hosts, content_of, names, publish
 
 GOOD = {"format": "kvstore", "version": 1, "root": "ab" * 16, "generation": 3, "shard_bits": 7}
 

@@ -14,16 +14,8 @@ from kvstore.errors import InvalidRequest, Overloaded, PermissionDenied, StoreFu
 from kvstore.format.places import Name
 from kvstore.root.interface import Entry
 from kvstore.root.object_store import ObjectRoot, Remote, S3Remote, open_object_root
-from tests.kit.roots import (
-    BUCKET,
-    WAIT_S,
-    ConditionalFileSystem,
-    content_of,
-    names,
-    publish,
-    s3_options,
-    stage,
-)
+from kvstore.testing.roots import WAIT_S, content_of, names, publish, stage
+from tests.kit.roots import BUCKET, ConditionalFileSystem, s3_options
 
 A = Name("chunks/0001/a")
 

@@ -14,7 +14,8 @@ from kvstore.root.memory import MemoryRoot
 from kvstore.root.object_store import ObjectRoot
 from kvstore.root.open import open_root
 from kvstore.root.posix import PosixRoot
-from tests.kit.roots import BUCKET, content_of, publish, s3_options
+from kvstore.testing.roots import content_of, publish
+from tests.kit.roots import BUCKET, s3_options
 
 
 def test_path_and_its_url_are_one_folder(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from kvstore.buffers import Borrowed
 from kvstore.errors import KVStoreError, Overloaded, PermissionDenied
 from kvstore.format.places import Name
 from kvstore.root.posix import BOUNCE_BYTES, PosixRoot
-from tests.kit.roots import content_of, names, publish, stage
+from kvstore.testing.roots import content_of, names, publish, stage
 from tests.kit.stores import fresh
 
 A = Name("chunks/0001/a")
