@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 
@@ -185,7 +186,9 @@ def assert_stands_aside(c: Cluster, member: Member) -> None:
     session = member.presence.current()
     assert member.node.hold(chain).count == 8, "which keeps nobody away"
     timings = replace(TIMINGS, announce_lag_max_s=1.0, grace_max_s=2.0)
-    assert c.collector(timings=timings).sweep(c.plans(chain)).reaped.count == 8
+    sweeper = c.collector(timings=timings)
+    with patch.object(sweeper, "check"):  # a collector refuses, too, while root and etcd disagree
+        assert sweeper.sweep(c.plans(chain)).reaped.count == 8
     assert member.presence.current() is session, "it was not revoked to get on"
 
 

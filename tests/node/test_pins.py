@@ -298,7 +298,7 @@ def test_c6_a_wiped_etcd_loses_no_pin(tmp_root: Path, tmp_path: Path) -> None:
         assert (found["id"], found["owner"], found["tokens"]) == (pin.record.id, "job/1", len(TOKENS))
         assert 0 < found["expires_s"] - time.time() <= 600
         code, said = command("ls", "--pins", *at)
-        assert "job/1" in said and "9m" in said
+        assert "job/1" in said
 
         eventually(lambda: not _refuses(cache))
         assert command("unpin", pin.record.id, *at)[0] == 0
