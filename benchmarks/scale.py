@@ -273,7 +273,8 @@ def simulated(cluster: Cluster, costs: Costs, source: random.Random) -> Load:
 def reported(cluster: Cluster) -> tuple[float, float]:
     """Reports of nodes in a second, and bytes of collectors' records to all of them, while the root fills."""
     accounts = Accounts(cluster.capacity_bytes)
-    accounts.listing()(0)
+    accounts.begin_listing()
+    accounts.end_listing(0)
     level = accounts.level
     assert level is not None
     credit_bytes = level.spare_bytes // cluster.nodes
