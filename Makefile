@@ -154,8 +154,8 @@ sim: $(READY) ## simulates nodes and collectors with faults, 10,000 seeds on all
 	@$(BIN)/python -m tests.sim --seeds 10000 $(ARGS)
 	@$(BIN)/python -m tests.sim --seeds 3000 --profile one_host $(ARGS)
 
-sim-bugs: $(READY) ## the first seed that finds each bug planted into the real code, 300 at most, on all cores
-	@$(BIN)/python -m tests.sim --bugs $(ARGS)
+sim-mutants: $(READY) ## the first seed of the simulation that shows each mutant of a cluster's rules, of 300
+	@$(BIN)/python -m tests.sim --seeds 300 --mutants $(ARGS)
 
 bench-test: $(READY) ## the tests that run benchmarks, at tiny sizes
 	@$(PYTEST) -q -m "bench" tests/benchmarks $(ARGS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,19 +13,14 @@ import pytest
 import kvstore
 from kvstore.client.cache import Cache, Pin
 from kvstore.errors import Unavailable
-from kvstore.meta.session import TTL_S
-from kvstore_gc.site import Timings
-from tests.chaos.cast import FOUND_BROKEN, SHARD_BITS, Cast, Part, cast
+from tests.chaos.cast import SHARD_BITS, Cast, Part, cast
 from tests.chaos.conftest import is_weak
 from tests.chaos.gauge import used_bytes
-from tests.chaos.journal import VIOLATION
 from tests.chaos.prompts import LAYOUT, SPACE, chain_of, kv
-from tests.kit.etcd import frozen
-from tests.kit.patience import PATIENCE_S, eventually
+from tests.kit.patience import eventually
 
 pytestmark = pytest.mark.slow
 
-FREEZE_S = 1.5 * TTL_S
 TRIES = 10
 MANY = 400
 """Prompts in one sweep, so that a collector can be stopped while it takes them."""
@@ -38,49 +32,6 @@ def players(tmp_root: Path, tmp_path: Path) -> Iterator[Cast]:
     kvstore.open(str(root), shard_bits=SHARD_BITS).close()
     with cast([root], tmp_path) as made:
         yield made
-
-
-def test_a_node_stopped_while_it_holds_delays_collectors_by_no_more_than_its_lease(players: Cast) -> None:
-    root = players.roots[0]
-    holder = players.part("holder", "tests.chaos.holder", "--prompts", "1")
-    eventually(lambda: _said(holder) == ["held"])
-    # Round after round: a single one may come within the second in which the chunks count as new.
-    players.collector("gc", "--interval", "1s", "--ttl", "0s")
-    time.sleep(3.0)
-    assert used_bytes(root) > 0 and _said(holder) == ["held"], "a node that lives is waited for"
-    assert holder.process is not None
-    with frozen(holder.process.pid):
-        stopped_s = time.monotonic()
-        # Nobody else ends its hold: a collector would wait for a node that is late for far longer than this test.
-        assert Timings().announce_lag_max_s > 2 * PATIENCE_S > 4 * TTL_S
-        try:
-            eventually(lambda: used_bytes(root) == 0, "what nobody holds any more is taken")
-        except AssertionError:
-            print(players.tail("gc", 50))
-            raise
-        delay_s = time.monotonic() - stopped_s
-    eventually(lambda: len(_said(holder)) == 3)
-    print(f"\ncollected {delay_s:.1f} s after the node was stopped; its lease is {TTL_S} s")
-    assert _said(holder) == ["held", "broken", "right"]
-
-
-def test_a_frozen_etcd_stops_collectors_without_harm_and_they_go_on_afterwards(players: Cast) -> None:
-    node = players.node("node", 100)
-    players.collector("gc", "--interval", "1s", "--ttl", "1s")
-    auditor = players.auditor()
-    eventually(lambda: players.rounds()["reaped"] > 0 and players.counts()["pins acknowledged"] > 2)
-    with frozen(players.etcd.pid):
-        eventually(lambda: "gc.round_failed" in players.tail("gc", 10_000), "a round fails")
-        before, verified = players.rounds()["rounds"], players.counts()["chunks verified"]
-        time.sleep(FREEZE_S)
-        assert players.rounds()["rounds"] == before, "nobody knows what may be taken"
-    reaped = players.rounds()["reaped"]
-    eventually(lambda: players.rounds()["reaped"] > reaped and players.counts()["pin"] > 0)
-    eventually(lambda: players.counts()["chunks verified"] > verified)
-    for part in (node, auditor):
-        part.end()
-    assert FOUND_BROKEN not in node.codes + auditor.codes, players.facts(VIOLATION)
-    assert players.counts()["sessions_lost"] >= 1, "the node knew that its session was over"
 
 
 def test_a_collector_stopped_while_it_reaps_takes_nothing_when_it_is_woken_long_after(players: Cast) -> None:
@@ -155,7 +106,3 @@ def pinned(cache: Cache, number: int) -> Pin:
 
     eventually(pin, "the pin")
     return pins[0]
-
-
-def _said(part: Part) -> list[str]:
-    return (part.folder / f"{part.name}.{part.starts_count:03}.out").read_text().split()

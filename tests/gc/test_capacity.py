@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -96,14 +94,6 @@ def test_an_unheard_node_counts_from_its_first_report() -> None:
     accounts.reported(ONE, Usage(5000, 0))
     assert used(accounts) == 1000
     accounts.reported(ONE, Usage(5300, 0))
-    assert used(accounts) == 1300
-
-
-def test_an_older_report_of_a_restored_etcd_changes_nothing() -> None:
-    accounts = Accounts(10_000)
-    scanned(accounts, 1000)
-    accounts.reported(ONE, Usage(300, 0))
-    accounts.reported(ONE, Usage(100, 0))
     assert used(accounts) == 1300
 
 
@@ -254,16 +244,6 @@ def test_a_record_counts_the_reports_up_to_its_revision() -> None:
     assert used(accounts) == 570
 
 
-def test_a_record_says_that_the_root_is_full(caplog: pytest.LogCaptureFixture) -> None:
-    cluster = Cluster()
-    publisher, accounts = cluster.collector()
-    scanned(accounts, 1000)
-    accounts.blocked()
-    with caplog.at_level(logging.WARNING):
-        publisher.tick()
-    assert cluster.record is not None and cluster.record.is_full and "gc.full" in caplog.text
-
-
 def test_a_node_counts_from_its_first_report_to_a_collector() -> None:
     cluster = Cluster()
     node = cluster.session()
@@ -278,20 +258,6 @@ def test_a_node_counts_from_its_first_report_to_a_collector() -> None:
     cluster.report(node, 310)
     cluster.later(publisher)
     assert used(accounts) == 510
-
-
-def test_a_second_collector_publishes_once_the_first_has_left() -> None:
-    cluster = Cluster()
-    (first, one), (second, two) = cluster.collector(), cluster.collector()
-    for accounts, size in ((one, 100), (two, 200)):
-        scanned(accounts, size)
-    for each in (first, second):
-        each.tick()
-    assert cluster.record is not None and cluster.record.used_bytes == 100
-    cluster.clock.advance(TTL_S)
-    cluster.later(second)
-    cluster.later(second)
-    assert cluster.record is not None and cluster.record.used_bytes == 200
 
 
 def test_a_collector_takes_over_from_one_that_ignores_reports() -> None:

@@ -127,20 +127,6 @@ def test_a_prompt_whose_hold_ends_between_rounds_keeps_its_prefix(
         assert there == sorted(there, reverse=True), "what is kept can be reached"
 
 
-def test_a_round_is_not_done_where_a_sweep_of_one_that_is_gone_has_the_rest(place: Place) -> None:
-    """With ``--once`` nobody else would say so: no other collector has a share of the shards."""
-    node, chain = place.cluster.node(), prompt(1, 5)
-    put(node, chain)
-    place.age(chain)
-    node.pin(chain, 3600, "me")
-    rounds = place.cycle(Config(max_bytes=place.bytes_of(chain) // 2))
-    summary = rounds.run()
-    summary.unfinished.clear()
-    summary.spared["swept by another collector"] = 5
-    rounds._judge(summary)
-    assert [said for said in summary.unfinished if "over the target" in said]
-
-
 def test_two_collectors_with_many_chunks_list_their_own_shards_and_keep_the_bound_together(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,15 +253,3 @@ def test_chunks_without_their_parent_are_the_first_victims(place: Place, lost: i
     assert cycle.run().to_json()["chosen"] == {"without its parent": {"chunks": 5 - lost, "bytes": ANY}}
     assert (place.cluster.present(torn), place.cluster.present(older)) == (lost, 6)
     assert not cycle.run().chosen
-
-
-def test_each_header_is_read_once(place: Place) -> None:
-    node, chain = place.cluster.node(), prompt(1, 6)
-    put(node, chain)
-    place.age(chain)
-    root = FaultyRoot(place.cluster.root)
-    cycle = place.cycle(root=root)
-    cycle.run()
-    assert root.calls["look"] == 5
-    cycle.run()
-    assert root.calls["look"] == 5

@@ -28,7 +28,7 @@ from kvstore_gc.cycle import FRESH_S
 from tests.cli.conftest import PATIENCE_S, SOURCE, Running, descendants, eventually, serving
 from tests.kit.cases import for_each
 from tests.kit.collecting import GC, bounded_to
-from tests.kit.etcd import frozen, running_etcd
+from tests.kit.etcd import frozen
 
 LAYOUT = kvstore.Layout(layers=2, kv_heads=1, head_dim=64, dtype="float16", chunk_tokens=4)
 CHUNK_BYTES = 6144
@@ -219,27 +219,6 @@ def test_sigterm_during_a_grace_ends_it_and_takes_nothing(up: Running, at: tuple
     done = ended(*at, "--once", *bounded_to(CHUNK_BYTES * 2))
     assert done.returncode == 0, done.stdout + done.stderr
     assert list((root / "trash").iterdir()) == [] and list((root / "plans").iterdir()) == []
-
-
-@pytest.mark.slow
-def test_an_etcd_that_does_not_know_the_root_is_refused(up: Running, module_root: Path, tmp_path: Path) -> None:
-    before = chunks(module_root / "root")
-    with running_etcd(tmp_path / "other") as other:
-        for mode in ("--once", "--dry-run"):
-            done = ended("--root", str(module_root / "root"), "--etcd", other.endpoints, mode, "--ttl", "0s")
-            assert done.returncode == 2, done.stderr
-            assert "fsck" in done.stderr and "Traceback" not in done.stderr
-    assert chunks(module_root / "root") == before
-
-
-@pytest.mark.slow
-def test_what_is_no_root_is_refused_and_not_made_one(up: Running, tmp_path: Path) -> None:
-    done = ended("--root", str(tmp_path / "none"), "--etcd", up.etcd, "--once")
-    assert done.returncode == 2 and not (tmp_path / "none").exists()
-    (tmp_path / "empty").mkdir()
-    done = ended("--root", str(tmp_path / "empty"), "--etcd", up.etcd, "--once")
-    assert done.returncode == 2 and "is not a kvstore root" in done.stderr
-    assert list((tmp_path / "empty").iterdir()) == []
 
 
 @pytest.mark.slow

@@ -6,13 +6,9 @@ Separate from the protocol's own rules, because each of these once stopped all s
 from __future__ import annotations
 
 import errno
-import itertools
-import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +27,9 @@ from kvstore.root.fences import LOG_BYTES
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.sources import SystemClock
-from kvstore_gc import execute
 from kvstore_gc.membership import Collectors
 from kvstore_gc.threads import Stopped
-from tests.kit.clusters import TIMINGS, Cluster, cluster, eventually, looking, prompt, put, site_of
+from tests.kit.clusters import Cluster, cluster, eventually, looking, prompt, put, site_of
 from tests.kit.faulty_root import EIO, ENOSPC, Fails, FaultyRoot, Rule
 from tests.kit.patience import PATIENCE_S
 
@@ -74,15 +69,6 @@ def test_a_file_that_cannot_be_looked_at_or_taken_stays_and_all_others_go(
     assert c.collector(root).sweep(c.plans(chain, later)).reaped.count == 4, "the next round works as well"
     root.set_rules(())
     assert c.collector(root).sweep(c.plans(chain)).reaped.count == 1 and c.leftovers() == []
-
-
-def test_a_file_that_cannot_be_looked_at_stops_no_other_shard_where_it_is_alone_in_its_own() -> None:
-    with cluster(shard_bits=8) as c:
-        node, chain = c.node(), prompt(1, 8)
-        put(node, chain)
-        bad = next(plan.victims[0] for plan in c.plans(chain) if len(plan.victims) == 1)
-        report = c.collector(FaultyRoot(c.root, [Rule("look", EIO, c.name(bad.address).__eq__)])).sweep(c.plans(chain))
-        assert report.reaped.count == 7 and c.leftovers() == []
 
 
 @pytest.mark.parametrize("fault", [EIO, EPERM], ids=["EIO", "EPERM"])
@@ -209,24 +195,6 @@ def test_c5_what_is_no_twin_any_more_stops_collectors_and_is_named(
 # Several lift one folder
 
 
-def test_f3_an_entry_that_somebody_else_puts_back_at_the_same_moment_is_no_error(
-    on_files: Cluster, tmp_root: Path
-) -> None:
-    c, chain = on_files, prompt(1, 8)
-    put(c.node(), chain)
-    trash_all(c, chain)
-    lifted: list[int] = []
-
-    def meanwhile(point: str) -> None:
-        if point == "publish.before" and not lifted:
-            lifted.append(0)
-            lifted[0] = c.collector().lift_unnamed()
-
-    late = c.collector(PosixRoot(tmp_root / "root", step=meanwhile)).lift_unnamed()
-    assert lifted == [1] and late == 1, "the folder is gone, whoever removed it"
-    assert_back_once(c, chain, tmp_root / "root")
-
-
 def test_f3_many_may_lift_one_folder_at_once(on_files: Cluster, tmp_root: Path) -> None:
     c, chain = on_files, prompt(1, 50)
     put(c.node(), chain)
@@ -342,24 +310,6 @@ def test_plans_leave_room_for_the_log_of_the_metadata_that_name_them() -> None:
 # Nodes that hold
 
 
-def test_a_wait_for_a_node_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(execute, "SAID_S", 0.0)
-    with cluster(shard_bits=2) as c:
-        node, chain = c.node(), prompt(1, 8)
-        put(node, chain)
-        hold, waits = looking(node, chain), itertools.count(1)
-
-        def pause(_: float) -> None:
-            time.sleep(0.01)
-            if next(waits) == 3:
-                node.node.holds.release(hold)
-
-        with caplog.at_level(logging.WARNING, "kvstore_gc"):
-            assert c.collector(pause=pause).sweep(c.plans(chain)).reaped.count == 8
-        said = [record.message for record in caplog.records if record.message.startswith("sweep.waits")]
-        assert len(said) == 1 and "sessions=1 for_s=0: nodes hang, or look for chunks" in said[0]
-
-
 # Two runs of one sweep
 
 
@@ -379,18 +329,12 @@ def abandon_after_another_made_it_final(c: Cluster, chain: ChunkKeys) -> None:
         c.collector(pause=meanwhile).sweep(c.plans(chain))
 
 
-def test_g8_a_sweep_whose_list_is_final_is_not_closed_by_a_run_that_abandons_it() -> None:
+def test_g8_a_sweep_that_was_not_abandoned_after_all_can_be_finished() -> None:
     with cluster(MemoryRoot(MemoryFiles(), objects=True), shard_bits=0) as c:
         chain = prompt(1, 8)
         abandon_after_another_made_it_final(c, chain)
         (left,) = in_flight(c)
         assert left.is_final and c.present(chain) == 5, "what a run may still delete, the sweep must outlive"
-
-
-def test_g8_a_sweep_that_was_not_abandoned_after_all_can_be_finished() -> None:
-    with cluster(MemoryRoot(MemoryFiles(), objects=True), shard_bits=0) as c:
-        chain = prompt(1, 8)
-        abandon_after_another_made_it_final(c, chain)
         assert c.collector().adopt().reaped.count == 5, "nothing was pinned: the final list is the plan"
         assert c.present(chain) == 0 and c.leftovers() == []
 
@@ -452,16 +396,6 @@ def test_a_collector_without_a_lease_has_no_shards() -> None:
     for number in range(4):
         meta.put(f"{keys.collectors}{bytes([number] * 16).hex()}", b"{}")
     assert collectors.shards(16) == list(range(16))
-
-
-def test_a_foreign_key_among_the_sessions_holds_no_sweep_up(c: Cluster) -> None:
-    node, chain = c.node(), prompt(1, 8)
-    put(node, chain)
-    MemoryMeta(c.store).put(f"{Keys(c.identity.root).sessions}notes", b"mine")
-
-    timings = replace(TIMINGS, announce_lag_max_s=1.0, grace_max_s=2.0)
-    assert c.collector(timings=timings).sweep(c.plans(chain)).reaped.count == 8
-    assert c.leftovers() == []
 
 
 def test_c1_a_chain_that_is_garbage_is_named(c: Cluster) -> None:

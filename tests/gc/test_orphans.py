@@ -82,12 +82,6 @@ def scene() -> Scene:
     return Scene()
 
 
-def test_a_root_without_orphans_is_left_as_it_is(scene: Scene) -> None:
-    before = {shard: scene.names(places.shard_folder(shard)) for shard in range(16)}
-    assert not scene.orphans.remove()
-    assert {shard: scene.names(places.shard_folder(shard)) for shard in range(16)} == before
-
-
 # Staging
 
 
@@ -103,14 +97,6 @@ def test_a_live_session_keeps_what_it_staged_however_old(scene: Scene) -> None:
     scene.write(places.staged(alive, 1), age_s=OLD_S)
     assert not scene.orphans.remove()
     assert scene.names(places.staging_folder(alive)) == ["1.part"]
-
-
-def test_leftovers_of_those_who_were_killed_go_within_minutes_without_any_memory_of_them(scene: Scene) -> None:
-    scene.write(places.staged(DEAD, 1))
-    scene.write(plan_of(2)[1])
-    scene.clock.time_s += 180
-    assert scene.again().remove() == {"staging": 1, "plans": 1}
-    assert scene.names(places.STAGING) == [] and scene.names(places.PLANS) == []
 
 
 def test_a_collector_that_has_just_begun_clears_leftovers_a_minute_after_it_noticed_them(scene: Scene) -> None:
@@ -137,13 +123,6 @@ def test_a_staged_file_that_was_never_stamped_goes_at_once(scene: Scene) -> None
     assert scene.names(places.staging_folder(alive)) == ["1.part"]
 
 
-def test_a_node_without_a_session_keeps_what_it_staged_lately(scene: Scene) -> None:
-    scene.write(places.staged(DEAD, 1), age_s=TIMINGS.staging_age_s - 60)
-    scene.write(places.staged(DEAD, 2), age_s=TIMINGS.staging_age_s + 60)
-    assert scene.orphans.remove() == {"staging": 1}
-    assert scene.names(places.staging_folder(DEAD)) == ["1.part"]
-
-
 def test_a_session_that_begins_while_staging_is_listed_is_seen_alive(scene: Scene) -> None:
     begun: list[bytes] = []
 
@@ -166,12 +145,6 @@ def test_an_empty_folder_goes_only_when_it_was_empty_before(scene: Scene) -> Non
     assert scene.names(places.STAGING) == []
 
 
-def test_what_is_no_session_s_folder_is_somebody_else_s(scene: Scene) -> None:
-    scene.write(Name("staging/notes/readme.txt"), age_s=OLD_S)
-    assert not scene.orphans.remove()
-    assert scene.names(places.STAGING) == ["notes"]
-
-
 # Quarantine
 
 
@@ -191,15 +164,6 @@ def test_a_whole_file_never_replaces_a_newer_one(scene: Scene) -> None:
     assert read(scene.root, name) == newer and scene.names(places.QUARANTINE) == []
 
 
-def test_a_whole_file_of_another_chunk_goes_where_its_header_says(scene: Scene) -> None:
-    content = read(scene.root, scene.filled.name(3))
-    assert content is not None
-    scene.root.remove(scene.filled.name(3))
-    scene.write(places.quarantined(scene.filled.chain.addresses[0], DEAD, 1), content)
-    scene.orphans.remove()
-    assert read(scene.root, scene.filled.name(3)) == content
-
-
 def test_a_damaged_file_is_kept_for_a_day(scene: Scene) -> None:
     damaged = bytearray(scene.filled.content(1))
     damaged[-1] ^= 1
@@ -210,16 +174,6 @@ def test_a_damaged_file_is_kept_for_a_day(scene: Scene) -> None:
     scene.clock.time_s += 2
     assert scene.orphans.remove() == {"quarantine": 1}
     assert read(scene.root, aside) is None
-
-
-def test_a_damaged_file_is_read_once_not_in_every_round(scene: Scene) -> None:
-    root = FaultyRoot(scene.root)
-    orphans = Orphans(scene.site(root))
-    scene.write(places.quarantined(scene.filled.chain.addresses[1], DEAD, 1), b"torn")
-    orphans.remove()
-    before = root.calls["open"]
-    orphans.remove()
-    assert root.calls["open"] == before > 0
 
 
 def pressure_of(scene: Scene, used_bytes: int, free_bytes: int) -> Pressure:
@@ -316,16 +270,6 @@ def test_a_twin_goes_long_after_its_pin_s_end_unless_there_is_a_key(scene: Scene
     assert scene.orphans.remove() == {"twins": 1}
     assert set(list_twins(scene.root)) == {places.twin(one.owner, one.id) for one in (kept, fresh)}
     assert places.twin(ended.owner, ended.id) not in set(list_twins(scene.root))
-
-
-def test_a_twin_is_read_once_until_it_may_go(scene: Scene) -> None:
-    twin(scene, 1, NOW_S + 10_000)
-    root = FaultyRoot(scene.root)
-    orphans = Orphans(scene.site(root))
-    orphans.remove()
-    before = root.calls["open"]
-    orphans.remove()
-    assert root.calls["open"] == before > 0
 
 
 def test_a_damaged_twin_stays(scene: Scene) -> None:

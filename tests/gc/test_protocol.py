@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.buffers import Borrowed
-from kvstore.errors import HoldBroken, InvalidRequest, SessionLost
+from kvstore.errors import InvalidRequest, SessionLost
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, INCARNATION_AT
 from kvstore.format.places import Name
@@ -20,13 +19,12 @@ from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMeta
 from kvstore.meta.session import Session
 from kvstore.meta.store import LeaseId
-from kvstore.meta.usage import Capacity
 from kvstore.root.interface import Root, Seen
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.execute import Sweeper
 from tests.kit import faulty_meta as meta_faulty
-from tests.kit.clusters import TIMINGS, Cluster, cluster, eventually, looking, prompt, put, put_result
+from tests.kit.clusters import TIMINGS, Cluster, cluster, eventually, looking, prompt, put
 from tests.kit.faulty_meta import FaultyMeta
 from tests.kit.faulty_root import Delay, FaultyRoot, Rule
 from tests.kit.patience import PATIENCE_S
@@ -195,51 +193,6 @@ def test_v1_a_node_that_joins_during_a_sweep_protects_nothing_of_it(c: Cluster) 
     assert c.present(chain) == 0 and c.leftovers() == []
 
 
-def test_v2_a_node_whose_session_died_holds_nothing(c: Cluster) -> None:
-    node, chain = c.node(), prompt(1, 8)
-    put(node, chain)
-    hold = node.node.hold(chain)
-    lost = node.presence.current()
-    lost.give_up("a test")
-    eventually(lambda: node.node.counters.snapshot()["sessions_lost"] == 1)
-    with pytest.raises(HoldBroken):
-        node.node.read(hold, lambda index: [])
-    eventually(lambda: node.node.gc_view.protects and node.stats()["session_alive"])
-    assert node.presence.current().id != lost.id
-    assert c.collector().sweep(c.plans(chain)).reaped.count == 8
-
-
-def test_v3_after_a_lost_watch_what_is_held_is_spared(c: Cluster) -> None:
-    meta = FaultyMeta(MemoryMeta(c.store))
-    node, chain = c.node(meta=meta), prompt(1, 8)
-    put(node, chain)
-    node.node.hold(chain)
-    meta.cut_watches()
-    eventually(lambda: node.node.counters.snapshot()["watches_lost"] == 1)
-    node.node.hold(prompt(2, 1))  # a young hold does not hide the old one
-    assert c.collector().sweep(c.plans(chain)).spared["held"] == c.present(chain) == 8
-
-
-def test_v3_after_a_lost_watch_sweeps_wait_for_an_old_look(c: Cluster) -> None:
-    meta = FaultyMeta(MemoryMeta(c.store))
-    node, chain = c.node(meta=meta), prompt(1, 8)
-    put(node, chain)
-    hold = looking(node, chain)
-    meta.cut_watches()
-    eventually(lambda: node.node.counters.snapshot()["watches_lost"] == 1)
-    collector = c.collector()
-    late = node.node.hold(prompt(2, 1))  # a young hold does not hide the old one
-    thread = threading.Thread(target=lambda: collector.sweep(c.plans(chain)))
-    thread.start()
-    eventually(lambda: node.node.gc_view.leading(chain) == 0)
-    assert node.presence.current().announced == 0
-    assert c.present(chain) == 8
-    node.node.holds.release(late)
-    node.node.holds.release(hold)
-    thread.join(PATIENCE_S)
-    assert c.leftovers() == []
-
-
 def test_g2_of_two_collectors_with_one_shard_one_condemns(c: Cluster) -> None:
     node, chain = c.node(), prompt(1, 30)
     put(node, chain)
@@ -337,20 +290,6 @@ def test_h4_a_session_that_never_announces_is_revoked(c: Cluster) -> None:
     assert not stuck.alive
 
 
-def test_a_plan_that_cannot_be_read_takes_nothing(c: Cluster) -> None:
-    node, chain = c.node(), prompt(1, 8)
-    put(node, chain)
-    hold = looking(node, chain)
-    with pytest.raises(Died):
-        c.collector(pause=die).sweep(c.plans(chain))
-    for entry in list(c.root.list(places.PLANS)):
-        c.root.remove(Name(f"{places.PLANS}/{entry.name}"))
-    node.node.holds.release(hold)
-    report = c.collector().adopt()
-    assert report.sweeps["adopted"] > 0 and report.reaped.count == 0
-    assert c.present(chain) == 8 and c.leftovers() == []
-
-
 def test_c4_a_node_fences_the_sweeps_that_etcd_has_forgotten_before_it_protects(c: Cluster) -> None:
     node, chain = c.node(), prompt(1, 8)
     put(node, chain)
@@ -388,15 +327,6 @@ def test_o1_a_store_that_can_neither_fence_nor_delete_conditionally_is_refused()
     root.traits = replace(root.traits, fenced=False)
     with cluster(root) as c, pytest.raises(InvalidRequest, match="not safe there"):
         c.collector()
-
-
-def test_nodes_refuse_puts_while_the_root_is_full(c: Cluster) -> None:
-    node, prompts = c.node(), (prompt(number, 8) for number in itertools.count())
-    meta, keys = MemoryMeta(c.store), Keys(c.identity.root)
-    meta.put(keys.gc_capacity, Capacity(1, is_full=True).to_json())
-    eventually(lambda: put_result(node, next(prompts)).reason == "full")
-    meta.delete(keys.gc_capacity)
-    eventually(lambda: put_result(node, next(prompts)).chunks_written == 8)
 
 
 class Died(Exception):

@@ -16,15 +16,13 @@ from kvstore.format import places
 from kvstore.meta.keys import Keys, SessionId, SweepId
 from kvstore.meta.memory import MemoryMeta, MemoryStore
 from kvstore.meta.session import SessionRecord
-from kvstore.meta.store import Compare, Delete, KeyValue, Put, Snapshot, TxnResult
+from kvstore.meta.store import Compare, Delete, Put, Snapshot, TxnResult
 from kvstore.meta.sweeps import Condemned
 from kvstore.node.member import Member
 from kvstore.root import fences
-from kvstore.root.memory import MemoryFile, MemoryFiles, MemoryRoot
+from kvstore.root.memory import MemoryFile, MemoryRoot
 from kvstore.sources import SystemClock
-from kvstore_gc.deletion import Taken, read_victims
-from kvstore_gc.execute import SweepReport
-from kvstore_gc.grace import Announced, Grace, Spared
+from kvstore_gc.grace import Announced, Grace
 from kvstore_gc.ledger import Ledger
 from tests.kit.clusters import SPACE, TIMINGS, Cluster, cluster, looking, prompt, put, site_of
 
@@ -33,20 +31,13 @@ CHUNK = places.chunk(Address(bytes(16)), SPACE.id, 0)
 
 
 class Meanwhile(MemoryMeta):
-    """Metadata that let somebody else act just before a call: before the chain is read, or before a transaction."""
+    """Metadata that let somebody else act just before a transaction."""
 
     def __init__(self, store: MemoryStore) -> None:
         super().__init__(store)
-        self.before_link: Callable[[], object] = _nothing
         self.before_txn: Callable[[], object] = _nothing
         self.stale: Snapshot | None = None
         """What the next read of everything gives."""
-
-    def get(self, key: str, timeout_s: float | None = None) -> KeyValue | None:
-        if key.endswith("/gc/seq"):
-            act, self.before_link = self.before_link, _nothing
-            act()
-        return super().get(key, timeout_s)
 
     def txn(
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete], timeout_s: float | None = None
@@ -88,26 +79,6 @@ def c() -> Iterator[Cluster]:
 
 def sweeps(meta: MemoryMeta) -> dict[int, int]:
     return {shard: one.sweep[0] for shard, one in ledger(meta).in_flight().items()}
-
-
-def test_g2_of_several_shards_each_must_be_free(meta: Meanwhile) -> None:
-    mine, other = ledger(meta), ledger(MemoryMeta(meta.store))
-    meta.before_link = lambda: other.condemn({1: record(9)})
-    begun = mine.condemn({0: record(1), 1: record(2)})
-    assert [one.shard for one in begun] == [0] and sweeps(meta) == {0: 1, 1: 9}
-
-
-def test_g6_of_several_sweeps_each_must_be_the_one_that_was_reaped(meta: Meanwhile) -> None:
-    mine, other = ledger(meta), ledger(MemoryMeta(meta.store))
-    reaped = mine.condemn({0: record(1), 1: record(2)})
-
-    def meanwhile() -> None:
-        other.close([one for one in reaped if one.shard == 1])
-        other.condemn({1: record(9)})
-
-    meta.before_link = meanwhile
-    mine.close(reaped)
-    assert sweeps(meta) == {1: 9}, "somebody takes chunks under the new sweep, and nodes must know of it"
 
 
 def test_c3_what_was_read_in_the_lost_timeline_ends_no_grace(meta: Meanwhile) -> None:
@@ -161,35 +132,6 @@ def test_g4_a_session_that_begins_before_the_sweep_is_waited_for(c: Cluster) -> 
     assert present and present[0] == 4, "nothing was taken before the young session was waited for"
 
 
-def test_v1_the_session_is_there_before_the_view_is_read(c: Cluster) -> None:
-    calls: list[str] = []
-
-    class Recording(MemoryMeta):
-        def txn(
-            self, compares: Sequence[Compare], operations: Sequence[Put | Delete], timeout_s: float | None = None
-        ) -> TxnResult:
-            calls.extend("session" for one in operations if "/sessions/" in one.key)
-            return super().txn(compares, operations, timeout_s)
-
-        def list(self, prefix: str, timeout_s: float | None = None) -> Snapshot:
-            calls.extend(["view"] if prefix.endswith("/gc/") else [])
-            return super().list(prefix, timeout_s)
-
-    c.node(meta=Recording(c.store))
-    assert calls[:2] == ["session", "view"]
-
-
-def test_f3_a_folder_that_is_named_after_all_keeps_what_is_in_it() -> None:
-    """Between the first look at etcd and the folder its sweep was condemned, and has taken a chunk."""
-    root = MemoryRoot()
-    entry = places.trashed(b"s" * 16, CHUNK, b"q" * 8)
-    answers = iter([False, True])
-    root.make_folder(places.trash_folder(b"s" * 16))
-    root.files.write(entry, file(b"condemned"))
-    assert not fences.lift(root, b"s" * 16, 0, lambda: next(answers))
-    assert root.stat(entry) is not None and root.stat(CHUNK) is None
-
-
 def test_g5_what_goes_back_replaces_no_newer_one() -> None:
     root = MemoryRoot()
     entry = places.trashed(b"s" * 16, CHUNK, b"q" * 8)
@@ -198,19 +140,6 @@ def test_g5_what_goes_back_replaces_no_newer_one() -> None:
     assert not fences.restore(root, entry, 0)
     found = root.look(CHUNK, 5)
     assert found is not None and bytes(found.prefix) == b"newer" and root.stat(entry) is None
-
-
-def test_o1_every_run_deletes_from_the_list_that_was_made_final() -> None:
-    """A run that decided later, after a pin had ended, would delete chunks in use once the sweep has closed."""
-    with cluster(MemoryRoot(MemoryFiles(), objects=True), shard_bits=0) as c:
-        chain = prompt(1, 2)
-        put(c.node(), chain)
-        first, second = c.collector(), c.collector()
-        (sweep,) = first._condemn(c.plans(chain), SweepReport())
-        victims = read_victims(c.root, sweep.sweep, sweep.record.plan_checksum)
-        assert first._deleting.reap(sweep, victims, Spared.of([chain.addresses[0]]), Taken())
-        second._deleting.reap(sweep, victims, Spared.of([]), Taken())
-        assert c.root.stat(c.name(chain.addresses[0])) is not None and c.present(chain) == 1
 
 
 def file(content: bytes) -> MemoryFile:

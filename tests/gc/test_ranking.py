@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +16,7 @@ from kvstore.format import places
 from kvstore.recency import TICK_S, stamp_ns
 from kvstore.root.memory import MemoryFile, MemoryFiles, MemoryRoot
 from kvstore_gc.policy import Goals, Order, Quota
-from kvstore_gc.ranking import CONDEMNING, NO_MARKS, Marks, Ranking, Reason, Tally, marks_of, shards_of, tallies
+from kvstore_gc.ranking import CONDEMNING, NO_MARKS, Marks, Ranking, Reason, Tally, marks_of, tallies
 from tests.kit.cases import for_each
 from tests.kit.chains import NOW_S, SHARD_BITS, SHARDS, SPACES, Chunk, forests, loose, root_of, stamp
 from tests.kit.faulty_root import EIO, FaultyRoot, Rule
@@ -77,18 +75,6 @@ def test_counts_and_bytes_are_exact(chunks: list[Chunk], ttl_s: float | None, sp
     for space in SPACES:
         assert ranking.namespaces.get(space, Tally()) == tally([one for one in chunks if one.namespace == space])
     assert ranking.left_bytes == size_of(chunks)
-
-
-def test_threads_that_share_a_listing_find_the_same() -> None:
-    chunks = loose(2000)
-
-    def threads(count: int, work: Callable[[int], object]) -> None:
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(work, range(count)))
-
-    ranking = Ranking(Goals(), NOW_S, SHARD_BITS)
-    ranking.read(root_of(chunks), SHARDS, threads)
-    assert ranking.total == tally(chunks)
 
 
 def test_a_shard_that_cannot_be_listed_is_left_out() -> None:
@@ -238,14 +224,6 @@ def test_the_capacity_takes_only_what_quotas_left_over() -> None:
     assert counted[SPACES[0], Reason.QUOTA] == Tally(53, 5300)
 
 
-def test_others_are_taken_instead_of_the_oldest_that_are_pinned() -> None:
-    old, new = loose(50, age_s=7200), loose(50, seed=1, age_s=60)
-    gone = taken(old + new, Goals(), 8_000, marks_of([chunk.address for chunk in old]))
-    assert len(gone) == 20 and gone.keys() <= {chunk.address for chunk in new}
-    everything = marks_of([chunk.address for chunk in old + new])
-    assert not taken(old + new, Goals(ttl_s=0), 100, everything)
-
-
 # Orphans
 
 
@@ -259,13 +237,6 @@ def test_orphans_are_due_and_go_first() -> None:
     ranking.orphaned(lost)
     assert ranking.due == Tally(1, 100) and Address(ranking.take(0)["address"][0].item()) == address
     assert ranking.have([chunks[0].address, chunks[-1].address, Address(bytes(16))]).tolist() == [True, True, False]
-
-
-def test_the_shard_of_each_row_is_that_of_its_name() -> None:
-    chunks = loose(100)
-    rows = ranked(chunks, Goals()).take(100_000)
-    by_address = {chunk.address: chunk.shard for chunk in chunks}
-    assert shards_of(rows, SHARD_BITS).tolist() == [by_address[Address(row["address"].item())] for row in rows]
 
 
 @for_each(

@@ -85,14 +85,6 @@ def left_in_grace(c: Cluster, chunks: int = 8) -> None:
     node.close()
 
 
-def test_v1_a_session_s_key_is_there_before_gc_is_read(c: Cluster) -> None:
-    meta, keys, seen = Hooked(c.store), Keys(c.identity.root), list[str]()
-    meta.listed = lambda prefix: seen.append("read") if prefix == keys.gc else None
-    meta.writing = lambda operations: seen.extend("key" for one in operations if one.key.startswith(keys.sessions))
-    c.node(meta=meta)
-    assert seen[:2] == ["key", "read"], "or a sweep that waits for nobody goes unseen"
-
-
 def test_h2_a_hold_is_registered_before_the_root_is_looked_at(c: Cluster) -> None:
     put(c.node(), prompt(1, 8))
     seen: list[int] = []
@@ -299,20 +291,6 @@ def test_o1_a_sweep_closes_only_when_all_of_its_list_is_gone() -> None:
         report = c.collector(FaultyRoot(c.root, [Rule("remove_if", EIO, nth=4)])).adopt()
         assert report.sweeps["left"] == 1 and c.present(prompt(1, 8)) == 5
         assert [key for key in c.leftovers() if "/gc/condemned/" in key]
-
-
-def test_o1_a_delete_that_misses_keeps_its_sweep_open() -> None:
-    with cluster(MemoryRoot(MemoryFiles(), objects=True), shard_bits=0) as c:
-        left_in_grace(c)
-
-        class Missing(FaultyRoot):
-            """Each object is another version by the time it would be deleted."""
-
-            def remove_if(self, name: Name, seen: object) -> bool:
-                return False
-
-        assert c.collector(Missing(c.root)).adopt().sweeps["left"] == 1
-        assert c.present(prompt(1, 8)) == 8 and [key for key in c.leftovers() if "/gc/condemned/" in key]
 
 
 def test_a_plan_that_was_changed_takes_nothing(c: Cluster) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 
 from kvstore.address import ADDRESS_BYTES
-from kvstore.host.tables import PAGE_BYTES, SIZE_BYTES_MIN, LiveTable, Number, Own, live_tables, read_tables
+from kvstore.host.tables import SIZE_BYTES_MIN, LiveTable, Number, Own, live_tables, read_tables
 from tests.kit.host_parts import Parts, address, child_of
 from tests.kit.patience import eventually
 
@@ -30,16 +30,6 @@ def test_a_table_that_grows_keeps_its_entries_and_numbers(parts: Parts) -> None:
     for run in runs[:-1]:
         parts.table.remove(run)
     assert held(parts) == {address(9)}
-
-
-def test_removed_neighbours_become_one_free_run(parts: Parts) -> None:
-    table = parts.table
-    quarter = (SIZE_BYTES_MIN - PAGE_BYTES) // ADDRESS_BYTES // 4
-    runs = [table.add(address(1) * quarter) for _ in range(4)]
-    for at in (0, 2, 1):
-        table.remove(runs[at])
-    assert table.add(address(2) * 3 * quarter) == (PAGE_BYTES, PAGE_BYTES + 3 * quarter * ADDRESS_BYTES)
-    assert (parts.folder / "host/holds" / table.name).stat().st_size == SIZE_BYTES_MIN
 
 
 def test_the_table_of_a_killed_process_is_removed(parts: Parts) -> None:

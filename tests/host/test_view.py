@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvstore.address import ADDRESS_BYTES
-from kvstore.host.tables import BATCH_MAX, RING, Number
+from kvstore.host.tables import BATCH_MAX, Number
 from kvstore.keyset import ChunkKeys
 from kvstore.node.host import HostView
 from tests.kit.host_parts import CHUNKS, SPACE, Parts, address
@@ -36,47 +36,9 @@ def settle(parts: Parts) -> None:
     parts.shared[Number.SETTLED] = parts.shared[Number.TAIL]
 
 
-def test_unsettled_chunks_are_misses_until_the_batch_ends(parts: Parts) -> None:
-    view = parts.view()
-    begin(parts)
-    assert view.leading(CHAIN) == 1 and list(view.allowed(CHAIN.addresses)) == [0] and not view.is_calm
-    assert view.unswept(CHAIN).tolist() == [True, False, False, False]
-    assert view.condemns(CHAIN.addresses[1]) and not view.condemns(CHAIN.addresses[0])
-    settle(parts)
-    assert view.leading(CHAIN) == CHUNKS and view.is_calm
-
-
 def test_a_process_that_begins_during_a_batch_sees_it(parts: Parts) -> None:
     begin(parts)
     assert parts.view().leading(CHAIN) == 1
-
-
-def test_the_log_clears_what_is_remembered(parts: Parts) -> None:
-    view = parts.view()
-    remember(parts)
-    assert remembered(parts, view) == CHUNKS
-    begin(parts)
-    settle(parts)
-    assert remembered(parts, view) == 1
-
-
-@pytest.mark.parametrize("batches, left", [(RING // BATCH_MAX - 2, CHUNKS), (RING // BATCH_MAX + 1, 0)])
-def test_an_overrun_log_clears_everything(parts: Parts, batches: int, left: int) -> None:
-    view = parts.view()
-    remember(parts)
-    for batch in range(batches):
-        parts.shared.append(b"".join(address(batch * BATCH_MAX + number) for number in range(BATCH_MAX)))
-        settle(parts)
-    assert remembered(parts, view) == left
-
-
-def test_an_unsettled_batch_of_an_overrun_log_is_a_miss(parts: Parts) -> None:
-    view = parts.view()
-    for _ in range(RING // BATCH_MAX + 1):
-        parts.shared.append(address(7) * BATCH_MAX)
-        settle(parts)
-    begin(parts)
-    assert view.leading(CHAIN) == 1
 
 
 def test_a_look_under_way_brings_nothing_back(parts: Parts) -> None:

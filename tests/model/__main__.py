@@ -11,7 +11,7 @@ import multiprocessing
 import sys
 import time
 
-from tests.model import claims, host
+from tests.model import host
 from tests.model.check import Checked, check
 from tests.model.configs import CONFIGS, QUICK
 from tests.model.mutations import MUTATIONS
@@ -34,25 +34,9 @@ def main() -> int:
             failed_count += not checked.is_expected
             _print(checked, arguments.trace)
     if not arguments.names:
-        failed_count += _claims(arguments.trace) + _host(arguments.trace)
+        failed_count += _host(arguments.trace)
     print(f"{failed_count} not as expected, {time.perf_counter() - began_s:.0f} s")
     return 1 if failed_count else 0
-
-
-def _claims(with_trace: bool) -> int:
-    """Searches the worlds of claims (S6), whole and without each part of the rule; returns how many are not right."""
-    rows = [(claims.LENDING, ""), (claims.HANDING_OVER, ""), *((world, part) for part, world in claims.DROPPED.items())]
-    failed_count = 0
-    for world, dropped in rows:
-        began_s = time.perf_counter()
-        found = claims.search(world, dropped)
-        broken = "I6" if found.trace else None
-        expected, why = "I6" if dropped else None, "the root takes more than anybody knows of"
-        name, seconds = f"claims, {world}{dropped and '/'}{dropped}", time.perf_counter() - began_s
-        checked = Checked(name, found.states_count, seconds, broken, expected, why, found.trace)
-        failed_count += not checked.is_expected
-        _print(checked, with_trace)
-    return failed_count
 
 
 def _host(with_trace: bool) -> int:

@@ -172,7 +172,7 @@ def _settle_list(s: State, i: int, run: Run, k: Config, dropped: Dropped) -> Ite
     if key is not None and named and key.final:
         wanted = not pinned if "own_list" in dropped else bool(key.listed)
         yield f"g{i}.reaping_already", with_run(s, i, deletes(wanted))
-    elif key is not None and named and (key == seen or "reap_blind" in dropped):
+    elif key is not None and named and key == seen:
         is_listed = int(seen is not None and bool(seen.listed) and not pinned)
         final = key._replace(stamp=run.sweeps[0].stamp, inc=run.sweeps[0].inc, listed=is_listed, final=1)
         told = s._replace(condemned=(final,)) if is_listed == key.listed else write_gc(s, (final,), s.rev)
@@ -180,10 +180,8 @@ def _settle_list(s: State, i: int, run: Run, k: Config, dropped: Dropped) -> Ite
         yield f"g{i}.reaping({is_listed})", with_run(told, i, deletes(wanted))
     elif named:
         yield f"g{i}.changed:reread", with_run(s, i, run._replace(pc=GRACE, memo=()))
-    elif "no_reaping_phase" not in dropped:
+    else:
         yield f"g{i}.not_ours", with_run(s, i, FINISHED if k.objects else run._replace(pc=LIFT, memo=()))
-    if "no_reaping_phase" in dropped:
-        yield f"g{i}.go", with_run(s, i, deletes(True))
 
 
 def _is_ours(s: State, sweep: Sweep) -> bool:

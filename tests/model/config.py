@@ -39,7 +39,6 @@ class Config:
     """etcd comes back older than the root, once (C13)."""
     lost_watch: bool = False
     abandoning: bool = False
-    resurrects: bool = False
     final_list: bool = False
     """A transaction fixes the list before anything is deleted (O1)."""
     objects: bool = False
@@ -48,7 +47,7 @@ class Config:
     """A root without link(2): publishing replaces. Then only "some publication is there" can hold, and not I3."""
 
     def __post_init__(self) -> None:
-        assert self.shards == 1 or not (self.pins or self.final_list or self.resurrects or self.menders)
+        assert self.shards == 1 or not (self.pins or self.final_list or self.menders)
         assert not (self.menders and (self.cache or self.looks or self.rollback))
 
     @property

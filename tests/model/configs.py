@@ -39,15 +39,10 @@ CONFIGS: dict[str, Config] = {
     "aside": Config(nodes=1, runs=1, sweeps=1, incs=3, menders=2, restorers=1),
     "asidep": Config(nodes=1, runs=1, sweeps=1, incs=3, menders=2, restorers=1, pins=True),
     "aside2": Config(nodes=1, sweeps=1, incs=3, menders=1, restorers=1),
-    # Other roots, and what must not be built.
+    # Other roots.
     "s3": Config(nodes=1, runs=3, incs=3, pins=True, final_list=True, objects=True),
     "nolink": Config(nodes=1, runs=3, incs=3, pins=True, replaces=True),
-    "resur": Config(nodes=1, pins=True, resurrects=True, final_list=True),
-    "c13r": Config(nodes=1, sweeps=1, incs=1, rollback=True, resurrects=True, final_list=True),
 }
-
-BROKEN = {"c13r": "I1"}
-"""Worlds in which an invariant does not hold: resurrecting what is condemned, and a rollback. It must not be built."""
 
 QUICK = ("hold", "join", "unpin", "two", "pins", "cache", "twoa")
 """Worlds that take seconds, not minutes."""

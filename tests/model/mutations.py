@@ -115,15 +115,7 @@ MUTATIONS = tuple(
         ("aside", "aside_restored_unlooked", "I4", "W3 look", "a damaged file goes back to its name"),
         ("aside", "aside_never_restored", "I5", "W3 round", "a whole file stays in quarantine for ever"),
         ("aside", "strict_after_damage", "I3", "(promise)", "a condemned one is put back and takes a newer one's name"),
-        # Parts that were not built, and object stores.
-        (
-            "resur",
-            "no_reaping_phase",
-            "I1",
-            "(resurrection)",
-            "a collector past its grace does not see the resurrection",
-        ),
-        ("resur", "reap_blind", "I1", "(resurrection)", "a stale list is written back"),
+        # Object stores.
         ("s3", "own_list", "I1", "O1", "two collectors with different lists"),
         ("s3", "s3_blind_delete", "I3", "O1 If-Match", "a newer incarnation is deleted"),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tests.model.config import Config, Dropped
-from tests.model.etcd import Step, write_gc
+from tests.model.etcd import Step
 from tests.model.state import (
     FOUND,
     LOOKING,
@@ -31,9 +31,6 @@ def steps(s: State, i: int, n: Node, k: Config, dropped: Dropped) -> Iterator[St
             yield from _hold(s, i, n, address, tag, k, dropped)
         if k.looks:
             yield from _look(s, i, n, address, tag)
-        key = s.condemned[address]
-        if k.resurrects and key is not None and key.listed and (not key.final or "no_reaping_phase" in dropped):
-            yield f"n{i}.resurrect", write_gc(s, put(s.condemned, address, key._replace(listed=0)), s.rev)
 
 
 def _hold(s: State, i: int, n: Node, address: int, tag: str, k: Config, dropped: Dropped) -> Iterator[Step]:

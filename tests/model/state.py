@@ -58,7 +58,7 @@ class Node(NamedTuple):
 
 
 class Condemned(NamedTuple):
-    """The key ``gc/condemned/<shard>``. ``listed`` is 0 once resurrected; ``final`` fixes the list (O1)."""
+    """The key ``gc/condemned/<shard>``. ``listed`` is 0 once nothing is to be taken; ``final`` fixes the list (O1)."""
 
     sweep: int
     inc: int

@@ -79,7 +79,7 @@ def failing_without(mutants: Sequence[Mutant], jobs: int) -> list[str]:
 
 def line(outcome: Outcome) -> str:
     """Formats a row of the output."""
-    return f"{outcome.verdict.value:20} {outcome.seconds:6.1f} s  {outcome.mutant.name:34} {outcome.mutant.rule}"
+    return f"{outcome.verdict.value:20} {outcome.seconds:6.1f} s  {outcome.mutant.name}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no mutant fits {' '.join(options.patterns)}: --list prints all")
     if options.list:
         for each in mutants:
-            print(f"{each.name:34} {each.rule}\n{'':34} {' '.join(each.tests)}")
+            print(f"{each.name:40} {' '.join(each.tests)}")
         return 0
     missed = [f"kvstore/native: the check {name} has no mutant" for name in uncovered(every)]
     missed += outdated(mutants)
@@ -121,13 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report(outcomes, time.monotonic() - began_s)
     if options.json:
         rows = [
-            {
-                "name": o.mutant.name,
-                "rule": o.mutant.rule,
-                "verdict": o.verdict.value,
-                "s": round(o.seconds, 1),
-                "why": o.why,
-            }
+            {"name": o.mutant.name, "verdict": o.verdict.value, "s": round(o.seconds, 1), "why": o.why}
             for o in outcomes
         ]
         options.json.write_text(json.dumps(rows, indent=1) + "\n")

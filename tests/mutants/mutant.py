@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 
 from tests.mutants.planters import Planter
@@ -16,10 +17,12 @@ LIBRARY_VARIABLE = "KVSTORE_MUTANT_LIBRARY"
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """``tests`` are arguments of pytest: ids of tests, or one ``-k`` expression behind its file."""
+    """``name`` begins with the rule of gc/PROTOCOL.md that it breaks, if it breaks one.
+
+    ``tests`` are arguments of pytest: ids of tests, or one ``-k`` expression behind its file.
+    """
 
     name: str
-    rule: str
     planter: Planter
     tests: tuple[str, ...]
     native: bool = True
@@ -28,12 +31,8 @@ class Mutant:
     """True if a test that does not end counts as one that failed."""
 
 
-def mutant(name: str, rule: str, planter: Planter, *tests: str, native: bool = True, hangs: bool = False) -> Mutant:
-    """One row of the catalogue; ids of tests are given without ``tests/``."""
-    assert tests, name
-    return Mutant(name, rule, planter, tests, native, hangs)
-
-
-def rule(number: str, name: str, planter: Planter, *tests: str) -> Mutant:
-    """A row for a rule of gc/PROTOCOL.md, whose name begins with the rule's number."""
-    return mutant(f"{number.lower()}-{name}", f"PROTOCOL {number}", planter, *tests)
+def mutant(name: str, planter: Planter, *tests: str, native: bool = True, hangs: bool = False) -> Mutant:
+    """One row of the catalogue. ``tests`` are arguments of pytest, as in a shell; ids are given without ``tests/``."""
+    found = tuple(each for part in tests for each in shlex.split(part))
+    assert found, name
+    return Mutant(name, planter, found, native, hangs)

@@ -8,9 +8,10 @@ import time
 from collections import Counter
 from contextlib import nullcontext
 
-from tests.sim.bugs import BUGS, SEEDS_MAX, SHOWN_BY
+from tests.sim.bugs import BUGS
+from tests.sim.mutants import HOMES, first_to_find_mutant
 from tests.sim.profiles import BY_NAME
-from tests.sim.run import find_bugs, run, run_many
+from tests.sim.run import first_to_find, run, run_many
 
 PROGRESS = 500
 
@@ -49,10 +50,15 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1000, help="how many to search")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--workers", type=int, default=2, help="processes")
-    parser.add_argument("--bugs", nargs="*", metavar="BUG", help="the first seed that finds each planted bug")
+    parser.add_argument("--until-found", action="store_true", help="end at the first violation")
+    parser.add_argument("--mutants", nargs="*", metavar="NAME", help="the first seed that shows each mutant")
     asked = parser.parse_args()
-    if asked.bugs is not None:
-        return search_bugs(asked.bugs or sorted(BUGS), asked.workers)
+    if asked.mutants is not None:
+        return search_mutants(asked.mutants or sorted(HOMES), asked.seeds)
+    if asked.seed is None and asked.until_found:
+        found = first_to_find(nullcontext, range(asked.seeds), BY_NAME[asked.profile] if asked.profile else None)
+        print(f"seed {found.seed} ({found.profile}): {found.violation}" if found else "no violation")
+        return int(found is not None)
     if asked.seed is None:
         return search(asked.first, asked.seeds, asked.workers, asked.profile)
     profile = BY_NAME[asked.profile] if asked.profile else None
@@ -63,18 +69,13 @@ def main() -> int:
     return int(outcome.violation is not None)
 
 
-def search_bugs(names: list[str], workers: int) -> int:
-    """Prints a table of the seeds that find planted bugs; returns 1 if a bug is neither found nor shown otherwise."""
+def search_mutants(names: list[str], seeds_count: int) -> int:
+    """Prints the first seed that shows each mutant; returns 1 if none shows one."""
     lost = []
-    print("| bug | seed | profile | violation |\n|---|---|---|---|")
-    for name, outcome in find_bugs(names, workers):
-        if outcome is None:
-            print(f"| {name} | – | – | {SHOWN_BY.get(name, '**not found**')} |", flush=True)
-            lost += [name] if name not in SHOWN_BY else []
-        else:
-            print(f"| {name} | {outcome.seed} | {outcome.profile} | {(outcome.violation or '')[:2]} |", flush=True)
-    if lost:
-        print(f"not found within {SEEDS_MAX} seeds: {', '.join(lost)}")
+    for name in names:
+        found = first_to_find_mutant(name, seeds_count)
+        print(f"{name:40} {found or '**not found**'}", flush=True)
+        lost += [] if found else [name]
     return int(bool(lost))
 
 

@@ -6,13 +6,13 @@ import gc
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
 
-from tests.sim.bugs import BUGS, HOMES, SEEDS_MAX
+from tests.sim.bugs import Bug
 from tests.sim.capacity_world import CapacityWorld
 from tests.sim.folder_world import FolderWorld
 from tests.sim.kernel import Kernel
@@ -26,8 +26,6 @@ RANKED = 0.2
 """How many of the seeds go by ranks with a few changes instead of a random walk."""
 BATCH = 25
 """Seeds that a worker process does at once."""
-
-Bug = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +87,6 @@ def first_to_find(bug: Bug, seeds: Sequence[int], profile: Profile | None = None
         if outcome.violation is not None:
             return outcome
     return None
-
-
-def find_bugs(names: Sequence[str], workers: int) -> Iterator[tuple[str, Outcome | None]]:
-    """The first of the seeds in which each bug shows, or None where none of SEEDS_MAX does; as they are found."""
-    with get_context("spawn").Pool(workers, maxtasksperchild=1) as pool:
-        yield from pool.imap(_find_bug, names)
-
-
-def _find_bug(name: str) -> tuple[str, Outcome | None]:
-    gc.freeze()
-    home = BY_NAME[HOMES[name]]
-    # The mix has no runs on a host, and none that fill the root.
-    return name, first_to_find(BUGS[name], range(SEEDS_MAX), home if home.one_host or home.capacity_chunks else None)
 
 
 def _run_batch(profile: str | None, seeds: Sequence[int]) -> list[Outcome]:

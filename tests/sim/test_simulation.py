@@ -9,7 +9,9 @@ import sys
 import pytest
 
 from tests.kit.cases import for_each
-from tests.sim.bugs import BUGS, HOMES
+from tests.sim.bugs import BUGS
+from tests.sim.bugs import HOMES as BUG_HOMES
+from tests.sim.mutants import first_to_find_mutant
 from tests.sim.profiles import BY_NAME, CAPACITY_PROFILES, ONE_HOST
 from tests.sim.run import first_to_find, run
 
@@ -17,38 +19,7 @@ FAST = ("log_clears_cache", "overrun_clears_cache", "children_first", "room_is_l
 """The bugs of one host that the first seeds find."""
 HOME_SEEDS_MAX = 60
 """Within which a bug must be found in its own profile; most need fewer than ten."""
-PLANTED = (
-    "announce_past_birth",
-    "announce_while_holding",
-    "announce_youngest",
-    "aside_overwrites",
-    "cache_not_evicted",
-    "condemn_blind",
-    "fixed_trash_name",
-    "generation_not_compared",
-    "half_event",
-    "hold_outlives_session",
-    "late_mkdir",
-    "lost_watch_keeps_cache",
-    "lost_watch_no_key_check",
-    "match_ignores_condemned",
-    "no_adopt",
-    "no_chains",
-    "no_fence",
-    "no_grace",
-    "no_incarnation_check",
-    "no_key_chain",
-    "no_reread",
-    "no_seq_chain",
-    "no_start_fence",
-    "no_twins",
-    "pin_without_hold",
-    "publish_replaces",
-    "reread_unchecked",
-    "session_outlives_ttl",
-    "set_aside_deletes",
-    "unreadable_session_skipped",
-    # Of one host.
+SLOW = (
     "append_before_tables",
     "put_holds_parent",
     "put_renews_parent",
@@ -56,11 +27,11 @@ PLANTED = (
     "stat_after_tables",
     "table_before_tail",
     "unsettled_is_a_miss",
-    # Of the capacity.
     "credits_ignore_the_level",
     "nothing_is_evicted",
 )
-"""The bugs that are found fast. ``make sim-bugs`` looks for all of them, over the mix of profiles."""
+MUTANTS = ("f1-move-makes-the-folder", "g4-no-grace", "h1-condemned-is-a-hit", "h3-sweep-forgets-nothing")
+"""Mutants that are found fast. ``make sim-mutants`` looks for all of them."""
 
 
 def test_nothing_breaks_in_a_few_seeds() -> None:
@@ -76,7 +47,7 @@ def test_nothing_breaks_on_one_host_in_a_few_seeds() -> None:
 @pytest.mark.parametrize("bug", FAST)
 def test_a_bug_of_one_host_is_found(bug: str) -> None:
     outcome = first_to_find(BUGS[bug], range(8), ONE_HOST)
-    assert outcome, f"{bug} breaks nothing: python -m tests.sim --bugs {bug}"
+    assert outcome, f"{bug} breaks nothing"
 
 
 @pytest.mark.parametrize("name", [profile.name for profile in CAPACITY_PROFILES])
@@ -92,15 +63,21 @@ def test_nothing_breaks_in_many_seeds() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", PLANTED)
+@pytest.mark.parametrize("bug", SLOW)
 def test_a_planted_bug_is_found(bug: str) -> None:
-    outcome = first_to_find(BUGS[bug], range(HOME_SEEDS_MAX), BY_NAME[HOMES[bug]])
-    assert outcome, f"{bug} breaks nothing in {HOME_SEEDS_MAX} seeds of {HOMES[bug]}: python -m tests.sim --bugs {bug}"
+    outcome = first_to_find(BUGS[bug], range(HOME_SEEDS_MAX), BY_NAME[BUG_HOMES[bug]])
+    assert outcome, f"{bug} breaks nothing in {HOME_SEEDS_MAX} seeds of {BUG_HOMES[bug]}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_found(name: str) -> None:
+    assert first_to_find_mutant(name, HOME_SEEDS_MAX), f"{name} breaks nothing in {HOME_SEEDS_MAX} seeds"
 
 
 @for_each("bug", sorted(BUGS))
 def test_a_bug_can_be_planted(bug: str) -> None:
-    """Most are looked for by ``make sim-bugs`` alone, which nobody runs for a new name in the code."""
+    """Most are looked for in slow tests alone, which nobody runs for a new name in the code."""
     with BUGS[bug]():
         pass
 

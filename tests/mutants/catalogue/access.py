@@ -14,8 +14,7 @@ IDENTITY = "kvstore.security.access:Identity"
 BEARER = "kvstore.security.authentication"
 QUOTAS = "kvstore.security.access"
 SECRETS = "kvstore.security.tls"
-MATRIX = "security/test_access_matrix.py"
-RULES = "security/test_rules.py"
+PERMISSIONS = "security/test_permissions.py"
 
 
 def _admit_all(real: Any, self: Any, method: str, presented: Any, *rest: Any, **how: Any) -> Any:
@@ -66,34 +65,25 @@ def _read_anyway(real: Any, path: Any, what: str, bytes_max: int = 1 << 20) -> A
 
 
 MUTANTS: list[Mutant] = [
-    mutant("access-admits-all", "access X4: a denied call changes nothing", at(GUARD, "admit", _admit_all), MATRIX),
+    mutant("access-admits-all", at(GUARD, "admit", _admit_all), "security/test_permissions.py"),
     mutant(
         "access-anyone",
-        "access X3: an unauthenticated caller is refused",
         at("kvstore.security.authentication:Authenticator", "identify", _anyone),
-        MATRIX,
+        "security/test_tokens.py",
     ),
     mutant(
         "access-any-tenant",
-        "access X5: the role in the tenant",
         at(VISIT, "allow", lambda real, self, tenant, *rest, **how: None),
-        MATRIX,
+        "security/test_permissions.py security/test_access_matrix.py",
     ),
-    mutant(
-        "access-any-worker-call",
-        "access X5: calls about the worker need every tenant",
-        at(VISIT, "allow_every", giving(None)),
-        MATRIX,
-    ),
+    mutant("access-any-worker-call", at(VISIT, "allow_every", giving(None)), "security/test_permissions.py"),
     mutant(
         "access-any-role",
-        "access X4: a role includes those below it alone",
         at(IDENTITY, "may", lambda real, self, role, tenant: bool(self.role_in(tenant))),
-        RULES,
+        "security/test_rules.py",
     ),
     mutant(
         "access-role-of-the-table-alone",
-        "access X5: creating a namespace needs write",
         at(
             VISIT,
             "allow",
@@ -101,78 +91,48 @@ MUTANTS: list[Mutant] = [
                 self, tenant, namespace, metered=metered
             ),
         ),
-        MATRIX,
+        "security/test_access_matrix.py",
     ),
+    mutant("access-lists-show-all", at(VISIT, "may_see", giving(True)), "security/test_access_matrix.py"),
     mutant(
-        "access-lists-show-all",
-        "access X7: lists show what the caller may read",
-        at(VISIT, "may_see", giving(True)),
-        MATRIX,
+        "access-token-unsigned", at(BEARER, "verified", _unsigned), "security/test_rules.py security/test_tokens.py"
     ),
-    mutant("access-token-unsigned", "access X3: signature of a token", at(BEARER, "verified", _unsigned), RULES),
-    mutant(
-        "access-token-never-expires",
-        "access X3: an expired token is refused",
-        at(BEARER, "verified", _claims(expires_s=1e12)),
-        RULES,
-    ),
-    mutant(
-        "access-token-unbound",
-        "access X3: a bound token needs its certificate",
-        at(BEARER, "verified", _claims(thumbprint=b"")),
-        MATRIX,
-    ),
+    mutant("access-token-never-expires", at(BEARER, "verified", _claims(expires_s=1e12)), "security/test_tokens.py"),
+    mutant("access-token-unbound", at(BEARER, "verified", _claims(thumbprint=b"")), "security/test_tokens.py"),
     mutant(
         "access-token-not-revoked",
-        "access X3: a revoked token is refused",
         at("kvstore.security.authentication", "read_revoked", giving({})),
-        MATRIX,
+        "security/test_tokens.py",
     ),
-    mutant(
-        "access-secret-readable",
-        "access X2: a secret that others can read is refused",
-        at(SECRETS, "read_secret", _read_anyway),
-        RULES,
-    ),
+    mutant("access-secret-readable", at(SECRETS, "read_secret", _read_anyway), "security/test_rules.py"),
     mutant(
         "access-client-without-certificate",
-        "access: mutual TLS",
         at(
             "kvstore.wire.credentials",
             "server_credentials",
             lambda real, certificate, *, asks_certificates: real(certificate, asks_certificates=False),
         ),
-        "security/test_hostile.py",
-        "security/test_mutual_tls.py",
+        "security/test_hostile.py security/test_mutual_tls.py",
     ),
     mutant(
         "access-other-account",
-        "access X12: another account is refused",
         at("kvstore.security.authentication:Account", "is_proved_by", giving(True)),
         "security/test_account.py",
     ),
-    mutant(
-        "access-quota-ignored", "access X9: quotas of a tenant", at(f"{QUOTAS}:Meter", "refusal", giving(None)), RULES
-    ),
+    mutant("access-quota-ignored", at(f"{QUOTAS}:Meter", "refusal", giving(None)), "security/test_rules.py"),
     mutant(
         "access-audit-silent",
-        "access X10: denials are in the audit log",
         at("kvstore.security.audit:AuditLog", "write", giving(None)),
-        "security/test_audit.py",
-        RULES,
+        "security/test_audit.py security/test_rules.py",
     ),
     mutant(
         "access-every-host-is-this-one",
-        "access X1: without TLS a worker listens on this host alone",
         at("kvstore.security.tls", "is_loopback", giving(True)),
-        RULES,
-        "security/test_account.py",
+        "security/test_rules.py security/test_account.py",
     ),
     mutant(
         "access-grant-of-another-client",
-        "access X8: a grant is bound to its client",
-        at("kvstore.worker.data_server:BulkListener", "grant", lambda real, self, *presented: real(self)),
-        "security/test_hostile.py",
-        MATRIX,
+        at("kvstore.worker.bulk.listener:BulkListener", "grant", lambda real, self, *presented: real(self)),
+        "security/test_hostile.py security/test_access_matrix.py",
     ),
 ]

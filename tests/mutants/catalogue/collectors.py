@@ -7,16 +7,9 @@ from typing import Any
 
 from tests.mutants.catalogue.interfaces import GRACE, LEDGER, META, ROOT, SWEEPER, at, giving
 from tests.mutants.catalogue.nodes import comparing_less, deletes, puts
-from tests.mutants.mutant import Mutant, mutant, rule
+from tests.mutants.mutant import Mutant, mutant
 from tests.mutants.planters import several
 
-RULES = "gc/test_rules.py"
-SWEEPS = "gc/test_protocol.py"
-RACES = "gc/test_races.py"
-LEDGER_TESTS = "gc/test_ledger.py"
-HOSTILE = "gc/test_hostile.py"
-CYCLE = "gc/test_cycle.py"
-ORPHANS = "gc/test_orphans.py"
 ANNOUNCED = "kvstore_gc.grace:Announced"
 FENCED = ROOT[:2]
 
@@ -45,24 +38,25 @@ def _plan_unsynced(real: Any, self: Any, staged: str, name: str, *, durable: boo
 
 
 CONDEMNING = [
-    rule("G1", "condemns-what-was-used-since", at("kvstore_gc.execute", "unused", _one_is_used), SWEEPS, "-k", "g1"),
-    rule("G1", "plan-is-not-synced", at(ROOT, "publish", _plan_unsynced), "contract/test_root_rules.py"),
-    rule(
-        "G2",
-        "condemns-over-another-sweep",
+    mutant(
+        "g1-condemns-what-was-used-since", at("kvstore_gc.execute", "unused", _one_is_used), "gc/test_protocol.py -k g1"
+    ),
+    mutant("g1-plan-is-not-synced", at(ROOT, "publish", _plan_unsynced), "contract/test_root_rules.py"),
+    mutant(
+        "g2-condemns-over-another-sweep",
         comparing_less(lambda one, operations: "/condemned/" in one.key and puts(operations, "/condemned/")),
-        LEDGER_TESTS,
+        "gc/test_ledger.py",
     ),
-    rule("G2", "condemning-compares-one-shard", _first_key_alone("/condemned/", False), RACES, LEDGER_TESTS),
-    rule(
-        "C1",
-        "condemns-off-the-chain",
+    mutant(
+        "g2-condemning-compares-one-shard", _first_key_alone("/condemned/", False), "gc/test_races.py gc/test_ledger.py"
+    ),
+    mutant(
+        "c1-condemns-off-the-chain",
         comparing_less(lambda one, operations: one.key.endswith("/gc/seq") and puts(operations, "/condemned/")),
-        LEDGER_TESTS,
+        "gc/test_ledger.py",
     ),
-    rule(
-        "G2",
-        "stamp-is-not-compared",
+    mutant(
+        "g2-stamp-is-not-compared",
         at(
             "kvstore_gc.ledger",
             "still_there",
@@ -70,7 +64,7 @@ CONDEMNING = [
                 found[one.shard] for one in sweeps if one.shard in found and found[one.shard].sweep == one.sweep
             ],
         ),
-        LEDGER_TESTS,
+        "gc/test_ledger.py",
     ),
 ]
 
@@ -143,63 +137,57 @@ def _any_plan(real: Any, root: Any, sweep: bytes, checksum: bytes) -> Any:
 
 
 GRACE_AND_SPARED = [
-    rule(
-        "G4",
-        "no-grace",
+    mutant(
+        "g4-no-grace",
         at(ANNOUNCED, "of", lambda real, cls, kv: replace(real(cls, kv), revision=1 << 62)),
-        RULES,
+        "gc/test_rules.py",
     ),
-    rule(
-        "G4",
-        "unreadable-session-skipped",
+    mutant(
+        "g4-unreadable-session-skipped",
         at(
             ANNOUNCED,
             "of",
             lambda real, cls, kv: replace(found, revision=1 << 62) if (found := real(cls, kv)).revision < 0 else found,
         ),
-        RULES,
+        "gc/test_rules.py",
     ),
-    rule(
-        "G4", "takes-what-is-held", at(ANNOUNCED, "of", lambda real, cls, kv: replace(real(cls, kv), held=b"")), SWEEPS
+    mutant(
+        "g4-takes-what-is-held",
+        at(ANNOUNCED, "of", lambda real, cls, kv: replace(real(cls, kv), held=b"")),
+        "gc/test_protocol.py",
     ),
-    rule("G4", "held-of-the-second-read-alone", at(META, "list", _second_read_alone), RACES),
-    rule(
-        "G4",
-        "takes-what-is-pinned",
+    mutant("g4-held-of-the-second-read-alone", at(META, "list", _second_read_alone), "gc/test_races.py"),
+    mutant(
+        "g4-takes-what-is-pinned",
         at("kvstore_gc.grace:Spared", "of", lambda real, cls, packed: real(cls, ())),
-        SWEEPS,
+        "gc/test_protocol.py",
     ),
-    rule(
-        "G4",
-        "pins-of-before-the-sweep",
+    mutant(
+        "g4-pins-of-before-the-sweep",
         several(_note_before("/refs/"), _list_of_before("/refs/"), at("kvstore.root.fences", "list_twins", giving([]))),
-        RULES,
+        "gc/test_rules.py",
     ),
-    rule(
-        "G4",
-        "sessions-of-before-the-sweep",
+    mutant(
+        "g4-sessions-of-before-the-sweep",
         several(_note_before("/sessions/"), _list_of_before("/sessions/")),
-        RACES,
+        "gc/test_races.py",
     ),
-    rule("G4", "damaged-plan-is-believed", at("kvstore_gc.deletion", "read_victims", _any_plan), RULES),
-    rule(
-        "C3",
-        "sweep-is-not-read-again",
+    mutant("g4-damaged-plan-is-believed", at("kvstore_gc.deletion", "read_victims", _any_plan), "gc/test_rules.py"),
+    mutant(
+        "c3-sweep-is-not-read-again",
         at("kvstore_gc.ledger", "still_there", lambda real, sweeps, found: list(sweeps)),
-        RULES,
-        "-k",
-        "c3",
+        "gc/test_rules.py -k c3",
     ),
-    rule("H4", "laggards-are-not-revoked", at(GRACE, "revoke", giving(None)), SWEEPS, "-k", "h4"),
-    rule("A2", "held-is-chosen-again", at(GRACE, "kept", lambda real, self: self.pinned()), CYCLE),
-    rule("C5", "twins-are-not-spared", at("kvstore.root.fences", "list_twins", giving([])), RULES),
-    rule("C5", "unreadable-twin-skipped", at("kvstore.root.fences", "read_twin", giving(None)), HOSTILE, "-k", "c5"),
-    rule(
-        "C6",
-        "runs-on-a-foreign-store",
+    mutant("h4-laggards-are-not-revoked", at(GRACE, "revoke", giving(None)), "gc/test_protocol.py -k h4"),
+    mutant("a2-held-is-chosen-again", at(GRACE, "kept", lambda real, self: self.pinned()), "gc/test_cycle.py"),
+    mutant("c5-twins-are-not-spared", at("kvstore.root.fences", "list_twins", giving([])), "gc/test_rules.py"),
+    mutant(
+        "c5-unreadable-twin-skipped", at("kvstore.root.fences", "read_twin", giving(None)), "gc/test_hostile.py -k c5"
+    ),
+    mutant(
+        "c6-runs-on-a-foreign-store",
         at("kvstore.meta.cluster", "read_generation", lambda real, *what: _root_generation()),
-        CYCLE,
-        RULES,
+        "gc/test_cycle.py gc/test_rules.py",
     ),
 ]
 
@@ -251,61 +239,61 @@ def _fail_all(real: Any, self: Any, error: Exception) -> Any:
 
 
 TAKING = [
-    rule("G5", "newer-publication-is-lost", at(FENCED, "publish", _lose_what_goes_back), SWEEPS),
-    rule("G5", "one-name-in-the-trash", at(FENCED, "move", _one_trash_name), RULES),
-    rule(
-        "G5", "goes-back-over-a-newer-one", at(FENCED, "publish", _back_over_a_newer_one), RACES, "fsck/test_adopt.py"
+    mutant("g5-newer-publication-is-lost", at(FENCED, "publish", _lose_what_goes_back), "gc/test_protocol.py"),
+    mutant("g5-one-name-in-the-trash", at(FENCED, "move", _one_trash_name), "gc/test_rules.py"),
+    mutant(
+        "g5-goes-back-over-a-newer-one",
+        at(FENCED, "publish", _back_over_a_newer_one),
+        "gc/test_races.py fsck/test_adopt.py",
     ),
-    rule("G6", "closes-before-the-fence", at(FENCED, "remove_folder", _keep_the_fence_open), RULES),
-    rule(
-        "G6",
-        "closes-another-sweep",
+    mutant("g6-closes-before-the-fence", at(FENCED, "remove_folder", _keep_the_fence_open), "gc/test_rules.py"),
+    mutant(
+        "g6-closes-another-sweep",
         comparing_less(lambda one, operations: "/condemned/" in one.key and deletes(operations, "/condemned/")),
-        LEDGER_TESTS,
-        RACES,
+        "gc/test_ledger.py gc/test_races.py",
     ),
-    rule("G6", "closing-compares-one-shard", _first_key_alone("/condemned/", True), LEDGER_TESTS, RACES),
-    rule("G7", "adopts-nothing", at(SWEEPER, "recover", giving(None)), SWEEPS),
-    rule(
-        "G8",
-        "abandons-a-final-list",
+    mutant(
+        "g6-closing-compares-one-shard", _first_key_alone("/condemned/", True), "gc/test_ledger.py gc/test_races.py"
+    ),
+    mutant("g7-adopts-nothing", at(SWEEPER, "recover", giving(None)), "gc/test_protocol.py"),
+    mutant(
+        "g8-abandons-a-final-list",
         at(LEDGER, "abandon", lambda real, self, sweeps: self.close(sweeps)),
-        LEDGER_TESTS,
+        "gc/test_ledger.py",
     ),
-    rule("G8", "abandons-behind-an-open-fence", at(FENCED, "remove_folder", _keep_the_fence_open), RULES, "-k", "g8"),
+    mutant(
+        "g8-abandons-behind-an-open-fence", at(FENCED, "remove_folder", _keep_the_fence_open), "gc/test_rules.py -k g8"
+    ),
     mutant(
         "g5-one-failure-ends-a-sweep",
-        "PROTOCOL G: a victim that cannot be taken is left out",
         at("kvstore_gc.deletion:Taken", "fail", _fail_all),
-        HOSTILE,
-        SWEEPS,
+        "gc/test_hostile.py gc/test_protocol.py",
     ),
-    rule("F2", "makes-the-folder-late", at("kvstore_gc.deletion:Trash", "reap", _open_before_reaping), RULES),
-    rule("F3", "loses-what-no-key-names", at(FENCED, "publish", _lose_what_goes_back), SWEEPS, "-k", "f3"),
-    rule(
-        "F3",
-        "store-is-not-read-again",
+    mutant(
+        "f2-makes-the-folder-late", at("kvstore_gc.deletion:Trash", "reap", _open_before_reaping), "gc/test_rules.py"
+    ),
+    mutant("f3-loses-what-no-key-names", at(FENCED, "publish", _lose_what_goes_back), "gc/test_protocol.py -k f3"),
+    mutant(
+        "f3-store-is-not-read-again",
         at(
             "kvstore.root.fences",
             "lift",
             lambda real, root, sweep, bits, is_named: real(root, sweep, bits, lambda: False),
         ),
-        RULES,
-        RACES,
+        "gc/test_rules.py gc/test_races.py",
     ),
-    rule("F3", "unnamed-folders-stay", at(SWEEPER, "lift_unnamed", giving(None)), SWEEPS, CYCLE),
-    rule(
-        "O1",
-        "closes-with-victims-left",
+    mutant(
+        "f3-unnamed-folders-stay", at(SWEEPER, "lift_unnamed", giving(None)), "gc/test_protocol.py gc/test_cycle.py"
+    ),
+    mutant(
+        "o1-closes-with-victims-left",
         at("kvstore_gc.deletion:Deleting", "reap", lambda real, self, *what: real(self, *what) or True),
-        RULES,
+        "gc/test_rules.py",
     ),
-    rule(
-        "O1",
-        "list-is-not-final",
+    mutant(
+        "o1-list-is-not-final",
         at(LEDGER, "settle", lambda real, self, sweep, final: replace(sweep, record=final)),
-        RULES,
-        RACES,
+        "gc/test_rules.py gc/test_races.py",
     ),
 ]
 
@@ -321,82 +309,56 @@ def _broken(real: Any, self: Any, name: str, **how: Any) -> Any:
 
 
 KEEPING = [
-    rule(
-        "W3",
-        "quarantine-is-emptied-unlooked",
+    mutant(
+        "w3-quarantine-is-emptied-unlooked",
         at("kvstore.root.inspect:Inspector", "look", _broken),
-        ORPHANS,
-        "fsck/test_fsck.py",
+        "gc/test_orphans.py fsck/test_fsck.py",
     ),
-    rule(
-        "W3",
-        "damaged-file-goes-back",
+    mutant(
+        "w3-damaged-file-goes-back",
         at(
             "kvstore.root.inspect:Inspector", "look", lambda real, self, name, **how: _Whole.of(real(self, name, **how))
         ),
-        ORPHANS,
-        "fsck/test_fsck.py",
+        "gc/test_orphans.py fsck/test_fsck.py",
     ),
-    mutant(
-        "leftovers-stay",
-        "PROTOCOL leftovers: files of killed processes are deleted",
-        at("kvstore_gc.leftovers:Orphans", "remove", giving(None)),
-        ORPHANS,
-    ),
+    mutant("leftovers-stay", at("kvstore_gc.leftovers:Orphans", "remove", giving(None)), "gc/test_orphans.py"),
     mutant(
         "leftovers-of-the-living",
-        "PROTOCOL leftovers: staged files of a live session stay",
         at(META, "list", lambda real, self, prefix, *rest: _without_sessions(real(self, prefix, *rest))),
-        ORPHANS,
+        "gc/test_orphans.py",
     ),
     mutant(
         "plan-outlives-its-time",
-        "PROTOCOL leftovers: a slow collector gives its sweeps up",
         at(LEDGER, "condemn", lambda real, self, records, *when: real(self, records)),
-        SWEEPS,
-        "-k",
-        "slow",
+        "gc/test_protocol.py -k slow",
     ),
     mutant(
         "timings-that-contradict",
-        "PROTOCOL leftovers: timings are checked",
         at("kvstore.checks", "check_limits", giving(None)),
-        "gc/test_safety.py",
-        "client/test_input.py",
+        "gc/test_safety.py worker/test_limits.py client/test_input.py",
     ),
     mutant(
         "policy-ranks-nothing",
-        "PROTOCOL prefixes: least recently used chunks are deleted first",
         at("kvstore_gc.policy", "ranks", lambda real, uses, ties, now_s, order: real(uses, ties, now_s, order) * 0),
-        "gc/test_policy.py",
-        "gc/test_ranking.py",
+        "gc/test_policy.py gc/test_ranking.py",
     ),
     mutant(
         "orphans-of-the-ranking-stay",
-        "PROTOCOL section 6: chunks without their parent are the first victims",
-        at("kvstore_gc.parents:Parents", "check", giving(None)),
-        "gc/test_cycle.py",
-        "-k",
-        "parent",
+        at("kvstore_gc.ranking:Parents", "check", giving(None)),
+        "gc/test_cycle.py -k parent",
     ),
     mutant(
         "puts-have-the-time-of-their-quantum",
-        "PROTOCOL prefixes: of prompts put within seconds the oldest are evicted whole",
         at("kvstore.node.known:Known", "tick", lambda real, self: self.quantum()),
-        "gc/test_cycle.py",
-        "-k",
-        "older",
+        "gc/test_cycle.py -k older",
     ),
     mutant(
         "policy-ttl-ignored",
-        "PROTOCOL prefixes: a chunk past its time to live is deleted",
         at("kvstore_gc.policy", "expired", lambda real, uses, *when: real(uses, *when) & False),
-        "gc/test_policy.py",
-        "gc/test_ranking.py",
+        "gc/test_policy.py gc/test_ranking.py",
     ),
     mutant(
         "collector-alone-in-every-shard",
-        "PROTOCOL collectors share the shards",
         at("kvstore_gc.membership", "owner", lambda real, shard, live: live[0] if live else None),
         "gc/test_collectors.py",
     ),

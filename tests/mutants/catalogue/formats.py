@@ -6,32 +6,26 @@ from dataclasses import replace
 from typing import Any
 
 from tests.mutants.catalogue.interfaces import ROOT, at, giving
-from tests.mutants.mutant import Mutant, mutant, rule
+from tests.mutants.mutant import Mutant, mutant
 from tests.mutants.planters import several
 
 HEADER = "kvstore.format.header"
-ENCODED = "kvstore.format.header"
 VERIFY = "kvstore.node.images"
 CODEC = "kvstore.encodings.codec"
 SEAL = "kvstore.encodings.codec:Seal"
-HEADERS = "format/test_header.py"
-ADDRESSES = "format/test_addresses.py"
 READS = ("node/test_verifying.py", "node/test_damage.py")
-CODEC_TESTS = "encodings/test_codec.py"
-FSCK = "fsck/test_fsck.py"
 
 
 def _field(name: str) -> Mutant:
     """A header that counts as the wanted one, whatever one of its fields says."""
     return mutant(
         f"header-{name}",
-        f"FORMAT 4.3: {name}",
         at(
             HEADER,
             "matches",
             lambda real, header, expected: real(replace(header, **{name: getattr(expected, name)}), expected),
         ),
-        HEADERS,
+        "format/test_header.py",
     )
 
 
@@ -118,53 +112,30 @@ _chains: dict[bytes, Any] = {}
 
 PLAIN = [
     *(_field(name) for name in ("kind", "address", "parent", "namespace", "depth", "identity")),
-    mutant(
-        "header-of-another-chunk",
-        "FORMAT 4.3: the wanted chunk",
-        at(HEADER, "matches", giving(True)),
-        *READS,
-        native=False,
-    ),
-    mutant("header-magic", "FORMAT 4.3: magic", _fixed(0, b"\x93KVCHNK\n"), HEADERS),
-    mutant("header-version", "FORMAT 4.3: version", _fixed(8, b"\1\0"), HEADERS),
-    mutant("header-algorithms", "FORMAT 4.3: algorithms", _fixed(10, b"\1\1"), HEADERS),
-    mutant("header-checksum", "FORMAT 4.3: header checksum", at(HEADER, "decode", _any_header_sum), HEADERS),
-    mutant(
-        "header-geometry",
-        "FORMAT 4.3: geometry",
-        at(HEADER, "decode_as", _any_geometry),
-        HEADERS,
-        "node/test_damage.py",
-    ),
-    mutant(
-        "sections-unverified", "FORMAT 4.3: section checksum", at(VERIFY, "verify", giving(None)), *READS, native=False
-    ),
+    mutant("header-of-another-chunk", at(HEADER, "matches", giving(True)), *READS, native=False),
+    mutant("header-magic", _fixed(0, b"\x93KVCHNK\n"), "format/test_header.py"),
+    mutant("header-version", _fixed(8, b"\1\0"), "format/test_header.py"),
+    mutant("header-algorithms", _fixed(10, b"\1\1"), "format/test_header.py"),
+    mutant("header-checksum", at(HEADER, "decode", _any_header_sum), "format/test_header.py"),
+    mutant("header-geometry", at(HEADER, "decode_as", _any_geometry), "format/test_header.py node/test_damage.py"),
+    mutant("sections-unverified", at(VERIFY, "verify", giving(None)), *READS, native=False),
     mutant(
         "first-section-verified",
-        "FORMAT 4.3: every section is verified",
         at(VERIFY, "verify", lambda real, sections, sums: real(sections[:1], sums[:1])),
         *READS,
         native=False,
     ),
     mutant(
         "checksum-of-a-page",
-        "FORMAT 4.3: a checksum covers all bytes",
         at("kvstore.format.header", "checksum", lambda real, content: real(memoryview(content)[:4096])),
         "format/test_golden.py",
         *READS,
         native=False,
     ),
-    mutant("short-read-counts", "FORMAT 4.3: size", at(VERIFY, "fill", _short_read_counts), *READS, native=False),
-    mutant(
-        "views-unverified",
-        "FORMAT 4.3: views are verified",
-        at(VERIFY, "verify_whole", giving(None)),
-        *READS,
-        native=False,
-    ),
+    mutant("short-read-counts", at(VERIFY, "fill", _short_read_counts), *READS, native=False),
+    mutant("views-unverified", at(VERIFY, "verify_whole", giving(None)), *READS, native=False),
     mutant(
         "layer-unverified",
-        "FORMAT 4.3: layers are verified",
         at(
             "kvstore.node.chunk_store:ChunkStore",
             "read_range",
@@ -175,23 +146,14 @@ PLAIN = [
         *READS,
         native=False,
     ),
+    mutant("damage-stays", at("kvstore.node.chunks:Chunks", "set_aside", giving(None)), *READS),
+    mutant("w3-damaged-file-is-deleted", at(ROOT[:2], "move", _delete_the_damaged), "node/test_verifying.py"),
+    mutant("w3-intact-file-stays-in-quarantine", at(ROOT[:2], "publish", _lose_the_intact), "node/test_verifying.py"),
     mutant(
-        "damage-stays",
-        "FORMAT 4.3: a damaged file is quarantined",
-        at("kvstore.node.chunk_store:ChunkStore", "set_aside", giving(None)),
-        *READS,
-    ),
-    rule("W3", "damaged-file-is-deleted", at(ROOT[:2], "move", _delete_the_damaged), "node/test_verifying.py"),
-    rule("W3", "intact-file-stays-in-quarantine", at(ROOT[:2], "publish", _lose_the_intact), "node/test_verifying.py"),
-    mutant(
-        "chain-of-another-namespace",
-        "FORMAT 3: an address is of one namespace",
-        at("kvstore.keyset:RecentChains", "of", _chain_by_tokens),
-        "node/test_chains.py",
+        "chain-of-another-namespace", at("kvstore.address:RecentChains", "of", _chain_by_tokens), "node/test_chains.py"
     ),
     mutant(
         "namespace-ignores-tenants",
-        "FORMAT 3: tenants share nothing",
         at(
             "kvstore.namespace:Namespace",
             "of",
@@ -199,20 +161,12 @@ PLAIN = [
                 cls, name, layout, fingerprint, "", *rest, **how
             ),
         ),
-        ADDRESSES,
+        "format/test_addresses.py",
     ),
     mutant(
-        "root-any-version",
-        "FORMAT 2: version of a root",
-        at("kvstore.root.identity:RootIdentity", "from_json", _any_version),
-        "root/test_identity.py",
+        "root-any-version", at("kvstore.root.identity:RootIdentity", "from_json", _any_version), "root/test_identity.py"
     ),
-    mutant(
-        "fsck-believes-addresses",
-        "fsck: address, namespace and tokens belong together",
-        at(HEADER, "is_self_consistent", giving(True)),
-        FSCK,
-    ),
+    mutant("fsck-believes-addresses", at(HEADER, "is_self_consistent", giving(True)), "fsck/test_fsck.py"),
 ]
 
 
@@ -223,41 +177,27 @@ def _read(reader: Any, sections: Any, offset: int, borrowed: Any) -> None:
 ENCODINGS = [
     mutant(
         "encoded-header-of-another-chunk",
-        "FORMAT 4.5: the wanted chunk, without its key",
         at(CODEC, "decode_header", lambda real, raw, expected: _decode_encoded(raw)),
-        CODEC_TESTS,
+        "encodings/test_codec.py",
     ),
-    mutant(
-        "encoded-damage-ignored",
-        "FORMAT 4.5: stored checksums",
-        at(f"{CODEC}:Decoding", "section", _damage_ignored),
-        CODEC_TESTS,
-    ),
-    mutant("seal-tag-ignored", "FORMAT 4.5: tags", at(SEAL, "open", _opened_unverified), CODEC_TESTS),
+    mutant("encoded-damage-ignored", at(f"{CODEC}:Decoding", "section", _damage_ignored), "encodings/test_codec.py"),
+    mutant("seal-tag-ignored", at(SEAL, "open", _opened_unverified), "encodings/test_codec.py"),
     mutant(
         "seal-of-any-place",
-        "FORMAT 4.5: a part is tied to its place",
         several(
             at(SEAL, "close", lambda real, self, part, plain: real(self, 0, plain)),
             at(SEAL, "open", lambda real, self, part, sealed: real(self, 0, sealed)),
         ),
-        CODEC_TESTS,
+        "encodings/test_codec.py",
     ),
-    mutant(
-        "seal-of-any-file",
-        "FORMAT 4.5: a part is tied to its file",
-        at("kvstore.encodings.codec", "Seal", _without_file),
-        CODEC_TESTS,
-    ),
+    mutant("seal-of-any-file", at("kvstore.encodings.codec", "Seal", _without_file), "encodings/test_codec.py"),
     mutant(
         "encrypted-files-are-mapped",
-        "FORMAT 4.5: plain text of an encrypted tenant stays in its process",
         at("kvstore.node.encoded:Encodings", "encrypts", giving(False)),
         "encodings/test_node.py",
     ),
     mutant(
         "disk-has-plain-text",
-        "FORMAT 4.5: no plain text on the local disk",
         at("kvstore.node.encoded:Encodings", "pieces_of_image", lambda real, self, header, image: [image]),
         "encodings/test_node.py",
     ),

@@ -12,10 +12,6 @@ from tests.mutants.planters import several
 SHARED = "kvstore.host.tables:Shared"
 VIEW = "kvstore.node.host:HostView"
 PRINTS = "kvstore.host.pins:PinnedPrints"
-EVICTIONS = "host/test_eviction.py"
-VIEWS = "host/test_view.py"
-ROOMS = "host/test_room.py"
-COLLECTORS = "host/test_collector.py"
 
 _held: dict[int, tuple[Any, bytes]] = {}
 
@@ -74,81 +70,43 @@ def _nothing(real: Any, *_: Any, **__: Any) -> Any:
 MUTANTS: list[Mutant] = [
     mutant(
         "host-log-before-table",
-        "HOST: a hold writes its table before it reads the log",
         several(at(VIEW, "protect", _protect_later), at(VIEW, "leading", _leading_first)),
-        EVICTIONS,
+        "host/test_eviction.py",
     ),
     mutant(
         "host-tables-before-append",
-        "HOST: an eviction appends its victims before it reads the tables",
         several(at(SHARED, "append", _append_later), at(PRINTS, "read", _append_after_pins)),
-        EVICTIONS,
+        "host/test_eviction.py",
     ),
-    mutant(
-        "host-pins-before-tables",
-        "HOST: an eviction reads the tables before the pins",
-        at(PRINTS, "read", _pins_of_before),
-        EVICTIONS,
-    ),
+    mutant("host-pins-before-tables", at(PRINTS, "read", _pins_of_before), "host/test_eviction.py"),
     mutant(
         "host-unsettled-is-there",
-        "HOST: a chunk of a batch that is not settled is a miss",
         at(VIEW, "leading", lambda real, self, wanted: (real(self, wanted), len(wanted))[1]),
-        EVICTIONS,
-        VIEWS,
+        "host/test_eviction.py host/test_view.py",
     ),
     mutant(
-        "host-take-over-leaves-the-batch",
-        "HOST: a collector that takes over settles",
-        at("kvstore.host.eviction", "settled", _nothing),
-        EVICTIONS,
+        "host-take-over-leaves-the-batch", at("kvstore.host.eviction", "settled", _nothing), "host/test_eviction.py"
     ),
     mutant(
         "host-parents-first",
-        "HOST: children are deleted before their parents",
         at("kvstore_gc.ranking:Ranking", "take", lambda real, self, *rest: real(self, *rest)[::-1]),
-        EVICTIONS,
+        "host/test_eviction.py",
     ),
-    mutant(
-        "host-put-renews-no-parent",
-        "HOST: a put renews the parents of what it published",
-        at("kvstore.node.writer:Guard", "renew", giving(None)),
-        EVICTIONS,
-    ),
-    mutant(
-        "host-log-forgets-nothing",
-        "HOST: the log clears what a process remembers",
-        at(KNOWN, "forget_each", giving(None)),
-        VIEWS,
-    ),
-    mutant(
-        "host-overrun-forgets-nothing",
-        "HOST: an overrun log clears all that a process remembers",
-        at(KNOWN, "clear", giving(None)),
-        VIEWS,
-    ),
+    mutant("host-put-renews-no-parent", at("kvstore.node.puts:Guard", "renew", giving(None)), "host/test_eviction.py"),
+    mutant("host-log-forgets-nothing", at(KNOWN, "forget_each", giving(None)), "host/test_view.py"),
+    mutant("host-overrun-forgets-nothing", at(KNOWN, "clear", giving(None)), "host/test_view.py"),
     mutant(
         "host-table-outlives-its-process",
-        "HOST: a forked child does not keep the table of its parent",
         at("kvstore.host.tables:HoldTable", "forget", giving(None)),
         "host/test_tables.py",
     ),
+    mutant("host-no-limit", at("kvstore.host.room:Room", "reserve", _unlimited), "host/test_room.py"),
     mutant(
-        "host-no-limit",
-        "HOST: no put brings the store above its limit",
-        at("kvstore.host.room:Room", "reserve", _unlimited),
-        ROOMS,
-    ),
-    mutant(
-        "host-dropped-room-stays-taken",
-        "HOST: room of a put that ended is free",
-        at("kvstore.host.room:Reserved", "release", giving(None)),
-        ROOMS,
+        "host-dropped-room-stays-taken", at("kvstore.host.room:Reserved", "release", giving(None)), "host/test_room.py"
     ),
     mutant(
         "host-first-limit-counts",
-        "HOST: the smallest limit of all processes counts",
         at("kvstore.host.tables", "smallest", lambda real, tables, *own: real([], *own)),
-        COLLECTORS,
+        "host/test_collector.py",
     ),
 ]

@@ -9,10 +9,7 @@ from tests.mutants.catalogue.interfaces import PINS, VIEW, at, giving
 from tests.mutants.mutant import Mutant, mutant
 
 MESSAGES = "kvstore.wire.messages"
-WIRE = "worker/test_wire.py"
-WORKER = "worker/test_limits.py"
-CONTEXT = "kvstore.worker.context"
-SHARES = "security/test_rules.py"
+ADMISSION = "kvstore.worker.admission"
 
 
 def _any_tokens(real: Any, packed: bytes) -> Any:
@@ -65,58 +62,32 @@ def _help_late(real: Any, self: Any, deadline: Any) -> Any:
 
 
 MUTANTS: list[Mutant] = [
-    mutant("limit-tokens", "limits: tokens of a request", at(MESSAGES, "unpack_tokens", _any_tokens), WIRE),
-    mutant("limit-keys", "limits: keys of a request", at(MESSAGES, "unpack_keys", _any_keys), WIRE),
-    mutant("limit-sizes", "limits: sizes of blocks", at(MESSAGES, "unpack_sizes", _any_sizes), WIRE),
+    mutant("limit-tokens", at(MESSAGES, "unpack_tokens", _any_tokens), "worker/test_wire.py"),
+    mutant("limit-keys", at(MESSAGES, "unpack_keys", _any_keys), "worker/test_wire.py"),
+    mutant("limit-sizes", at(MESSAGES, "unpack_sizes", _any_sizes), "worker/test_wire.py"),
     mutant(
         "limit-calls",
-        "limits: calls of a worker at once",
-        at(f"{CONTEXT}:Gate", "passing", lambda real, self, *, light: nullcontext()),
-        WORKER,
+        at(f"{ADMISSION}:Gate", "passing", lambda real, self, *, light: nullcontext()),
+        "worker/test_limits.py",
     ),
-    mutant(
-        "limit-draining",
-        "limits: a draining worker takes no calls",
-        at(f"{CONTEXT}:Gate", "close", giving(None)),
-        WORKER,
-    ),
+    mutant("limit-draining", at(f"{ADMISSION}:Gate", "close", giving(None)), "worker/test_limits.py"),
     mutant(
         "limit-bytes-in-flight",
-        "limits: bytes in flight",
-        at(f"{CONTEXT}:BytesInFlight", "reserved", lambda real, self, *count: nullcontext()),
-        WORKER,
-        SHARES,
+        at(f"{ADMISSION}:BytesInFlight", "reserved", lambda real, self, count: nullcontext()),
+        "worker/test_limits.py security/test_rules.py",
     ),
     mutant(
         "limit-client-holds",
-        "limits: holds of clients",
-        at(f"{CONTEXT}:ClientHolds", "add", _add_unlimited),
-        WORKER,
-        SHARES,
+        at("kvstore.worker.prompts:ClientHolds", "add", _add_unlimited),
+        "worker/test_limits.py security/test_rules.py",
     ),
-    mutant("limit-pins-of-an-owner", "limits: pins of an owner", at(PINS, "pin", _pin_unlimited), "meta/test_pins.py"),
-    mutant(
-        "limit-full-root",
-        "limits: puts on a full root are refused",
-        at(VIEW, "check_room", giving(None)),
-        "node/test_view.py",
-    ),
-    mutant(
-        "credit-is-ignored",
-        "PROTOCOL section 6: a node writes no more than its credit",
-        at("kvstore.node.usage:NodeUsage", "received", giving(None)),
-        "node/test_usage.py",
-    ),
+    mutant("limit-pins-of-an-owner", at(PINS, "pin", _pin_unlimited), "meta/test_pins.py"),
+    mutant("limit-full-root", at(VIEW, "check_room", giving(None)), "node/test_view.py"),
+    mutant("credit-is-ignored", at("kvstore.node.usage:NodeUsage", "received", giving(None)), "node/test_usage.py"),
     mutant(
         "full-store-keeps-its-credit",
-        "PROTOCOL section 6: the credit ends with the free space",
         at("kvstore_gc.capacity:Accounts", "reported", giving(None)),
         "gc/test_capacity.py",
     ),
-    mutant(
-        "deadline-of-shared-work",
-        "deadlines: no work begins after the deadline",
-        at("kvstore.node.lanes:Batch", "help", _help_late),
-        "node/test_lanes.py",
-    ),
+    mutant("deadline-of-shared-work", at("kvstore.node.lanes:Batch", "help", _help_late), "node/test_lanes.py"),
 ]

@@ -5,19 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tests.mutants.catalogue.interfaces import GC_STATE, HOLDS, KNOWN, META, SESSION, VIEW, at, giving
-from tests.mutants.mutant import Mutant, rule
+from tests.mutants.catalogue.interfaces import HOLDS, KNOWN, META, SESSION, VIEW, at, giving
+from tests.mutants.mutant import Mutant, mutant
 from tests.mutants.planters import several
-
-FOLLOWER_RULES = "node/test_follower_rules.py"
-CONTRACT = "contract/test_node_rules.py"
-SWEEPS = "gc/test_protocol.py"
-RULES = "gc/test_rules.py"
-VIEW_TESTS = "node/test_view.py"
-SESSION_TESTS = "meta/test_meta_session.py"
-PIN_TESTS = "meta/test_pins.py"
-NODE_PINS = "node/test_pins.py"
-BLOCK_HOLDS = "gc/test_block_holds.py"
 
 
 def comparing_less(is_dropped: Callable[[Any, Any], bool]) -> Any:
@@ -57,26 +47,26 @@ def _list_early(real: Any, self: Any, prefix: str, *rest: Any) -> Any:
 
 
 SESSIONS = [
-    rule(
-        "V1",
-        "view-of-before-the-session",
+    mutant(
+        "v1-view-of-before-the-session",
         several(at(META, "grant", _grant), at(META, "list", _list_early)),
-        CONTRACT,
+        "contract/test_node_rules.py",
     ),
-    rule(
-        "V2",
-        "holds-outlive-the-session",
+    mutant(
+        "v2-holds-outlive-the-session",
         several(at(HOLDS, "drop_all", giving(None)), at(HOLDS, "drop_protecting", giving(None))),
-        FOLLOWER_RULES,
+        "node/test_follower_rules.py",
     ),
-    rule("V2", "session-never-dies", at(SESSION, "alive", giving(True)), SESSION_TESTS),
-    rule("V2", "lost-lease-unnoticed", at(META, "keep_alive", giving(True)), SESSION_TESTS),
-    rule("V2", "view-outlives-the-session", at(VIEW, "end", giving(None)), VIEW_TESTS, FOLLOWER_RULES),
-    rule("V3", "holds-keep-their-births", at(HOLDS, "age_all", giving(None)), FOLLOWER_RULES),
-    rule("V3", "chain-not-checked", at(SESSION, "check_chain", giving(None)), FOLLOWER_RULES),
-    rule("V3", "keeps-the-view-of-a-lost-watch", at(VIEW, "reread", giving(None)), CONTRACT),
-    rule("V3", "silent-watch-believed", at(VIEW, "is_last", giving(True)), FOLLOWER_RULES),
-    rule("V3", "knows-what-lost-events-condemned", at(KNOWN, "clear", giving(None)), VIEW_TESTS),
+    mutant("v2-session-never-dies", at(SESSION, "alive", giving(True)), "meta/test_meta_session.py"),
+    mutant("v2-lost-lease-unnoticed", at(META, "keep_alive", giving(True)), "meta/test_meta_session.py"),
+    mutant(
+        "v2-view-outlives-the-session", at(VIEW, "end", giving(None)), "node/test_view.py node/test_follower_rules.py"
+    ),
+    mutant("v3-holds-keep-their-births", at(HOLDS, "age_all", giving(None)), "node/test_follower_rules.py"),
+    mutant("v3-chain-not-checked", at(SESSION, "check_chain", giving(None)), "node/test_follower_rules.py"),
+    mutant("v3-keeps-the-view-of-a-lost-watch", at(VIEW, "reread", giving(None)), "contract/test_node_rules.py"),
+    mutant("v3-silent-watch-believed", at(VIEW, "is_last", giving(True)), "node/test_follower_rules.py"),
+    mutant("v3-knows-what-lost-events-condemned", at(KNOWN, "clear", giving(None)), "node/test_view.py"),
 ]
 
 
@@ -117,62 +107,52 @@ def _renew_for_ever(real: Any, self: Any, hold: Any, lease_s: float) -> Any:
 
 
 HOLDING = [
-    rule(
-        "H1",
-        "condemned-is-a-hit",
-        at(GC_STATE, "leading", lambda real, self, wanted: len(wanted)),
-        VIEW_TESTS,
-        SWEEPS,
+    mutant(
+        "h1-condemned-is-a-hit",
+        at(VIEW, "leading", lambda real, self, wanted: len(wanted)),
+        "node/test_view.py gc/test_protocol.py",
     ),
-    rule(
-        "H1",
-        "condemned-blocks-are-hits",
+    mutant(
+        "h1-condemned-blocks-are-hits",
         several(
             at(GC_STATE, "condemns", giving(False)),
             at(GC_STATE, "leading", lambda real, self, wanted: len(wanted)),
             at(GC_STATE, "allowed", lambda real, self, addresses: range(len(addresses))),
             at(GC_STATE, "unswept", lambda real, self, wanted: real(self, wanted) | True),
         ),
-        CONTRACT,
+        "contract/test_node_rules.py",
     ),
-    rule("H2", "look-before-hold", at("kvstore.node.node:Node", "hold", _look_before_hold), RULES),
-    rule(
-        "H2",
-        "hold-of-a-look-begins-empty",
+    mutant("h2-look-before-hold", at("kvstore.node.node:Node", "hold", _look_before_hold), "gc/test_rules.py"),
+    mutant(
+        "h2-hold-of-a-look-begins-empty",
         at(HOLDS, "take", lambda real, self, chain, ttl_s=None, *, whatever=False: real(self, chain, ttl_s)),
-        BLOCK_HOLDS,
+        "gc/test_block_holds.py",
     ),
-    rule(
-        "H2",
-        "hold-is-not-registered",
+    mutant(
+        "h2-hold-is-not-registered",
         at(HOLDS, "take", lambda real, self, *what, **how: (hold := real(self, *what, **how), self.release(hold))[0]),
-        SWEEPS,
+        "gc/test_protocol.py",
     ),
-    rule("H3", "sweep-forgets-nothing", at(KNOWN, "forget_shards", giving(None)), VIEW_TESTS),
-    rule("H3", "end-of-a-sweep-forgets-nothing", at(VIEW, "apply", _forget_at_the_start), VIEW_TESTS),
-    rule(
-        "H3",
-        "look-outlives-a-sweep",
+    mutant("h3-sweep-forgets-nothing", at(KNOWN, "forget_shards", giving(None)), "node/test_view.py"),
+    mutant("h3-end-of-a-sweep-forgets-nothing", at(VIEW, "apply", _forget_at_the_start), "node/test_view.py"),
+    mutant(
+        "h3-look-outlives-a-sweep",
         several(at(KNOWN, "add", _late_add), at(KNOWN, "add_all", _late_add), at(KNOWN, "add_run", _late_add)),
-        VIEW_TESTS,
-        "native/test_looks.py",
+        "node/test_view.py native/test_looks.py",
     ),
-    rule("H4", "ended-hold-is-read", at(HOLDS, "check", giving(None)), FOLLOWER_RULES, "node/test_outage.py"),
-    rule(
-        "H4",
-        "renewed-past-its-end",
-        at(HOLDS, "renew", _renew_for_ever),
-        "worker/test_leased_holds.py",
+    mutant(
+        "h4-ended-hold-is-read", at(HOLDS, "check", giving(None)), "node/test_follower_rules.py node/test_outage.py"
     ),
-    rule(
-        "H4",
-        "client-holds-never-expire",
-        at("kvstore.worker.context:ClientHolds", "expire", giving(None)),
-        "worker/test_leased_holds.py",
-        "worker/test_limits.py",
+    mutant("h4-renewed-past-its-end", at(HOLDS, "renew", _renew_for_ever), "worker/test_leased_holds.py"),
+    mutant(
+        "h4-client-holds-never-expire",
+        at("kvstore.worker.prompts:ClientHolds", "expire", giving(None)),
+        "worker/test_leased_holds.py worker/test_limits.py",
     ),
-    rule(
-        "H4", "lagging-node-keeps-alive", at("kvstore.node.follower:Follower", "keeps_up", giving(True)), FOLLOWER_RULES
+    mutant(
+        "h4-lagging-node-keeps-alive",
+        at("kvstore.node.follower:Follower", "keeps_up", giving(True)),
+        "node/test_follower_rules.py",
     ),
 ]
 
@@ -192,23 +172,22 @@ def _half_of_a_transaction(real: Any, self: Any, events: Any) -> Any:
 
 
 ANNOUNCING = [
-    rule("A1", "announces-ahead-of-its-view", at(HOLDS, "announcement", _announce_ahead), FOLLOWER_RULES),
-    rule("A1", "applies-half-of-a-transaction", at(VIEW, "apply", _half_of_a_transaction), CONTRACT),
-    rule(
-        "A2",
-        "names-nothing",
+    mutant("a1-announces-ahead-of-its-view", at(HOLDS, "announcement", _announce_ahead), "node/test_follower_rules.py"),
+    mutant(
+        "a1-applies-half-of-a-transaction", at(VIEW, "apply", _half_of_a_transaction), "contract/test_node_rules.py"
+    ),
+    mutant(
+        "a2-names-nothing",
         at(HOLDS, "announcement", lambda real, self: real(self)._replace(held=b"", on=())),
-        FOLLOWER_RULES,
+        "node/test_follower_rules.py",
     ),
-    rule(
-        "A2",
-        "write-drops-the-names",
+    mutant(
+        "a2-write-drops-the-names",
         at(SESSION, "txn", lambda real, self, *what, held=b"", **how: real(self, *what, **how)),
-        FOLLOWER_RULES,
+        "node/test_follower_rules.py",
     ),
-    rule(
-        "A2",
-        "look-counts-as-empty",
+    mutant(
+        "a2-look-counts-as-empty",
         at(
             HOLDS,
             "take",
@@ -216,14 +195,13 @@ ANNOUNCING = [
                 real(self, *what, whatever=whatever, **how)
             ),
         ),
-        FOLLOWER_RULES,
+        "node/test_follower_rules.py",
     ),
-    rule("A2", "held-is-not-renewed", at(HOLDS, "announced", giving(None)), FOLLOWER_RULES),
-    rule(
-        "A3",
-        "announces-off-the-chain",
+    mutant("a2-held-is-not-renewed", at(HOLDS, "announced", giving(None)), "node/test_follower_rules.py"),
+    mutant(
+        "a3-announces-off-the-chain",
         at(SESSION, "txn", lambda real, self, compares=(), *rest, **how: real(self, (), *rest, **how)),
-        FOLLOWER_RULES,
+        "node/test_follower_rules.py",
     ),
 ]
 
@@ -254,9 +232,8 @@ def _txn_without_names(real: Any, self: Any, compares: Any, operations: Any, tim
 
 
 PINNING = [
-    rule(
-        "P1",
-        "pin-without-a-hold",
+    mutant(
+        "p1-pin-without-a-hold",
         several(
             at(
                 HOLDS,
@@ -265,43 +242,34 @@ PINNING = [
             ),
             at(HOLDS, "check", giving(None)),
         ),
-        NODE_PINS,
-        "-k",
-        "p1",
+        "node/test_pins.py -k p1",
     ),
-    rule("P1", "pin-ignores-its-lost-hold", at(HOLDS, "check", giving(None)), NODE_PINS, "-k", "p1"),
-    rule(
-        "P2",
-        "pin-of-a-dead-session",
+    mutant("p1-pin-ignores-its-lost-hold", at(HOLDS, "check", giving(None)), "node/test_pins.py -k p1"),
+    mutant(
+        "p2-pin-of-a-dead-session",
         comparing_less(lambda one, operations: "/sessions/" in one.key and puts(operations, "/refs/")),
-        PIN_TESTS,
+        "meta/test_pins.py meta/test_meta_nouns.py",
     ),
-    rule("P2", "pin-drops-the-names", at(META, "txn", _txn_without_names), CONTRACT),
-    rule("P3", "lost-pin-keeps-its-lease", at(META, "revoke", giving(None)), PIN_TESTS, "-k", "p3"),
-    rule(
-        "P3",
-        "unpins-blindly",
+    mutant("p2-pin-drops-the-names", at(META, "txn", _txn_without_names), "contract/test_node_rules.py"),
+    mutant("p3-lost-pin-keeps-its-lease", at(META, "revoke", giving(None)), "meta/test_meta_nouns.py -k p3"),
+    mutant(
+        "p3-unpins-blindly",
         comparing_less(lambda one, operations: deletes(operations, "/refs/")),
-        PIN_TESTS,
-        "-k",
-        "p3",
+        "meta/test_pins.py -k p3",
     ),
-    rule(
-        "P4",
-        "pin-counts-what-is-missing",
-        at("kvstore.node.writer:Writer", "present_leading", lambda real, self, wanted: len(wanted)),
-        NODE_PINS,
+    mutant(
+        "p4-pin-counts-what-is-missing",
+        at("kvstore.node.puts:Puts", "present_leading", lambda real, self, wanted: len(wanted)),
+        "node/test_pins.py",
     ),
-    rule(
-        "P5",
-        "pin-ignores-a-clear",
-        at("kvstore.meta.clears:Barriers", "orders", giving(())),
+    mutant(
+        "p5-pin-ignores-a-clear",
+        at("kvstore.meta.barriers:Barriers", "orders", giving(())),
         "node/test_pin_and_clear.py",
     ),
-    rule(
-        "P5",
-        "clear-outlives-its-barrier",
-        at("kvstore.meta.clears:Barrier", "check", giving(None)),
+    mutant(
+        "p5-clear-outlives-its-barrier",
+        at("kvstore.meta.barriers:Barrier", "check", giving(None)),
         "node/test_pin_and_clear.py",
     ),
 ]
@@ -331,29 +299,26 @@ def _agree(real: Any, *what: Any, read_root: Any, **how: Any) -> Any:
 
 
 RESTORED = [
-    rule("C1", "any-event-is-applied", at(VIEW, "apply", _continue_any_chain), VIEW_TESTS),
-    rule(
-        "C2",
-        "lost-write-unnoticed",
+    mutant("c1-any-event-is-applied", at(VIEW, "apply", _continue_any_chain), "node/test_view.py"),
+    mutant(
+        "c2-lost-write-unnoticed",
         comparing_less(lambda one, operations: "/sessions/" in one.key),
-        SESSION_TESTS,
+        "meta/test_meta_session.py",
     ),
-    rule("C4", "starts-without-a-fence", at("kvstore.node.follower:StartFence", "lift_unnamed", giving(None)), SWEEPS),
-    rule("C5", "pin-without-a-twin", at("kvstore.node.member:NodeTwins", "write", giving(None)), NODE_PINS),
-    rule("C5", "twin-stays-after-its-pin", at("kvstore.root.fences", "remove_twin", giving(None)), NODE_PINS),
-    rule(
-        "C5",
-        "damaged-pin-is-read",
-        at("kvstore.meta.pins:PinRecord", "from_bytes", _any_checksum),
-        PIN_TESTS,
+    mutant(
+        "c4-starts-without-a-fence",
+        at("kvstore.node.follower:StartFence", "lift_unnamed", giving(None)),
+        "gc/test_protocol.py",
     ),
-    rule(
-        "C6",
-        "protects-on-a-foreign-store",
+    mutant("c5-pin-without-a-twin", at("kvstore.node.twins:NodeTwins", "write", giving(None)), "node/test_pins.py"),
+    mutant("c5-twin-stays-after-its-pin", at("kvstore.root.fences", "remove_twin", giving(None)), "node/test_pins.py"),
+    mutant(
+        "c5-damaged-pin-is-read", at("kvstore.meta.pins:PinRecord", "from_bytes", _any_checksum), "meta/test_pins.py"
+    ),
+    mutant(
+        "c6-protects-on-a-foreign-store",
         at("kvstore.meta.cluster", "join_generation", _agree),
-        "node/test_follower.py",
-        "-k",
-        "c6",
+        "node/test_follower.py -k c6",
     ),
 ]
 

@@ -6,10 +6,9 @@ import os
 from typing import Any
 
 from tests.mutants.catalogue.interfaces import READER, ROOT, at, giving
-from tests.mutants.mutant import Mutant, mutant, rule
+from tests.mutants.mutant import Mutant, mutant
 
 CONTRACT = ("root/test_conformance.py", "-k", "not s3")
-POSIX = "root/test_posix.py"
 POSIX_ROOT = ROOT[0]
 FENCED = ROOT[:2]
 """Roots that can rename."""
@@ -53,17 +52,15 @@ def _write_to_withdrawn(real: Any, self: Any, pieces: Any, offset: int, borrowed
 
 
 CONTRACTS = [
-    rule("W1", "publishes-over", at(ROOT[:2], "publish", _publish_over), *CONTRACT),
-    rule(
-        "W1",
-        "loser-wins",
+    mutant("w1-publishes-over", at(ROOT[:2], "publish", _publish_over), *CONTRACT),
+    mutant(
+        "w1-loser-wins",
         at(ROOT, "publish", lambda real, self, *names, **how: real(self, *names, **how) or True),
         *CONTRACT,
     ),
-    rule("W2", "stages-twice", at(ROOT, "stage", _stage_again), *CONTRACT),
-    rule(
-        "W1",
-        "stages-without-sync",
+    mutant("w2-stages-twice", at(ROOT, "stage", _stage_again), *CONTRACT),
+    mutant(
+        "w1-stages-without-sync",
         at(
             POSIX_ROOT,
             "stage",
@@ -73,72 +70,44 @@ CONTRACTS = [
         ),
         "contract/test_root_rules.py",
     ),
-    rule(
-        "W1",
-        "publishes-without-sync",
-        at(
-            POSIX_ROOT,
-            "publish",
-            lambda real, self, staged, name, *, durable: real(self, staged, name, durable=False),
-        ),
+    mutant(
+        "w1-publishes-without-sync",
+        at(POSIX_ROOT, "publish", lambda real, self, staged, name, *, durable: real(self, staged, name, durable=False)),
         "contract/test_root_rules.py",
     ),
-    rule(
-        "G6",
-        "fences-without-sync",
+    mutant(
+        "g6-fences-without-sync",
         at(POSIX_ROOT, "remove_folder", lambda real, self, name, *, durable=False: real(self, name)),
         "contract/test_root_rules.py",
     ),
-    rule(
-        "F1",
-        "move-makes-the-folder",
+    mutant(
+        "f1-move-makes-the-folder",
         at(FENCED, "move", lambda real, self, source, name, *, make_folder=True: real(self, source, name)),
-        "gc/test_protocol.py",
-        "contract/test_root_rules.py",
+        "gc/test_protocol.py contract/test_root_rules.py",
     ),
-    rule(
-        "O1",
-        "removes-another-version",
+    mutant(
+        "o1-removes-another-version",
         at(ROOT[1:], "remove_if", lambda real, self, name, seen: self.remove(name)),
         *CONTRACT,
     ),
-    rule("G6", "removes-full-folders", at(FENCED, "remove_folder", _remove_full_folder), *CONTRACT),
+    mutant("g6-removes-full-folders", at(FENCED, "remove_folder", _remove_full_folder), *CONTRACT),
     mutant(
-        "root-move-loses",
-        "Root: a moved file has its new name",
-        at(FENCED, "move", lambda real, self, source, name, **how: self.remove(source)),
-        *CONTRACT,
+        "root-move-loses", at(FENCED, "move", lambda real, self, source, name, **how: self.remove(source)), *CONTRACT
     ),
-    mutant("root-remove-lies", "Root: a removed file is gone", at(ROOT, "remove", giving(True)), *CONTRACT),
-    mutant("root-list-hides", "Root: a listing is complete", at(ROOT, "list", _all_but_one), *CONTRACT),
-    mutant("root-touch-lies", "Root: touching sets the time", at(FENCED, "touch", giving(True)), *CONTRACT),
-    mutant(
-        "root-open-follows-links",
-        "FORMAT 1: a link is not followed",
-        at(POSIX_ROOT, "open", _open_links),
-        POSIX,
-    ),
+    mutant("root-remove-lies", at(ROOT, "remove", giving(True)), *CONTRACT),
+    mutant("root-list-hides", at(ROOT, "list", _all_but_one), *CONTRACT),
+    mutant("root-touch-lies", at(FENCED, "touch", giving(True)), *CONTRACT),
+    mutant("root-open-follows-links", at(POSIX_ROOT, "open", _open_links), "root/test_posix.py"),
     mutant(
         "reader-ignores-offset",
-        "Root: a read begins at its offset",
         at(READER, "read", lambda real, self, pieces, offset, borrowed: real(self, pieces, 0, borrowed)),
         *CONTRACT,
     ),
-    mutant(
-        "reader-writes-withdrawn",
-        "FORMAT 4.3: withdrawn memory is not written",
-        at(READER, "read", _write_to_withdrawn),
-        *CONTRACT,
-    ),
+    mutant("reader-writes-withdrawn", at(READER, "read", _write_to_withdrawn), *CONTRACT),
     mutant(
         "root-full-disk-unavailable",
-        "Errors: a full disk is Overloaded",
-        at(
-            "kvstore.root.posix",
-            "error_of",
-            lambda real, action, path, cause: real(action, path, OSError(5, "io")),
-        ),
-        POSIX,
+        at("kvstore.root.posix", "error_of", lambda real, action, path, cause: real(action, path, OSError(5, "io"))),
+        "root/test_posix.py",
     ),
 ]
 
@@ -146,7 +115,6 @@ CONTRACTS = [
 IDENTITY = [
     mutant(
         "root-any-id",
-        "FORMAT 2: another root than expected is refused",
         at(
             "kvstore.root.identity",
             "create_or_open",
@@ -156,10 +124,8 @@ IDENTITY = [
     ),
     mutant(
         "root-check-always-sound",
-        "F4: check-root reports a fence that does not hold",
         at("kvstore.root.check", "is_sound", giving(True)),
-        "root/test_check.py",
-        "root/test_conditional.py",
+        "root/test_check.py root/test_conditional.py",
     ),
 ]
 

@@ -7,12 +7,6 @@ from typing import Any
 from tests.mutants.catalogue.interfaces import INVENTORY, MEMORY_TIER, at, giving
 from tests.mutants.mutant import Mutant, mutant
 
-IMAGES = "node/test_images.py"
-READING = "tiers/test_reading.py"
-WRITING = "tiers/test_writing.py"
-INVENTORY_TESTS = "memory/test_inventory.py"
-DISK = "disk/test_disk_tier.py"
-DISK_TIER = "kvstore.node.disk_tier:DiskTier"
 PEERS = "kvstore.peers.tier:Peers"
 
 
@@ -43,36 +37,23 @@ def _behind() -> Any:
 MUTANTS: list[Mutant] = [
     mutant(
         "images-always-right",
-        "MEMORY I1: an image is verified",
         at("kvstore.node.images", "verify_images", lambda real, wanted, indexes, images: _all(indexes)),
-        IMAGES,
-        READING,
+        "node/test_images.py tiers/test_reading.py",
     ),
     mutant(
         "view-of-memory-unverified",
-        "MEMORY I1: a view is verified",
         at(MEMORY_TIER, "verified", lambda real, self, slots, **how: slots.leading_count),
-        READING,
+        "tiers/test_reading.py",
     ),
     mutant(
         "image-rots-after-its-look",
-        "MEMORY I1: an image is verified before it leaves",
         at(MEMORY_TIER, "all_still_right", lambda real, self, slots, indexes: _all(indexes)),
-        "tiers/test_read_image.py",
-        WRITING,
+        "tiers/test_read_image.py tiers/test_writing.py",
     ),
-    mutant(
-        "memory-second-writer-wins",
-        "MEMORY E4: the first writer wins",
-        at(INVENTORY, "claim", _claim_over),
-        "memory/test_inventory_model.py",
-    ),
-    mutant(
-        "memory-evicts-pinned", "MEMORY E2: pinned chunks stay", at(INVENTORY, "pin", giving(None)), INVENTORY_TESTS
-    ),
+    mutant("memory-second-writer-wins", at(INVENTORY, "claim", _claim_over), "memory/test_inventory.py"),
+    mutant("memory-evicts-pinned", at(INVENTORY, "pin", giving(None)), "memory/test_inventory.py"),
     mutant(
         "memory-evicts-dirty",
-        "MEMORY E2: chunks that are not on the root stay",
         at(
             INVENTORY,
             "claim",
@@ -80,23 +61,16 @@ MUTANTS: list[Mutant] = [
                 self, place, size, now_s, **({"hints": hints} if hints else {}), **how
             ),
         ),
-        INVENTORY_TESTS,
+        "memory/test_inventory.py",
     ),
-    mutant(
-        "extents-overlap",
-        "MEMORY A1: extents do not overlap",
-        at("kvstore.memory.arena:Extents", "take", _first_extent),
-        "memory/test_extents.py",
-    ),
+    mutant("extents-overlap", at("kvstore.memory.arena:Extents", "take", _first_extent), "memory/test_extents.py"),
     mutant(
         "put-behind-though-durable",
-        "MEMORY W: a durable put is on the root",
         at("kvstore.node.tier_stack:TierStack", "mode", lambda real, self, asked, hints: _behind()),
-        WRITING,
+        "tiers/test_writing.py",
     ),
     mutant(
         "disk-encodes-rotten-images",
-        "MEMORY I1: an image keeps its checksums on its way to the disk",
         at(
             "kvstore.encodings.codec",
             "encode_chunk",
@@ -106,10 +80,5 @@ MUTANTS: list[Mutant] = [
         ),
         "contract/test_rot.py",
     ),
-    mutant(
-        "peer-that-is-wrong-stays",
-        "MEMORY peers: a peer whose chunks are wrong is avoided",
-        at(PEERS, "damaged", giving(None)),
-        "peers_memory/test_fetch.py",
-    ),
+    mutant("peer-that-is-wrong-stays", at(PEERS, "damaged", giving(None)), "peers_memory/test_fetch.py"),
 ]

@@ -8,11 +8,6 @@ from tests.mutants.catalogue.interfaces import at, giving
 from tests.mutants.mutant import Mutant, mutant
 
 FRAMES = "kvstore.wire.bulk.frames"
-SUMS = "bulk/test_sums.py"
-HOSTILE = "bulk/test_hostile.py"
-BLOCKS_HOSTILE = "bulk/test_blocks_hostile.py"
-WIRE = "worker/test_wire.py"
-SEALS = "worker/test_seals.py"
 CALLER = "kvstore.client.caller:Caller"
 CONNECTION = "kvstore.worker.data_put:Connection"
 
@@ -77,88 +72,46 @@ def _broken_is_a_miss(real: Any, self: Any, sections: Any) -> Any:
 
 MUTANTS: list[Mutant] = [
     mutant(
-        "stream-image-unverified",
-        "gRPC: a received image is verified",
-        at("kvstore.wire.images", "fill_verified", _damage_ignored),
-        WIRE,
+        "stream-image-unverified", at("kvstore.wire.images", "fill_verified", _damage_ignored), "worker/test_wire.py"
     ),
-    mutant(
-        "message-seal-ignored",
-        "gRPC: seal of a request",
-        at("kvstore.wire.messages", "is_whole", giving(None)),
-        SEALS,
-    ),
+    mutant("message-seal-ignored", at("kvstore.wire.messages", "is_whole", giving(None)), "worker/test_seals.py"),
     mutant(
         "run-unverified",
-        "BULK: checksums of a run",
         at("kvstore.wire.bulk.runs", "plane_sums", lambda real, planes, first, count: _anything()),
-        SUMS,
-        HOSTILE,
-        "bulk/test_failures.py",
+        "bulk/test_sums.py bulk/test_hostile.py bulk/test_failures.py",
     ),
     mutant(
         "blocks-unverified",
-        "BULK: checksums of a run of blocks",
         at("kvstore.wire.bulk.runs", "block_sums", lambda real, blocks: _anything()),
-        BLOCKS_HOSTILE,
+        "bulk/test_blocks_hostile.py",
     ),
-    mutant(
-        "file-unverified",
-        "BULK: a received file is verified",
-        at("kvstore.wire.images", "fill_verified", _damage_ignored),
-        SUMS,
-    ),
-    mutant(
-        "frame-of-any-length", "BULK: limit of a frame", at(FRAMES, "decode_head", _unlimited), HOSTILE, "-k", "length"
-    ),
+    mutant("file-unverified", at("kvstore.wire.images", "fill_verified", _damage_ignored), "bulk/test_sums.py"),
+    mutant("frame-of-any-length", at(FRAMES, "decode_head", _unlimited), "bulk/test_hostile.py -k length"),
     mutant(
         "grant-unproven",
-        "BULK: a grant is proven",
-        at("kvstore.wire.bulk.channel:Grant", "is_hello", giving(True)),
-        HOSTILE,
-        "-k",
-        "grant or proof",
+        at("kvstore.wire.bulk.grants:Grant", "is_hello", giving(True)),
+        "bulk/test_hostile.py -k 'grant or proof'",
     ),
     mutant(
         "worker-unproven",
-        "BULK: the worker proves the grant",
-        at("kvstore.wire.bulk.channel:Grant", "is_welcome", giving(True)),
+        at("kvstore.wire.bulk.grants:Grant", "is_welcome", giving(True)),
         "contract/test_transport_rules.py",
     ),
-    mutant(
-        "arena-placed-outside",
-        "BULK: bytes lie in the arena",
-        at(CONNECTION, "placed", _outside),
-        HOSTILE,
-        "-k",
-        "arena",
-    ),
+    mutant("arena-placed-outside", at(CONNECTION, "placed", _outside), "bulk/test_hostile.py -k arena"),
     mutant(
         "lease-ends-with-its-answer",
-        "BULK: lent slots stay until the client ends",
-        at("kvstore.worker.data_get:Leases", "keep", _ended_at_once),
-        "bulk/test_memory_hostile.py",
-        "-k",
-        "lease",
+        at("kvstore.worker.bulk.getting:Leases", "keep", _ended_at_once),
+        "bulk/test_memory_hostile.py -k lease",
     ),
     mutant(
         "lost-hold-is-a-miss",
-        "Client: a hold whose worker is gone is broken",
-        at("kvstore.client.remote:RemoteHold", "read", _broken_is_a_miss),
-        "client/test_remote_failover.py",
-        "-k",
-        "hold",
+        at("kvstore.client.remote_hold:RemoteHold", "read", _broken_is_a_miss),
+        "client/test_remote_failover.py -k hold",
     ),
     mutant(
         "call-repeated",
-        "Client: a call that must not run twice is sent once",
         at(CALLER, "anywhere", lambda real, self, *what, may_repeat=True, **how: real(self, *what, **how)),
         "contract/test_failover.py",
     ),
-    mutant(
-        "call-has-the-time-twice",
-        "Client: one deadline for all workers",
-        at(CALLER, "anywhere", _whole_timeout),
-        "contract/test_failover.py",
-    ),
+    mutant("call-has-the-time-twice", at(CALLER, "anywhere", _whole_timeout), "contract/test_failover.py"),
 ]
