@@ -58,7 +58,7 @@ def test_staged_name_is_used_up_by_publishing(root: Root) -> None:
         assert root.stat(staged) is None
         with pytest.raises(KVStoreError):
             root.publish(staged, Name("chunks/0001/b"), durable=False)
-    root.discard(staged)
+        root.discard(staged)
 
 
 def test_empty_and_durable_files_are_published(root: Root) -> None:

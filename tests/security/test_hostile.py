@@ -185,6 +185,10 @@ def test_garbage_on_the_bulk_port_is_cut_off(served: Secured, engine: ClientTls)
             except ConnectionResetError:
                 pass
     assert served.counters["bulk_refused"] == refused + 3
+    context = ssl.create_default_context(cafile=str(engine.ca_file))  # TLS, but no certificate of its own
+    with socket.create_connection(("127.0.0.1", listener.tcp_port), WAIT_S) as sock, pytest.raises(OSError):
+        with context.wrap_socket(sock, server_hostname="127.0.0.1") as wrapped:
+            wrapped.recv(1)  # with TLS 1.3 the server's refusal comes after the handshake
     works(served, engine, bulk="tcp")
 
 

@@ -95,9 +95,7 @@ class FolderWorld:
         self._sizes: dict[str, int] = {}
         self._excused: set[str] = set()
         self._parents: dict[str, str] = {}
-        self.identity = create_or_open(
-            SimRoot(self.path), self, shard_bits=1, clock=Process(kernel, "first"), pause=lambda _: None
-        )
+        self.identity = create_or_open(SimRoot(self.path), self, shard_bits=1)
         for chain, prompt in zip(self.chains, PROMPTS * len(NAMESPACES), strict=True):
             for index, chunk in enumerate(prompt):
                 self.files.labels[self.name(chain, index)] = f"{chain.namespace.name}/{chunk}"

@@ -143,7 +143,6 @@ MUTANTS: list[Mutant] = [
             lambda real, certificate, *, asks_certificates: real(certificate, asks_certificates=False),
         ),
         "security/test_hostile.py",
-        "security/test_mutual_tls.py",
     ),
     mutant(
         "access-other-account",
