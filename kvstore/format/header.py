@@ -648,8 +648,8 @@ def plain_header(header: ReadBuffer, inner: ReadBuffer) -> bytearray:
 
 # Generations: which life of the metadata a root belongs to. Each lasts as long as its etcd; its loss begins the next.
 #
-# Here because both sides keep one record of it and do not know each other: the root as ``generations/<number>``, etcd
-# under the key ``generation``. If they differ, etcd was wiped, or is another cluster's (rule C6).
+# Both sides keep one record of it: the root as ``generations/<number>``, etcd under the key ``generation``. If they
+# differ, etcd was wiped, or is another cluster's (rule C6).
 
 
 CLUSTER_BYTES = 16

@@ -1,6 +1,6 @@
 """Walks a root folder by folder, names what is wrong, and repairs it if asked to, while nodes use the root.
 
-Streaming: memory does not grow with the root, but for 32 bytes per chunk while looking for unreachable ones.
+Streaming: memory does not grow with the root, but for 40 bytes per chunk while looking for unreachable ones.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstore.address import ADDRESS_BYTES, NO_PARENT, Address
 from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch
@@ -41,7 +39,7 @@ from kvstore.root.identity import (
 )
 from kvstore.root.inspect import Broken, Inspector
 from kvstore.root.interface import Entry, Root
-from kvstore.sources import Clock, Ids, RandomIds, SystemClock
+from kvstore.sources import Clock, RandomIds, SystemClock
 from kvstore.text import parse_json
 
 FINDINGS_MAX = 10_000
@@ -215,7 +213,6 @@ def fsck(
     found: Callable[[Finding], object] = lambda finding: None,
     progress: Callable[[int], object] = lambda shards_done: None,
     clock: Clock | None = None,
-    ids: Ids | None = None,
     pause: Callable[[float], object] = time.sleep,
 ) -> Report:
     """Checks every file of a root, while nodes use it.
@@ -223,7 +220,7 @@ def fsck(
     ``found`` is called with each finding, ``progress`` after each file. If a folder cannot be read, that is one
     finding. Raises the root's errors if the top cannot be read.
     """
-    options, clock, ids = options or Options(), clock or SystemClock(), ids or RandomIds()
+    options, clock = options or Options(), clock or SystemClock()
     inspector = Inspector(
         root,
         verify_payload=options.verify_payload,
@@ -231,8 +228,8 @@ def fsck(
         monotonic_s=clock.monotonic_s,
         pause=pause,
     )
-    repairer = Repairer(root, identity.shard_bits, inspector, ids.fresh())
-    walk = _Walk(root, options, inspector, repairer, clock.now_s(), found, progress)
+    repairer = Repairer(root, identity.shard_bits, inspector, RandomIds().fresh())
+    walk = _Walk(root, identity.shard_bits, options, inspector, repairer, clock.now_s(), found, progress)
     walk.top()
     walk.namespaces()
     walk.chunks()
@@ -250,6 +247,7 @@ class _Walk:
     def __init__(
         self,
         root: Root,
+        shard_bits: int,
         options: Options,
         inspector: Inspector,
         repairer: Repairer,
@@ -259,13 +257,14 @@ class _Walk:
     ) -> None:
         self.report = Report(options.findings_max)
         self._root = root
+        self._shard_bits = shard_bits
         self._options = options
         self._inspector = inspector
         self._repairer = repairer
         self._now_s = now_s
         self._found = found
         self._progress = progress
-        self._reach = Reach(REACH_MAX)
+        self._reach = Reach()
         self._recorded: set[NamespaceId] = set()
         self._undescribed: set[NamespaceId] = set()
         self._lineages: set[LineageId] = set()
@@ -382,7 +381,7 @@ class _Walk:
 
     def reach(self) -> None:
         """Finds chunks without their parent."""
-        lost = self._reach.unreachable()
+        lost = self._reach.unreachable(self._shard_bits)
         self.report.unreachable_count = None if lost is None else len(lost)
         for name, parent in lost or ():
             self._add(Kind.UNREACHABLE, name, f"its parent {parent.hex()} does not exist")
@@ -415,7 +414,8 @@ class _Walk:
         said = written(header.incarnation)
         if said is not None and len(self._lineages) < LINEAGES_MAX:
             self._lineages.add(said.lineage)
-        self._reach.add(name, header.address, header.parent if header.kind is HeaderKind.TOKENS else None)
+        parent = header.parent if header.kind is HeaderKind.TOKENS else None
+        self._reach.add(header.address, parsed[1], parent)
         if parsed[1] not in self._recorded and parsed[1] not in self._undescribed:
             self._undescribed.add(parsed[1])
             self._add(Kind.NO_RECORD, name, f"namespace {header.namespace.hex()} has no record")
@@ -548,61 +548,40 @@ class Repairer:
         return places.quarantined(Address(key), self._session, next(self._numbers))
 
 
-# Chunks without a parent: 32 bytes of memory for each chunk, up to a limit.
+# Chunks without a parent.
+
+
+_ROW = np.dtype([("address", f"S{ADDRESS_BYTES}"), ("parent", f"S{ADDRESS_BYTES}"), ("namespace", "S8")])
+"""One chunk. numpy ignores zeros at the end of such items, which is harmless where all have the same length."""
 
 
 class Reach:
-    """Collects chunks while they are walked over; gives up, and frees what it has, beyond ``chunks_max``."""
+    """Collects chunks while they are walked over; gives up, and frees what it has, beyond ``REACH_MAX``."""
 
-    def __init__(self, chunks_max: int) -> None:
-        self._chunks_max = chunks_max
-        self._addresses: bytearray | None = bytearray()
-        self._parents = bytearray()
-        self._folders: list[tuple[int, str]] = []
+    def __init__(self) -> None:
+        self._rows: bytearray | None = bytearray()
 
-    def add(self, name: Name, address: Address, parent: Address | None) -> None:
-        """One chunk; ``parent`` is None for a block, which has none."""
-        if self._addresses is None:
+    def add(self, address: Address, namespace: NamespaceId, parent: Address | None) -> None:
+        """Adds a chunk; ``parent`` is None for a block, which has none."""
+        if self._rows is None:
             return
-        count = len(self._addresses) // ADDRESS_BYTES
-        if count >= self._chunks_max:
-            self._addresses, self._parents = None, bytearray()
+        if len(self._rows) >= REACH_MAX * _ROW.itemsize:
+            self._rows = None
             return
-        self._addresses += address
-        self._parents += NO_PARENT if parent is None else parent
-        # A name is its folder, its address and its namespace: the folder and namespace repeat, so runs are kept.
-        folder, _, last = name.rpartition("/")
-        shape = f"{folder}/{{}}.{last.partition('.')[2]}"
-        if not self._folders or self._folders[-1][1] != shape:
-            self._folders.append((count, shape))
+        self._rows += address + (NO_PARENT if parent is None else parent) + namespace
 
-    def unreachable(self) -> list[tuple[Name, Address]] | None:
-        """Name and parent of each chunk whose parent is not there; None beyond the limit."""
-        if self._addresses is None:
-            return None
-        addresses, parents = _array(self._addresses), _array(self._parents)
-        lost = np.flatnonzero(~np.isin(parents, addresses) & (parents != np.bytes_(NO_PARENT)))
-        starts = [start for start, _ in self._folders]
-        return [
-            (
-                Name(
-                    self._folders[int(np.searchsorted(starts, index, side="right")) - 1][1].format(
-                        self._at(self._addresses, int(index)).hex()
-                    )
-                ),
-                self._at(self._parents, int(index)),
-            )
-            for index in lost
-        ]
-
-    @staticmethod
-    def _at(packed: bytearray, index: int) -> Address:
-        return Address(bytes(packed[index * ADDRESS_BYTES : (index + 1) * ADDRESS_BYTES]))
-
-
-def _array(packed: bytearray) -> npt.NDArray[Any]:
-    # numpy ignores zeros at the end of such items, which is harmless where all have the same length.
-    return np.frombuffer(packed, dtype=f"S{ADDRESS_BYTES}") if packed else np.empty(0, dtype=f"S{ADDRESS_BYTES}")
+    def unreachable(self, shard_bits: int) -> list[tuple[Name, Address]] | None:
+        """Returns name and parent of each chunk whose parent does not exist; None beyond the limit."""
+        if not self._rows:
+            return None if self._rows is None else []
+        rows = np.frombuffer(self._rows, _ROW)
+        lost = ~np.isin(rows["parent"], rows["address"]) & (rows["parent"] != np.bytes_(NO_PARENT))
+        found = []
+        for index in np.flatnonzero(lost):
+            row = bytes(self._rows[index * _ROW.itemsize : (index + 1) * _ROW.itemsize])
+            address, parent, namespace = row[:ADDRESS_BYTES], row[ADDRESS_BYTES:-8], row[-8:]
+            found.append((places.chunk(Address(address), NamespaceId(namespace), shard_bits), Address(parent)))
+        return found
 
 
 def _is_hex(text: str) -> bool:

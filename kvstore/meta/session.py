@@ -416,11 +416,10 @@ class Presence:
             self._hooks.append(_Hook(on_new, on_lost))
             self._changed.notify_all()
 
-    def start(self, wait_s: float | None = None, *, must_begin: bool = True) -> None:
+    def start(self, wait_s: float | None = None) -> None:
         """Starts the thread; with ``wait_s`` also waits for the first session.
 
         Only if asked to wait, raises Unavailable if none began in that time, PermissionDenied if the store refused.
-        Unless it ``must_begin``, the first failure ends the wait, and the session begins when it can.
         """
         assert self._thread is None, "presence is started once"
         self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
@@ -428,9 +427,8 @@ class Presence:
         if wait_s is None:
             return
         with self._changed:
-            ends = PermissionDenied if must_begin else Exception
-            self._changed.wait_for(lambda: self._ready or isinstance(self._why_none, ends), timeout=wait_s)
-            if self._ready or not must_begin:
+            self._changed.wait_for(lambda: self._ready or isinstance(self._why_none, PermissionDenied), timeout=wait_s)
+            if self._ready:
                 return
             error = self._none()
         self.close(timeout_s=0.1)  # the caller has waited long enough; the thread ends with the request it is in

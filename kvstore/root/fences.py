@@ -17,8 +17,8 @@ from kvstore.sources import Clock, Ids
 
 # The folder of one sweep as a fence: chunks can be renamed into it while it exists, and never again afterwards.
 #
-# Here because both sides lift it: a collector at the end of its sweep, and a node before its first hold (rule C4),
-# which stops collectors that etcd has forgotten.
+# A collector lifts it at the end of its sweep, and a node before its first hold (rule C4), which stops collectors that
+# etcd has forgotten.
 
 
 log = logging.getLogger(__name__)

@@ -43,7 +43,6 @@ class AuditLog:
         self,
         path: str | Path | None,
         *,
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
         bytes_max: int = BYTES_MAX,
         kept_max: int = KEPT_MAX,
     ) -> None:
@@ -51,7 +50,6 @@ class AuditLog:
         self.has_file = path is not None
         """True if entries go to a file of their own."""
         self.on_lost: Callable[[], None] = lambda: None
-        self._now = now
         self._bytes_max = bytes_max
         self._kept_max = kept_max
         self._tasks: Tasks | None = None
@@ -71,7 +69,11 @@ class AuditLog:
 
     def write(self, event: str, **fields: Any) -> None:
         """Queues one line. Omits ``fields`` that are None, and cuts long text."""
-        entry: Mapping[str, Any] = {"time": self._now().isoformat(timespec="milliseconds"), "event": event, **fields}
+        entry: Mapping[str, Any] = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "event": event,
+            **fields,
+        }
         line = json.dumps({name: _short(value) for name, value in entry.items() if value is not None})
         if self._tasks is None:
             log.info("audit %s", line)

@@ -125,10 +125,6 @@ class Machine:
         self.send(name, signal.SIGTERM)
         return self._wait(name, wait_s)
 
-    def starts_count(self, name: str) -> int:
-        """Counts how often a service was started since the boot."""
-        return int(self._tell("look", name)["starts"])
-
     def run(
         self, argv: Sequence[str], wait_s: float = COMMAND_S, environment: Mapping[str, str] | None = None
     ) -> Ended:

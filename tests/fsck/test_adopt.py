@@ -12,20 +12,20 @@ from kvstore.format.places import Name
 from kvstore.fsck import Options, adopt, fsck
 from kvstore.fsck.adopt import Adopted
 from kvstore.layout import Layout
-from kvstore.meta.cluster import Agreed, Foreign, Standing, join_generation, read_generation
-from kvstore.meta.keys import Keys, PinId, SessionId, SweepId
+from kvstore.meta.cluster import Agreed, Foreign, read_generation
+from kvstore.meta.keys import Keys, SessionId, SweepId
 from kvstore.meta.memory import MemoryMeta, MemoryStore
 from kvstore.meta.namespaces import Namespaces
 from kvstore.meta.pins import PinRecord, Pins
 from kvstore.meta.session import Session
-from kvstore.meta.store import OPERATIONS_MAX, Absent, Event, Meta, Put
+from kvstore.meta.store import OPERATIONS_MAX, Absent, Meta, Put
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
 from kvstore.namespace import Namespace
-from kvstore.root.fences import list_twins, remove_twin, write_twin
-from kvstore.root.identity import newest_number, publish, read_newest
+from kvstore.root.fences import list_twins, remove_twin
+from kvstore.root.identity import newest_number
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
-from kvstore.sources import RandomIds, SystemClock
+from kvstore.sources import RandomIds
 from tests.kit.cases import for_each
 from tests.kit.damage import LAYOUT, SHARD_BITS, Filled, fill, read, write
 from tests.kit.fake_meta import FakeClock
@@ -33,29 +33,7 @@ from tests.kit.faulty_meta import Fault, FaultyMeta
 from tests.kit.faulty_meta import Rule as MetaRule
 from tests.kit.faulty_root import EIO, OPERATIONS, FaultyRoot
 from tests.kit.faulty_root import Rule as RootRule
-
-
-class RootTwins:
-    """Twins on a root, without lanes."""
-
-    def __init__(self, root: Root) -> None:
-        self._root = root
-
-    def write(self, owner: str, pin: PinId, content: bytes) -> None:
-        write_twin(self._root, owner, pin, content, ids=RandomIds(), clock=SystemClock())
-
-    def remove(self, owner: str, pin: PinId) -> bool:
-        return remove_twin(self._root, owner, pin)
-
-
-def join(meta: Meta, root: Root, keys: Keys) -> Standing:
-    return join_generation(
-        meta,
-        keys,
-        RandomIds(),
-        read_root=lambda: read_newest(root),
-        publish_root=lambda mine: publish(root, mine, ids=RandomIds(), clock=SystemClock()),
-    )
+from tests.kit.roots import RootTwins, join_root
 
 
 @dataclass
@@ -70,7 +48,7 @@ class Cluster:
         self.keys = Keys(self.filled.identity.root)
         self.store = MemoryStore(self.clock)
         self.meta = MemoryMeta(self.store)
-        assert isinstance(join(self.meta, self.root, self.keys), Agreed)
+        assert isinstance(join_root(self.meta, self.root, self.keys), Agreed)
         Namespaces(self.meta, self.keys).claim(self.filled.namespace)
 
     def session(self) -> Session:
@@ -78,7 +56,7 @@ class Cluster:
 
     def pin(self, owner: str = "me", ttl_s: int = 600) -> PinRecord:
         session = self.session()
-        pins = Pins(self.meta, self.keys, lambda: session, clock=self.clock, twins=RootTwins(self.root))
+        pins = Pins(self.meta, self.keys, lambda: session, clock=self.clock, twins=RootTwins(self.root, self.clock))
         try:
             return pins.pin(owner, self.filled.chain.addresses[:2], ttl_s, 8, self.filled.namespace.digest)
         finally:
@@ -119,9 +97,6 @@ def condemn_key(meta: Meta, keys: Keys, shard: int, sweep: SweepId) -> None:
     assert meta.txn((Absent(keys.condemned_in(shard)),), puts).succeeded
 
 
-# ---------------------------------------------------------------------------------------------- namespaces
-
-
 def test_every_namespace_of_the_root_is_recorded_once() -> None:
     filled = fill(MemoryRoot(), 1, "one")
     fill(filled.root, 1, "two")
@@ -135,7 +110,7 @@ def test_every_namespace_of_the_root_is_recorded_once() -> None:
     assert (adopted.added_count, adopted.known_count, adopted.refused) == (0, 2, [])
 
 
-def test_unreadable_and_misnamed_records_are_left_out_and_named() -> None:
+def test_wrong_namespace_records_are_left_out() -> None:
     filled = fill(MemoryRoot(), 0)
     other = Namespace.of("other", LAYOUT)
     write(filled.root, places.namespace_record(other.digest), filled.namespace.to_json())
@@ -148,7 +123,7 @@ def test_unreadable_and_misnamed_records_are_left_out_and_named() -> None:
     )
 
 
-def test_of_two_layouts_under_one_name_the_one_that_the_root_claims_is_kept() -> None:
+def test_layout_that_the_root_claims_is_kept() -> None:
     filled = fill(MemoryRoot(), 0, "model")
     for chunk_tokens in range(5, 12):
         rival = Namespace.of("model", Layout(layers=1, kv_heads=1, head_dim=1, chunk_tokens=chunk_tokens))
@@ -161,46 +136,28 @@ def test_of_two_layouts_under_one_name_the_one_that_the_root_claims_is_kept() ->
     ]
 
 
-# ---------------------------------------------------------------------------------------------- generations
-
-
-def test_c6_after_a_wipe_adoption_makes_the_next_generation() -> None:
+def test_c6_adoption_makes_the_next_generation() -> None:
     cluster = Cluster()
+    before = cluster.meta
     cluster.wipe()
-    assert isinstance(join(cluster.meta, cluster.root, cluster.keys), Foreign)
+    assert isinstance(join_root(cluster.meta, cluster.root, cluster.keys), Foreign)
     adopted = cluster.adopt()
+    assert isinstance(join_root(before, cluster.root, cluster.keys), Foreign)
     assert (adopted.previous, adopted.generation) == (1, 2)
-    standing = join(cluster.meta, cluster.root, cluster.keys)
+    standing = join_root(cluster.meta, cluster.root, cluster.keys)
     assert isinstance(standing, Agreed) and standing.generation.number == 2
     assert (cluster.adopt().previous, newest_number(cluster.root)) == (2, 3), "it may be repeated"
 
 
-def test_c6_the_etcd_of_before_does_not_fit_any_more() -> None:
-    cluster = Cluster()
-    old = cluster.meta
-    cluster.wipe()
-    cluster.adopt()
-    assert isinstance(join(old, cluster.root, cluster.keys), Foreign)
-    assert isinstance(join(cluster.meta, cluster.root, cluster.keys), Agreed)
-
-
-def test_c6_a_root_of_before_generations_gets_its_first() -> None:
-    filled = fill(MemoryRoot())
-    meta = MemoryMeta()
-    adopted = adopt(filled.root, filled.identity, meta)
-    assert (adopted.previous, adopted.generation) == (0, 1)
-    assert isinstance(join(meta, filled.root, Keys(filled.identity.root)), Agreed)
-
-
-def test_c6_an_unreadable_generation_is_followed_by_the_next() -> None:
+def test_c6_unreadable_generation_is_followed_by_the_next() -> None:
     cluster = Cluster()
     write(cluster.root, places.generation(7), b"torn")
-    assert isinstance(join(cluster.meta, cluster.root, cluster.keys), Foreign)
+    assert isinstance(join_root(cluster.meta, cluster.root, cluster.keys), Foreign)
     assert cluster.adopt().generation == 8
-    assert isinstance(join(cluster.meta, cluster.root, cluster.keys), Agreed)
+    assert isinstance(join_root(cluster.meta, cluster.root, cluster.keys), Agreed)
 
 
-def test_c6_root_and_etcd_differ_from_before_the_first_session_ends_until_the_end() -> None:
+def test_c6_root_and_etcd_differ_during_adoption() -> None:
     """Otherwise a node could join while it runs, be told that it is protected, and lose what it holds."""
     cluster = Cluster()
     cluster.session()
@@ -210,19 +167,19 @@ def test_c6_root_and_etcd_differ_from_before_the_first_session_ends_until_the_en
         """Joins before every write, as a node may at any time."""
 
         def revoke(self, lease: int, timeout_s: float | None = None) -> None:
-            seen.append(("revoke", isinstance(join(cluster.meta, cluster.root, cluster.keys), Agreed)))
+            seen.append(("revoke", isinstance(join_root(cluster.meta, cluster.root, cluster.keys), Agreed)))
             cluster.meta.revoke(lease, timeout_s)  # type: ignore[arg-type]
 
         def txn(self, *arguments, **options):  # type: ignore[no-untyped-def]
-            seen.append(("txn", isinstance(join(cluster.meta, cluster.root, cluster.keys), Agreed)))
+            seen.append(("txn", isinstance(join_root(cluster.meta, cluster.root, cluster.keys), Agreed)))
             return super().txn(*arguments, **options)
 
     cluster.adopt(Looking(cluster.meta))
     assert [agreed for _, agreed in seen] == [False] * len(seen) and {what for what, _ in seen} == {"revoke", "txn"}
-    assert isinstance(join(cluster.meta, cluster.root, cluster.keys), Agreed)
+    assert isinstance(join_root(cluster.meta, cluster.root, cluster.keys), Agreed)
 
 
-def test_c6_of_two_adoptions_at_once_one_says_so() -> None:
+def test_c6_one_of_two_concurrent_adoptions_fails() -> None:
     cluster = Cluster()
 
     class Slow(FaultyMeta):
@@ -237,14 +194,11 @@ def test_c6_of_two_adoptions_at_once_one_says_so() -> None:
 
     with pytest.raises(Unavailable, match="another `kvstore fsck --adopt`"):
         cluster.adopt(Slow(cluster.meta))
-    standing = join(cluster.meta, cluster.root, cluster.keys)
+    standing = join_root(cluster.meta, cluster.root, cluster.keys)
     assert isinstance(standing, Agreed) and standing.generation.number == 3
 
 
-# ---------------------------------------------------------------------------------------------- sessions
-
-
-def test_c6_every_session_is_ended_those_of_collectors_and_of_nobodys_lease_too() -> None:
+def test_c6_every_session_is_ended() -> None:
     cluster = Cluster()
     sessions = [cluster.session() for _ in range(3)]
     cluster.meta.put(cluster.keys.worker(sessions[0].id), b"{}", sessions[0].lease)
@@ -260,7 +214,7 @@ def test_c6_every_session_is_ended_those_of_collectors_and_of_nobodys_lease_too(
         assert not session.alive
 
 
-def test_c6_a_session_that_began_when_it_was_done_is_not_ended() -> None:
+def test_c6_session_begun_after_adoption_stays() -> None:
     """It has found root and etcd to agree, so it protects; its node would hear of its end too late."""
     cluster = Cluster()
     began: list[Session] = []
@@ -277,10 +231,7 @@ def test_c6_a_session_that_began_when_it_was_done_is_not_ended() -> None:
     assert len(began) == 1 and cluster.meta.count(cluster.keys.sessions) == 1
 
 
-# ---------------------------------------------------------------------------------------------- sweeps
-
-
-def test_c6_what_sweeps_have_taken_goes_back_and_their_keys_go() -> None:
+def test_c6_sweeps_are_undone() -> None:
     cluster = Cluster()
     before = {index: read(cluster.root, cluster.filled.name(index)) for index in range(4)}
     cluster.condemn(0)
@@ -293,7 +244,7 @@ def test_c6_what_sweeps_have_taken_goes_back_and_their_keys_go() -> None:
     assert fsck(cluster.root, cluster.filled.identity).is_clean
 
 
-def test_c6_a_newer_publication_stays_where_the_trash_has_an_older_one() -> None:
+def test_c6_newer_chunk_is_not_replaced_from_the_trash() -> None:
     cluster = Cluster()
     cluster.condemn(0)
     newer = cluster.filled.content(0)
@@ -303,7 +254,7 @@ def test_c6_a_newer_publication_stays_where_the_trash_has_an_older_one() -> None
     assert list(cluster.root.list(places.TRASH)) == []
 
 
-def test_c1_keys_of_sweeps_go_with_new_links_of_the_chain_which_a_view_can_follow() -> None:
+def test_c1_sweep_keys_are_deleted_with_links_of_the_chain() -> None:
     cluster = Cluster()
     shards = 2 * OPERATIONS_MAX
     for shard in range(shards):
@@ -318,16 +269,12 @@ def test_c1_keys_of_sweeps_go_with_new_links_of_the_chain_which_a_view_can_follo
         assert link.prev == nonce
         nonce = link.nonce
     assert nonce != Seq.from_json(last.value).nonce
-    assert {revision_of(event) for event in events if event.kv is None} <= {
-        revision_of(event) for event in events if event.key == cluster.keys.gc_seq
+    assert {event.revision for event in events if event.kv is None} <= {
+        event.revision for event in events if event.key == cluster.keys.gc_seq
     }, "every deletion came with a link"
 
 
-def revision_of(event: Event) -> int:
-    return event.revision
-
-
-def test_c1_a_link_is_put_even_where_nothing_is_condemned() -> None:
+def test_c1_link_is_put_even_without_sweeps() -> None:
     cluster = Cluster()
     cluster.wipe()
     cluster.adopt()
@@ -338,7 +285,7 @@ def test_c1_a_link_is_put_even_where_nothing_is_condemned() -> None:
     assert found is not None and Seq.from_json(found.value).prev == NO_NONCE
 
 
-def test_c6_a_sweep_that_begins_meanwhile_is_undone_too_and_a_collector_that_goes_on_is_named() -> None:
+def test_c6_running_collector_is_named() -> None:
     cluster = Cluster()
 
     class Collecting(FaultyMeta):
@@ -361,13 +308,10 @@ def test_c6_a_sweep_that_begins_meanwhile_is_undone_too_and_a_collector_that_goe
     busy.times = 10_000
     with pytest.raises(Unavailable, match="stop all collectors"):
         cluster.adopt(busy)
-    assert isinstance(join(cluster.meta, cluster.root, cluster.keys), Foreign)
+    assert isinstance(join_root(cluster.meta, cluster.root, cluster.keys), Foreign)
 
 
-# ---------------------------------------------------------------------------------------------- pins
-
-
-def test_c5_pins_are_restored_from_their_twins_for_the_time_that_is_left() -> None:
+def test_c5_pins_are_restored_for_the_time_left() -> None:
     cluster = Cluster()
     long, short, ended = cluster.pin("a/b", 600), cluster.pin("b", 200), cluster.pin("c", 50)
     cluster.wipe()
@@ -385,7 +329,7 @@ def test_c5_pins_are_restored_from_their_twins_for_the_time_that_is_left() -> No
     assert places.twin(ended.owner, ended.id) in set(list_twins(cluster.root))
 
 
-def test_c5_pins_that_etcd_has_keep_their_lease() -> None:
+def test_c5_known_pins_keep_their_lease() -> None:
     cluster = Cluster()
     pin = cluster.pin()
     adopted = cluster.adopt()
@@ -394,7 +338,7 @@ def test_c5_pins_that_etcd_has_keep_their_lease() -> None:
     assert (found.lease, found.revision) == (pin.lease, pin.revision)
 
 
-def test_c5_a_clock_that_is_behind_does_not_make_a_pin_longer_than_it_was() -> None:
+def test_c5_slow_clock_makes_no_pin_longer() -> None:
     cluster = Cluster()
     cluster.pin(ttl_s=60)
     cluster.wipe()
@@ -404,7 +348,7 @@ def test_c5_a_clock_that_is_behind_does_not_make_a_pin_longer_than_it_was() -> N
     assert cluster.pins() == []
 
 
-def test_c5_twins_that_cannot_be_read_or_lie_elsewhere_are_named_and_the_others_restored() -> None:
+def test_c5_wrong_twins_are_named() -> None:
     cluster = Cluster()
     good, moved = cluster.pin("good"), cluster.pin("moved")
     cluster.wipe()
@@ -419,10 +363,7 @@ def test_c5_twins_that_cannot_be_read_or_lie_elsewhere_are_named_and_the_others_
     assert len(adopted.refused) == 3 and all("gc/RUNBOOK.md" in line for line in adopted.refused)
     assert any(places.twin("torn", bytes(16)) in line for line in adopted.refused)
     assert any("pins/notes.txt" in line for line in adopted.refused), "a link to a folder of twins looks like this too"
-    assert isinstance(join(cluster.meta, cluster.root, cluster.keys), Agreed), "collectors stop by themselves"
-
-
-# ---------------------------------------------------------------------------------------------- killed
+    assert isinstance(join_root(cluster.meta, cluster.root, cluster.keys), Agreed), "collectors stop by themselves"
 
 
 def messy() -> Cluster:
@@ -443,7 +384,7 @@ def messy() -> Cluster:
 def ends_clean(cluster: Cluster, before: dict[int, bytes | None]) -> None:
     """Adopted again, everything is as it should be."""
     cluster.adopt()
-    standing = join(cluster.meta, cluster.root, cluster.keys)
+    standing = join_root(cluster.meta, cluster.root, cluster.keys)
     assert isinstance(standing, Agreed) and standing.generation.number == newest_number(cluster.root)
     assert {index: read(cluster.root, cluster.filled.name(index)) for index in before} == before
     assert list(cluster.root.list(places.TRASH)) == [] and cluster.meta.count(cluster.keys.condemned) == 0
@@ -466,7 +407,7 @@ def stopped_at(cluster: Cluster, meta: Meta, root: Root) -> bool:
 
 
 @for_each("fault", [Fault.NOT_SENT, Fault.REPLY_LOST])
-def test_c6_killed_at_any_call_to_etcd_and_run_again_it_ends_clean(fault: Fault) -> None:
+def test_c6_adoption_killed_at_any_etcd_call_is_repeatable(fault: Fault) -> None:
     stops = 0
     for skip_count in range(10_000):
         cluster = messy()
@@ -493,7 +434,7 @@ def whole(cluster: Cluster) -> dict[int, bytes | None]:
     return found
 
 
-def test_c6_killed_at_any_call_to_the_root_and_run_again_it_ends_clean() -> None:
+def test_c6_adoption_killed_at_any_root_call_is_repeatable() -> None:
     stops = 0
     for operation in sorted(OPERATIONS):
         for nth in range(1, 10_000):

@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +22,6 @@ LAYOUT = kvstore.Layout(layers=2, kv_heads=1, head_dim=16, chunk_tokens=TOKENS)
 PROMPTS = 24
 LIMIT_S = 60.0
 POLL_S = 0.05
-MISSES = 50
-COUNTED = ("LOOKUP", "GETATTR", "ACCESS", "OPEN", "READDIR", "READDIRPLUS")
 
 
 def tokens(seed: int) -> list[int]:
@@ -74,29 +70,7 @@ def read(cache: Cache, work: Path) -> None:
     for seed in found_s:
         count, found = cache.get(tokens(seed))
         wrong += count != TOKENS or not (np.asarray(found) == seed).all()
-    first = rpcs(lambda: [cache.match(tokens(seed)) for seed in range(1000, 1000 + MISSES)])
-    again = rpcs(lambda: [cache.match(tokens(seed)) for seed in range(1000, 1000 + MISSES)])
-    print(json.dumps({"after_s": after_s, "wrong": wrong, "first_miss": first, "next_miss": again}), flush=True)
-
-
-def rpcs(work: Callable[[], object]) -> dict[str, float]:
-    """Returns the calls to the server for each of ``MISSES``."""
-    before = _calls()
-    work()
-    after = _calls()
-    return {name: round((after[name] - before[name]) / MISSES, 2) for name in COUNTED if after[name] > before[name]}
-
-
-def _calls() -> Counter[str]:
-    calls = Counter[str]()
-    is_ours = False
-    for line in Path("/proc/self/mountstats").read_text().splitlines():
-        if line.startswith("device "):
-            is_ours = " mounted on /mnt/nfs " in line
-        name, _, rest = line.strip().partition(":")
-        if is_ours and name in COUNTED:
-            calls[name] += int(rest.split()[0])
-    return calls
+    print(json.dumps({"after_s": after_s, "wrong": wrong}), flush=True)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,6 @@ class FaultyWatch:
         self._cut = False
 
     def next(self, timeout_s: float) -> tuple[Event, ...] | None:
-        """See ``interface.Watch``."""
         if self._cut:
             raise WatchLost("the watch was cut")
         return self._inner.next(timeout_s)
@@ -81,7 +80,6 @@ class FaultyWatch:
         self._cut = True
 
     def close(self) -> None:
-        """See ``interface.Watch``."""
         self._inner.close()
 
 
@@ -133,52 +131,42 @@ class FaultyMeta:
             watch.cut()
 
     def get(self, key: str, timeout_s: float | None = None) -> KeyValue | None:
-        """See ``interface.Meta``."""
         return self._call("get", key, timeout_s, lambda: self._inner.get(key, timeout_s))
 
     def list(self, prefix: str, timeout_s: float | None = None) -> Snapshot:
-        """See ``interface.Meta``."""
         return self._call("list", prefix, timeout_s, lambda: self._inner.list(prefix, timeout_s))
 
     def count(self, prefix: str, timeout_s: float | None = None) -> int:
-        """See ``interface.Meta``."""
         return self._call("count", prefix, timeout_s, lambda: self._inner.count(prefix, timeout_s))
 
     def txn(
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete], timeout_s: float | None = None
     ) -> TxnResult:
-        """See ``interface.Meta``."""
         keys = "\n".join(operation.key for operation in operations)
         return self._call("txn", keys, timeout_s, lambda: self._inner.txn(compares, operations, timeout_s))
 
     def put(self, key: str, value: bytes, lease: LeaseId = NO_LEASE, timeout_s: float | None = None) -> int:
-        """See ``interface.Meta``."""
         return self._call("put", key, timeout_s, lambda: self._inner.put(key, value, lease, timeout_s))
 
     def delete(self, key: str, timeout_s: float | None = None) -> bool:
-        """See ``interface.Meta``."""
         return self._call("delete", key, timeout_s, lambda: self._inner.delete(key, timeout_s))
 
     def grant(self, ttl_s: int, timeout_s: float | None = None) -> LeaseId:
-        """See ``interface.Meta``."""
         return self._call("grant", "", timeout_s, lambda: self._inner.grant(ttl_s, timeout_s))
 
     def keep_alive(self, lease: LeaseId, timeout_s: float | None = None) -> bool:
-        """See ``interface.Meta``."""
         return self._call("keep_alive", "", timeout_s, lambda: self._inner.keep_alive(lease, timeout_s))
 
     def revoke(self, lease: LeaseId, timeout_s: float | None = None) -> None:
-        """See ``interface.Meta``."""
         self._call("revoke", "", timeout_s, lambda: self._inner.revoke(lease, timeout_s))
 
     def watch(self, prefix: str, from_revision: int) -> FaultyWatch:
-        """See ``interface.Meta``."""
         watch = FaultyWatch(self._call("watch", prefix, None, lambda: self._inner.watch(prefix, from_revision)))
         self._watches.append(watch)
         return watch
 
     def close(self) -> None:
-        """See ``interface.Meta``; closes the store below."""
+        """Closes the store below."""
         self._inner.close()
 
     def _call(self, operation: str, key: str, timeout_s: float | None, call: Callable[[], Result]) -> Result:

@@ -22,10 +22,17 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from kvstore.meta.cluster import Standing, join_generation
+from kvstore.meta.keys import Keys, PinId
+from kvstore.meta.store import Meta
+from kvstore.root.fences import remove_twin, write_twin
+from kvstore.root.identity import publish as publish_generation
+from kvstore.root.identity import read_newest
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.object_store import ObjectRoot, Remote, connect, open_object_root
 from kvstore.root.posix import PosixRoot
+from kvstore.sources import Clock, RandomIds, SystemClock
 from kvstore.testing.roots import WAIT_S, Hosts, eventually
 from tests.kit.faulty_root import FaultyRoot
 from tests.kit.s3_endpoint import Server, serve
@@ -171,3 +178,29 @@ def _fresh_folders(kind: str, stack: ExitStack) -> list[str]:
     stack.callback(shutil.rmtree, f"{mounts[0]}/{name}", ignore_errors=True)
     assert eventually(lambda: os.path.isdir(f"{mounts[-1]}/{name}"))
     return [f"{mounts[0]}/{name}", f"{mounts[-1]}/{name}"]
+
+
+class RootTwins:
+    """The second copies of pins on a root, written without I/O threads."""
+
+    def __init__(self, root: Root, clock: Clock) -> None:
+        self._root = root
+        self._clock = clock
+
+    def write(self, owner: str, pin: PinId, content: bytes) -> None:
+        write_twin(self._root, owner, pin, content, ids=RandomIds(), clock=self._clock)
+
+    def remove(self, owner: str, pin: PinId) -> bool:
+        return remove_twin(self._root, owner, pin)
+
+
+def join_root(meta: Meta, root: Root, keys: Keys) -> Standing:
+    """Compares the generations of a root and its metadata, as a node does at its start."""
+    return join_generation(
+        meta,
+        keys,
+        RandomIds(),
+        read_root=lambda: read_newest(root),
+        publish_root=lambda generation: publish_generation(root, generation, ids=RandomIds(), clock=SystemClock()),
+        timeout_s=20,
+    )

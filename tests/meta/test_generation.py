@@ -13,7 +13,6 @@ from kvstore.format.places import Name
 from kvstore.meta.cluster import Agreed, Foreign, Standing, join_generation, read_generation
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMeta, MemoryStore
-from kvstore.meta.store import Meta
 from kvstore.root.identity import newest_number, publish, read_newest
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
@@ -24,19 +23,9 @@ from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
 from tests.kit.faulty_root import EIO, FaultyRoot
 from tests.kit.faulty_root import Rule as RootRule
 from tests.kit.patience import PATIENCE_S
+from tests.kit.roots import join_root
 
 KEYS = Keys(bytes(range(16)))
-
-
-def join(meta: Meta, root: Root, keys: Keys = KEYS) -> Standing:
-    return join_generation(
-        meta,
-        keys,
-        RandomIds(),
-        read_root=lambda: read_newest(root),
-        publish_root=lambda generation: publish(root, generation, ids=RandomIds(), clock=SystemClock()),
-        timeout_s=20,
-    )
 
 
 def advance(root: Root, number: int) -> Generation:
@@ -52,9 +41,9 @@ def write(root: Root, name: Name, content: bytes) -> None:
 
 def test_first_node_makes_the_first_generation(store: MetadataClients) -> None:
     root = MemoryRoot()
-    first = join(store.meta, root, store.keys)
+    first = join_root(store.meta, root, store.keys)
     assert isinstance(first, Agreed) and first.generation.number == 1
-    assert join(store.other, root, store.keys) == first
+    assert join_root(store.other, root, store.keys) == first
     assert read_newest(root) == read_generation(store.meta, store.keys) == first.generation
     assert [entry.name for entry in root.list(places.STAGING)] == []
 
@@ -62,30 +51,30 @@ def test_first_node_makes_the_first_generation(store: MetadataClients) -> None:
 def test_etcd_of_another_life_is_foreign() -> None:
     """Wiped, another cluster's, or restored from before an adoption; or the root is an older copy."""
     ours, theirs, root, copy = MemoryMeta(), MemoryMeta(), MemoryRoot(), MemoryRoot()
-    join(theirs, MemoryRoot())
-    first = join(ours, root)
+    join_root(theirs, MemoryRoot(), KEYS)
+    first = join_root(ours, root, KEYS)
     assert isinstance(first, Agreed)
     wiped = MemoryMeta()
     for _ in range(2):
-        found = join(wiped, root)
+        found = join_root(wiped, root, KEYS)
         assert isinstance(found, Foreign)
         assert "etcd has none" in found.why and "kvstore fsck ROOT --adopt --etcd" in found.why
     assert wiped.get(KEYS.generation) is None, "joining again does not make it ours"
-    assert isinstance(join(theirs, root), Foreign) and isinstance(join(ours, root), Agreed)
+    assert isinstance(join_root(theirs, root, KEYS), Foreign) and isinstance(join_root(ours, root, KEYS), Agreed)
     publish(copy, first.generation, ids=RandomIds(), clock=SystemClock())
     second = advance(root, 2)
-    assert isinstance(join(ours, root), Foreign)
+    assert isinstance(join_root(ours, root, KEYS), Foreign)
     ours.put(KEYS.generation, second.to_json())
-    assert isinstance(join(ours, root), Agreed) and isinstance(join(ours, copy), Foreign)
+    assert isinstance(join_root(ours, root, KEYS), Agreed) and isinstance(join_root(ours, copy, KEYS), Foreign)
 
 
 @for_each("fault", [Fault.REPLY_LOST, Fault.NOT_SENT, Fault.LATE])
 def test_first_generation_with_a_lost_reply_is_read_back(fault: Fault) -> None:
     meta, root = FaultyMeta(MemoryMeta()), MemoryRoot()
     meta.add(Rule(fault, ("txn",), times=1))
-    found = join(meta, root)
+    found = join_root(meta, root, KEYS)
     meta.land()
-    assert isinstance(found, Agreed) and join(meta, root) == found
+    assert isinstance(found, Agreed) and join_root(meta, root, KEYS) == found
 
 
 @for_each("operation", ["stage", "publish"])
@@ -93,10 +82,10 @@ def test_generation_missing_on_the_root_is_published_next(operation: str) -> Non
     meta, root = MemoryMeta(), FaultyRoot(MemoryRoot())
     root.set_rules([RootRule(operation, EIO)])
     with pytest.raises(Unavailable):
-        join(meta, root)
+        join_root(meta, root, KEYS)
     assert read_generation(meta, KEYS) is not None and newest_number(root) == 0
     root.set_rules([])
-    found = join(meta, root)
+    found = join_root(meta, root, KEYS)
     assert isinstance(found, Agreed) and found.generation == read_generation(meta, KEYS)
 
 
@@ -104,11 +93,11 @@ def test_silent_etcd_or_root_makes_no_generation() -> None:
     meta, root = FaultyMeta(MemoryMeta()), FaultyRoot(MemoryRoot())
     meta.add(Rule(Fault.NOT_SENT))
     with pytest.raises(Unavailable):
-        join(meta, root)
+        join_root(meta, root, KEYS)
     meta.heal()
     root.set_rules([RootRule("list", EIO)])
     with pytest.raises(Unavailable):
-        join(meta, root)
+        join_root(meta, root, KEYS)
     root.set_rules([])
     assert newest_number(root) == 0 and read_generation(meta, KEYS) is None
 
@@ -120,7 +109,7 @@ def test_racing_nodes_of_two_etcds_agree_with_one() -> None:
 
     def one(number: int) -> None:
         start.wait()
-        found[number % 2].append(join(MemoryMeta(stores[number % 2]), root))
+        found[number % 2].append(join_root(MemoryMeta(stores[number % 2]), root, KEYS))
 
     threads = [threading.Thread(target=one, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -134,7 +123,7 @@ def test_racing_nodes_of_two_etcds_agree_with_one() -> None:
 def test_difference_during_an_adoption_is_read_again() -> None:
     """The last step of an adoption falls between the two readings of a join."""
     meta, root = MemoryMeta(), MemoryRoot()
-    join(meta, root)
+    join_root(meta, root, KEYS)
 
     def read_root() -> Generation | None:
         before = read_newest(root)
@@ -153,16 +142,16 @@ NO_RECORDS += [b'{"generation": %s, "cluster": "%s"}' % (number, b"0" * 32) for 
 @for_each("content", NO_RECORDS)
 def test_unreadable_record_is_foreign_and_named(content: bytes) -> None:
     meta, root = MemoryMeta(), MemoryRoot()
-    join(meta, root)
+    join_root(meta, root, KEYS)
     write(root, places.generation(3), content)
     with pytest.raises(RootMismatch, match="generations/3 on the root"):
         read_newest(root)
-    found = join(meta, root)
+    found = join_root(meta, root, KEYS)
     assert isinstance(found, Foreign) and "generations/3 on the root" in found.why
     assert newest_number(root) == 3, "an adoption can still go on from it"
     other = MemoryMeta()
     other.put(KEYS.generation, content)
-    found = join(other, MemoryRoot())
+    found = join_root(other, MemoryRoot(), KEYS)
     assert isinstance(found, Foreign) and KEYS.generation in found.why
 
 

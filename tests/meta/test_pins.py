@@ -16,8 +16,7 @@ from kvstore.meta.pins import ADDRESSES_MAX, TTL_S_MAX, PinQuota, PinRecord, Pin
 from kvstore.meta.session import Session
 from kvstore.meta.store import Put
 from kvstore.namespace import NamespaceDigest
-from kvstore.root.fences import list_twins, read_twin, remove_twin, write_twin
-from kvstore.root.interface import Root
+from kvstore.root.fences import list_twins, read_twin
 from kvstore.root.memory import MemoryRoot
 from kvstore.sources import RandomIds
 from kvstore.testing import MetadataClients
@@ -27,6 +26,7 @@ from tests.kit.fake_meta import CountingIds, FakeClock
 from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
 from tests.kit.faulty_root import EIO, ENOSPC, EROFS, FaultyRoot
 from tests.kit.faulty_root import Rule as RootRule
+from tests.kit.roots import RootTwins
 
 KEYS = Keys(bytes(range(16)))
 NAMESPACE = NamespaceDigest(bytes(32))
@@ -35,20 +35,6 @@ NAMESPACE = NamespaceDigest(bytes(32))
 def addresses(count: int) -> list[Address]:
     packed = os.urandom(16 * count)
     return [Address(packed[16 * number : 16 * number + 16]) for number in range(count)]
-
-
-class RootTwins:
-    """Twins on a root, without lanes."""
-
-    def __init__(self, root: Root, clock: FakeClock) -> None:
-        self._root = root
-        self._clock = clock
-
-    def write(self, owner: str, pin: PinId, content: bytes) -> None:
-        write_twin(self._root, owner, pin, content, ids=RandomIds(), clock=self._clock)
-
-    def remove(self, owner: str, pin: PinId) -> bool:
-        return remove_twin(self._root, owner, pin)
 
 
 class Node:

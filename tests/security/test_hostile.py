@@ -9,7 +9,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +184,12 @@ def test_garbage_on_the_bulk_port_is_cut_off(served: Secured, engine: ClientTls)
             except ConnectionResetError:
                 pass
     assert served.counters["bulk_refused"] == refused + 3
+    context = ssl.create_default_context(cafile=str(engine.ca_file))  # TLS, but no certificate of its own
+    answer = b""
+    with socket.create_connection(("127.0.0.1", listener.tcp_port), WAIT_S) as sock, suppress(OSError):
+        with context.wrap_socket(sock, server_hostname="127.0.0.1") as wrapped:
+            answer = wrapped.recv(1)  # with TLS 1.3 the server's refusal comes after the handshake
+    assert not answer
     works(served, engine, bulk="tcp")
 
 

@@ -55,7 +55,7 @@ def error_of(call: Callable[[], object]) -> type[KVStoreError] | None:
     return None
 
 
-def test_new_rules_are_in_force_soon_and_wrong_ones_never(served: Secured) -> None:
+def test_new_rules_are_in_force_and_wrong_ones_never(served: Secured) -> None:
     with kvstore.connect(served.address, tls=served.authority.client("engine"), limits=SOON) as store:
         cache = store.namespace("m", SMALL, tenant="acme")
         tokens = itertools.count(0, 10_000)
@@ -100,7 +100,7 @@ def test_pins_over_their_quota_are_refused(served: Secured) -> None:
 
 
 @for_each("bulk", ["grpc", "tcp", "shared"])
-def test_bytes_count_by_whatever_way_they_come_and_go(tmp_path: Path, bulk: str) -> None:
+def test_bytes_count_on_every_transport(tmp_path: Path, bulk: str) -> None:
     quotas = {"in": {"bytes_in_per_s": 1}, "out": {"bytes_out_per_s": 1}}
     identities = {"cert:engine": {"in": "write", "out": "write", "free": "write"}}
     with secured(tmp_path, identities, quotas=quotas) as served:
@@ -133,7 +133,7 @@ def shown_by(served: Secured, tls: kvstore.ClientTls) -> tuple[int, int]:
     return numbers[0], numbers[1]
 
 
-def test_a_renewed_certificate_is_used_without_a_restart(served: Secured) -> None:
+def test_renewed_certificate_is_used_without_a_restart(served: Secured) -> None:
     tls = served.authority.client("engine")
     first = shown_by(served, tls)
     gauges = served.worker.service.gauges()
@@ -146,7 +146,7 @@ def test_a_renewed_certificate_is_used_without_a_restart(served: Secured) -> Non
     assert shown_by(served, tls) == second
 
 
-def test_a_client_renews_its_certificate_and_its_token(served: Secured) -> None:
+def test_client_renews_its_certificate_and_token(served: Secured) -> None:
     tls = served.authority.client("reader")
     file = served.token_file(served.issuer.token("engine", ttl_s=1, ago_s=100))
     with kvstore.connect(served.address, tls=tls, token_file=file, limits=SOON, bulk="tcp") as store:
@@ -164,9 +164,7 @@ def test_a_client_renews_its_certificate_and_its_token(served: Secured) -> None:
         eventually(lambda: error_of(lambda: cache.put(TOKENS + 10_000, KV)) is None, "a new certificate")
 
 
-def test_a_node_of_its_own_reaches_etcd_by_mutual_tls_and_renews_its_certificate(
-    tmp_path: Path, tmp_root: Path
-) -> None:
+def test_node_renews_its_certificate_for_etcd(tmp_path: Path, tmp_root: Path) -> None:
     good, other = Authority(tmp_path), Authority(tmp_path / "other")
     mine = folder(tmp_path / "mine")
     ca, cert, key = mine / "ca.pem", mine / "tls.pem", mine / "tls.key"
@@ -183,6 +181,8 @@ def test_a_node_of_its_own_reaches_etcd_by_mutual_tls_and_renews_its_certificate
         meta = EtcdMeta(f"https://{endpoint}", tls=tls, timeout_s=slowness())
         try:
             assert error_of(lambda: meta.get("a")) is Unavailable
+            with pytest.raises(Unavailable, match="check the CA"):
+                meta.get("a", 10 * slowness())
             install(good)
             eventually(lambda: error_of(lambda: meta.get("a")) is None, "the certificate is used")
             cert.write_text("no certificate")

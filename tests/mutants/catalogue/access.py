@@ -112,7 +112,7 @@ MUTANTS: list[Mutant] = [
             "server_credentials",
             lambda real, certificate, *, asks_certificates: real(certificate, asks_certificates=False),
         ),
-        "security/test_hostile.py security/test_mutual_tls.py",
+        "security/test_hostile.py",
     ),
     mutant(
         "access-other-account",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tests.mutants.catalogue.interfaces import HOLDS, KNOWN, META, SESSION, VIEW, at, giving
+from tests.mutants.catalogue.interfaces import GC_STATE, HOLDS, KNOWN, META, SESSION, VIEW, at, giving
 from tests.mutants.mutant import Mutant, mutant
 from tests.mutants.planters import several
 
@@ -109,7 +109,7 @@ def _renew_for_ever(real: Any, self: Any, hold: Any, lease_s: float) -> Any:
 HOLDING = [
     mutant(
         "h1-condemned-is-a-hit",
-        at(VIEW, "leading", lambda real, self, wanted: len(wanted)),
+        at(GC_STATE, "leading", lambda real, self, wanted: len(wanted)),
         "node/test_view.py gc/test_protocol.py",
     ),
     mutant(
