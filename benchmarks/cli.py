@@ -90,7 +90,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_list()
         return 0
     if given[0] in BENCHMARKS and BENCHMARKS[given[0]].is_program:
-        return int(BENCHMARKS[given[0]].call()(given[1:]))
+        try:
+            program = BENCHMARKS[given[0]].call()
+        except ImportError as error:
+            print(f"benchmarks: {given[0]}: {error}", file=sys.stderr)
+            return 2
+        return int(program(given[1:]))
     asked = _parser(given[0]).parse_args(given)
     try:
         options = options_of(asked)
