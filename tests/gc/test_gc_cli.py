@@ -52,9 +52,9 @@ def called(*arguments: str) -> Result:
         ((*ENOUGH, "--once", "--explain", "00" * 16), "give --dry-run"),
         ((*ENOUGH, "--dry-run", "--explain", "me"), "32 hexadecimal digits"),
         ((*ENOUGH, "--once", "--policy", "/nowhere"), "cannot read the policy"),
-        ((*ENOUGH, "--once", "--ttl", "soon"), "is not a duration"),
+        ((*ENOUGH, "--once", "--ttl", "soon"), "is not a time"),
         ((*ENOUGH, "--once", "--max-bytes", "lots"), "is not a size"),
-        ((*ENOUGH, "--once", "--max-bytes", "200"), "'200' is 200 B, under 1MiB: give a unit, such as 200GiB"),
+        ((*ENOUGH, "--once", "--max-bytes", "200"), "'200' is under 1.00 MiB: give a unit, such as 200GiB"),
     ],
 )
 def test_wrong_use_is_said_in_one_line(arguments: tuple[str, ...], says: str) -> None:
