@@ -23,7 +23,7 @@ from kvstore.host.room import Room
 from kvstore.host.tables import Number
 from kvstore.keyset import ChunkKeys
 from kvstore.meta.usage import Usage
-from kvstore.node import puts
+from kvstore.node import writer
 from kvstore.node.holds import Hold, Holds
 from kvstore.node.host import NOTHING, HostView
 from kvstore.node.known import Known
@@ -103,7 +103,7 @@ def matches_mind_unsettled() -> Iterator[None]:
 
     def match(self: Node, chain: ChunkKeys, deadline_s: float | None = None, *, counts: bool = True) -> int:
         self.gc_view.leading(chain)
-        return self.reads.matched_count(chain, self._deadline(deadline_s, self.limits.match_deadline_s))
+        return self.reader.matched_count(chain, self._deadline(deadline_s, self.limits.match_deadline_s))
 
     def read_log(self: HostView, tail: int) -> None:
         self._unsettled = NOTHING  # they are not forgotten once more either
@@ -230,7 +230,7 @@ def skips_ancestors() -> Iterator[None]:
 def put_holds_parent() -> Iterator[None]:
     """A put does not keep what it builds on."""
 
-    class Open(puts.Guard):
+    class Open(writer.Guard):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             self._view.unprotect(self._mark)
@@ -238,14 +238,14 @@ def put_holds_parent() -> Iterator[None]:
         def release(self) -> None:
             pass
 
-    with patch.object(puts, "Guard", Open):
+    with patch.object(writer, "Guard", Open):
         yield
 
 
 @bug(HOME)
 def put_renews_parent() -> Iterator[None]:
     """A put does not renew the parents of what it published."""
-    with patch.object(puts.Guard, "unlisted", lambda self, fresh: []):
+    with patch.object(writer.Guard, "unlisted", lambda self, fresh: []):
         yield
 
 

@@ -14,7 +14,7 @@ IDENTITY = "kvstore.security.access:Identity"
 BEARER = "kvstore.security.authentication"
 QUOTAS = "kvstore.security.access"
 SECRETS = "kvstore.security.tls"
-PERMISSIONS = "security/test_permissions.py"
+PERMISSIONS = "security/test_access_matrix.py"
 
 
 def _admit_all(real: Any, self: Any, method: str, presented: Any, *rest: Any, **how: Any) -> Any:
@@ -65,18 +65,18 @@ def _read_anyway(real: Any, path: Any, what: str, bytes_max: int = 1 << 20) -> A
 
 
 MUTANTS: list[Mutant] = [
-    mutant("access-admits-all", at(GUARD, "admit", _admit_all), "security/test_permissions.py"),
+    mutant("access-admits-all", at(GUARD, "admit", _admit_all), "security/test_access_matrix.py"),
     mutant(
         "access-anyone",
         at("kvstore.security.authentication:Authenticator", "identify", _anyone),
-        "security/test_tokens.py",
+        "security/test_access_matrix.py",
     ),
     mutant(
         "access-any-tenant",
         at(VISIT, "allow", lambda real, self, tenant, *rest, **how: None),
-        "security/test_permissions.py security/test_access_matrix.py",
+        "security/test_access_matrix.py",
     ),
-    mutant("access-any-worker-call", at(VISIT, "allow_every", giving(None)), "security/test_permissions.py"),
+    mutant("access-any-worker-call", at(VISIT, "allow_every", giving(None)), "security/test_access_matrix.py"),
     mutant(
         "access-any-role",
         at(IDENTITY, "may", lambda real, self, role, tenant: bool(self.role_in(tenant))),
@@ -95,14 +95,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant("access-lists-show-all", at(VISIT, "may_see", giving(True)), "security/test_access_matrix.py"),
     mutant(
-        "access-token-unsigned", at(BEARER, "verified", _unsigned), "security/test_rules.py security/test_tokens.py"
+        "access-token-unsigned", at(BEARER, "verified", _unsigned), "security/test_rules.py"
     ),
-    mutant("access-token-never-expires", at(BEARER, "verified", _claims(expires_s=1e12)), "security/test_tokens.py"),
-    mutant("access-token-unbound", at(BEARER, "verified", _claims(thumbprint=b"")), "security/test_tokens.py"),
+    mutant("access-token-never-expires", at(BEARER, "verified", _claims(expires_s=1e12)), "security/test_rules.py"),
+    mutant("access-token-unbound", at(BEARER, "verified", _claims(thumbprint=b"")), "security/test_access_matrix.py"),
     mutant(
         "access-token-not-revoked",
         at("kvstore.security.authentication", "read_revoked", giving({})),
-        "security/test_tokens.py",
+        "security/test_access_matrix.py",
     ),
     mutant("access-secret-readable", at(SECRETS, "read_secret", _read_anyway), "security/test_rules.py"),
     mutant(
@@ -132,7 +132,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "access-grant-of-another-client",
-        at("kvstore.worker.bulk.listener:BulkListener", "grant", lambda real, self, *presented: real(self)),
+        at("kvstore.worker.data_server:BulkListener", "grant", lambda real, self, *presented: real(self)),
         "security/test_hostile.py security/test_access_matrix.py",
     ),
 ]

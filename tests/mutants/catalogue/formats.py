@@ -146,11 +146,11 @@ PLAIN = [
         *READS,
         native=False,
     ),
-    mutant("damage-stays", at("kvstore.node.chunks:Chunks", "set_aside", giving(None)), *READS),
+    mutant("damage-stays", at("kvstore.node.chunk_store:ChunkStore", "set_aside", giving(None)), *READS),
     mutant("w3-damaged-file-is-deleted", at(ROOT[:2], "move", _delete_the_damaged), "node/test_verifying.py"),
     mutant("w3-intact-file-stays-in-quarantine", at(ROOT[:2], "publish", _lose_the_intact), "node/test_verifying.py"),
     mutant(
-        "chain-of-another-namespace", at("kvstore.address:RecentChains", "of", _chain_by_tokens), "node/test_chains.py"
+        "chain-of-another-namespace", at("kvstore.keyset:RecentChains", "of", _chain_by_tokens), "node/test_chains.py"
     ),
     mutant(
         "namespace-ignores-tenants",

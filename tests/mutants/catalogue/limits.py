@@ -9,7 +9,7 @@ from tests.mutants.catalogue.interfaces import PINS, VIEW, at, giving
 from tests.mutants.mutant import Mutant, mutant
 
 MESSAGES = "kvstore.wire.messages"
-ADMISSION = "kvstore.worker.admission"
+CONTEXT = "kvstore.worker.context"
 
 
 def _any_tokens(real: Any, packed: bytes) -> Any:
@@ -67,18 +67,18 @@ MUTANTS: list[Mutant] = [
     mutant("limit-sizes", at(MESSAGES, "unpack_sizes", _any_sizes), "worker/test_wire.py"),
     mutant(
         "limit-calls",
-        at(f"{ADMISSION}:Gate", "passing", lambda real, self, *, light: nullcontext()),
+        at(f"{CONTEXT}:Gate", "passing", lambda real, self, *, light: nullcontext()),
         "worker/test_limits.py",
     ),
-    mutant("limit-draining", at(f"{ADMISSION}:Gate", "close", giving(None)), "worker/test_limits.py"),
+    mutant("limit-draining", at(f"{CONTEXT}:Gate", "close", giving(None)), "worker/test_limits.py"),
     mutant(
         "limit-bytes-in-flight",
-        at(f"{ADMISSION}:BytesInFlight", "reserved", lambda real, self, count: nullcontext()),
+        at(f"{CONTEXT}:BytesInFlight", "reserved", lambda real, self, *count: nullcontext()),
         "worker/test_limits.py security/test_rules.py",
     ),
     mutant(
         "limit-client-holds",
-        at("kvstore.worker.prompts:ClientHolds", "add", _add_unlimited),
+        at("kvstore.worker.context:ClientHolds", "add", _add_unlimited),
         "worker/test_limits.py security/test_rules.py",
     ),
     mutant("limit-pins-of-an-owner", at(PINS, "pin", _pin_unlimited), "meta/test_pins.py"),

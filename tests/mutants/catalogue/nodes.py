@@ -146,7 +146,7 @@ HOLDING = [
     mutant("h4-renewed-past-its-end", at(HOLDS, "renew", _renew_for_ever), "worker/test_leased_holds.py"),
     mutant(
         "h4-client-holds-never-expire",
-        at("kvstore.worker.prompts:ClientHolds", "expire", giving(None)),
+        at("kvstore.worker.context:ClientHolds", "expire", giving(None)),
         "worker/test_leased_holds.py worker/test_limits.py",
     ),
     mutant(
@@ -259,17 +259,17 @@ PINNING = [
     ),
     mutant(
         "p4-pin-counts-what-is-missing",
-        at("kvstore.node.puts:Puts", "present_leading", lambda real, self, wanted: len(wanted)),
+        at("kvstore.node.writer:Writer", "present_leading", lambda real, self, wanted: len(wanted)),
         "node/test_pins.py",
     ),
     mutant(
         "p5-pin-ignores-a-clear",
-        at("kvstore.meta.barriers:Barriers", "orders", giving(())),
+        at("kvstore.meta.clears:Barriers", "orders", giving(())),
         "node/test_pin_and_clear.py",
     ),
     mutant(
         "p5-clear-outlives-its-barrier",
-        at("kvstore.meta.barriers:Barrier", "check", giving(None)),
+        at("kvstore.meta.clears:Barrier", "check", giving(None)),
         "node/test_pin_and_clear.py",
     ),
 ]
@@ -310,7 +310,7 @@ RESTORED = [
         at("kvstore.node.follower:StartFence", "lift_unnamed", giving(None)),
         "gc/test_protocol.py",
     ),
-    mutant("c5-pin-without-a-twin", at("kvstore.node.twins:NodeTwins", "write", giving(None)), "node/test_pins.py"),
+    mutant("c5-pin-without-a-twin", at("kvstore.node.member:NodeTwins", "write", giving(None)), "node/test_pins.py"),
     mutant("c5-twin-stays-after-its-pin", at("kvstore.root.fences", "remove_twin", giving(None)), "node/test_pins.py"),
     mutant(
         "c5-damaged-pin-is-read", at("kvstore.meta.pins:PinRecord", "from_bytes", _any_checksum), "meta/test_pins.py"

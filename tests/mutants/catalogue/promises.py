@@ -51,7 +51,7 @@ MUTANTS: list[Mutant] = [
     mutant("events-replay-with-a-hole", at(f"{EVENTS}.stream:Stream", "since", _with_a_hole), "events/test_speaker.py"),
     mutant(
         "events-two-speakers",
-        at(f"{EVENTS}.leader:Fence", "term", lambda real, self: real(self) or 1),
+        at(f"{EVENTS}.publisher:Fence", "term", lambda real, self: real(self) or 1),
         "events/test_speaker.py",
     ),
     mutant(
@@ -70,7 +70,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "window-one-block-short",
-        at(f"{VLLM}.groups:Cluster", "first_block", lambda real, self, boundary: real(self, boundary) + 1),
+        at(f"{VLLM}.blocks:Cluster", "first_block", lambda real, self, boundary: real(self, boundary) + 1),
         "connectors/test_vllm_groups.py",
     ),
     mutant("vllm-events-at-once", at(f"{VLLM}.events:Events", "learn", giving(None)), "connectors/test_vllm_events.py"),

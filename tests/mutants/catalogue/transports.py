@@ -89,23 +89,23 @@ MUTANTS: list[Mutant] = [
     mutant("frame-of-any-length", at(FRAMES, "decode_head", _unlimited), "bulk/test_hostile.py -k length"),
     mutant(
         "grant-unproven",
-        at("kvstore.wire.bulk.grants:Grant", "is_hello", giving(True)),
+        at("kvstore.wire.bulk.channel:Grant", "is_hello", giving(True)),
         "bulk/test_hostile.py -k 'grant or proof'",
     ),
     mutant(
         "worker-unproven",
-        at("kvstore.wire.bulk.grants:Grant", "is_welcome", giving(True)),
+        at("kvstore.wire.bulk.channel:Grant", "is_welcome", giving(True)),
         "contract/test_transport_rules.py",
     ),
     mutant("arena-placed-outside", at(CONNECTION, "placed", _outside), "bulk/test_hostile.py -k arena"),
     mutant(
         "lease-ends-with-its-answer",
-        at("kvstore.worker.bulk.getting:Leases", "keep", _ended_at_once),
+        at("kvstore.worker.data_get:Leases", "keep", _ended_at_once),
         "bulk/test_memory_hostile.py -k lease",
     ),
     mutant(
         "lost-hold-is-a-miss",
-        at("kvstore.client.remote_hold:RemoteHold", "read", _broken_is_a_miss),
+        at("kvstore.client.remote:RemoteHold", "read", _broken_is_a_miss),
         "client/test_remote_failover.py -k hold",
     ),
     mutant(
