@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvstore.address import Address
-from kvstore.format.header import Encoding
 from kvstore.hints import Hints
+
+if TYPE_CHECKING:
+    from kvstore.format.header import Encoding
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,7 @@ from kvstore.client.spreading import Marking
 from kvstore.counts import ClientCount, Counts
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, Overloaded, StoreClosed, Unavailable
 from kvstore.namespace import Namespace
-from kvstore.node.lanes import Lanes
-from kvstore.node.settings import Limits
+from kvstore.node.lanes import QUEUE_MAX, STALL_S, WIDTH, Lanes
 from kvstore.sources import Clock
 from kvstore.text import brief
 from kvstore.v1 import kvstore_pb2 as pb
@@ -188,8 +187,7 @@ class FileLanes:
             return self._copiers
 
     def _made(self, requests: int) -> Lanes:
-        limits = Limits()
-        lanes = Lanes(requests * limits.width, limits.width, limits.queue_max, limits.stall_s, self.clock)
+        lanes = Lanes(requests * WIDTH, WIDTH, QUEUE_MAX, STALL_S, self.clock)
         if self._closed:  # a call goes on while its store is closed: nobody else would end their threads
             lanes.close()
         return lanes

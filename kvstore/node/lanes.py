@@ -27,6 +27,12 @@ GROUP_FILES_MAX = 64
 LIMIT_PER_GROUP = 32
 """All files of a group are open at once: fewer if the process may open few, so that 16 lanes take half of them."""
 GROUPS_PER_LANE = 2
+WIDTH = min(16, (os.cpu_count() or 1) + 1)
+"""Lanes that one request may use at a time. One more than cores: while one waits for the GIL, the others copy."""
+QUEUE_MAX = 1024
+"""Requests that may wait for a lane; more are refused with Overloaded."""
+STALL_S = 5.0
+"""If every lane has been in one file-system call for this long, the root counts as hung, and calls fail at once."""
 
 _lane = threading.local()
 

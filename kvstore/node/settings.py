@@ -13,6 +13,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.format.header import check_label
 from kvstore.meta.session import TTL_S
 from kvstore.meta.store import TIMEOUT_S_MAX
+from kvstore.node.lanes import QUEUE_MAX, STALL_S, WIDTH
 from kvstore.recency import QUANTUM_S
 from kvstore.text import brief, size
 from kvstore.writes import BOUND_BYTES_MIN, Durability, WriteMode
@@ -45,13 +46,13 @@ class Limits:
     """A put that takes longer is shed: it raises Unavailable, and what was published stays."""
     meta_deadline_s: float = 5.0
     """Deadline of a call to etcd."""
-    stall_s: float = 5.0
+    stall_s: float = STALL_S
     """If every lane has been in one file-system call for this long, the root counts as hung, and calls fail at once."""
     lanes: int = 16
     """Threads that make file-system calls."""
-    width: int = min(16, (os.cpu_count() or 1) + 1)
+    width: int = WIDTH
     """Lanes that one request may use at once. One more than cores: while one waits for the GIL, the others copy."""
-    queue_max: int = 1024
+    queue_max: int = QUEUE_MAX
     """Requests that may wait for a lane; more are refused with Overloaded."""
     known_max: int = 1 << 20
     """Addresses remembered as present (a power of two, rounded down), 12 bytes each, allocated at the start."""

@@ -32,11 +32,11 @@ from kvstore.node.disk_tier import DiskTier
 from kvstore.node.images import make_images, seal_images
 from kvstore.node.lanes import Batch, Deadline, Lanes
 from kvstore.node.memory_tier import MemoryTier, Slot
-from kvstore.node.settings import TierSettings
 from kvstore.writes import WriteMode
 
 if TYPE_CHECKING:
     from kvstore.node.node import Node
+    from kvstore.node.settings import TierSettings
 
 # The tiers between a node's memory and the root, in order: the sources of images.
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from threading import Lock
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -27,7 +28,6 @@ from kvstore.meta.workers import ClearedTold, Digests, WorkerRecord
 from kvstore.namespace import NamespaceDigest
 from kvstore.node.counters import Counters, TierName
 from kvstore.node.lanes import Deadline
-from kvstore.node.member import Member
 from kvstore.peers.limits import PeerLimits
 from kvstore.peers.reports import EMPTY, Directory, Publisher, Source, Told
 from kvstore.peers.selection import Peer, Roster
@@ -36,6 +36,9 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire.bulk.frames import SPAN_BYTES, Kind, Mode, decode_slots, decode_span, encode_request
 from kvstore.wire.messages import pack_tokens, traced
 from kvstore.wire.statuses import UnknownNamespace
+
+if TYPE_CHECKING:
+    from kvstore.node.member import Member
 
 # Asks one peer for chunks in its memory: one GET of the bulk protocol, whole images straight into the given memory.
 #

@@ -94,9 +94,7 @@ MUTANTS: list[Mutant] = [
         "security/test_access_matrix.py",
     ),
     mutant("access-lists-show-all", at(VISIT, "may_see", giving(True)), "security/test_access_matrix.py"),
-    mutant(
-        "access-token-unsigned", at(BEARER, "verified", _unsigned), "security/test_rules.py"
-    ),
+    mutant("access-token-unsigned", at(BEARER, "verified", _unsigned), "security/test_rules.py"),
     mutant("access-token-never-expires", at(BEARER, "verified", _claims(expires_s=1e12)), "security/test_rules.py"),
     mutant("access-token-unbound", at(BEARER, "verified", _claims(thumbprint=b"")), "security/test_access_matrix.py"),
     mutant(

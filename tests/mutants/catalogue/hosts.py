@@ -92,7 +92,9 @@ MUTANTS: list[Mutant] = [
         at("kvstore_gc.ranking:Ranking", "take", lambda real, self, *rest: real(self, *rest)[::-1]),
         "host/test_eviction.py",
     ),
-    mutant("host-put-renews-no-parent", at("kvstore.node.writer:Guard", "renew", giving(None)), "host/test_eviction.py"),
+    mutant(
+        "host-put-renews-no-parent", at("kvstore.node.writer:Guard", "renew", giving(None)), "host/test_eviction.py"
+    ),
     mutant("host-log-forgets-nothing", at(KNOWN, "forget_each", giving(None)), "host/test_view.py"),
     mutant("host-overrun-forgets-nothing", at(KNOWN, "clear", giving(None)), "host/test_view.py"),
     mutant(
