@@ -106,6 +106,12 @@ class HostView(GcState):
             return len(addresses)
         return next(at for at, address in enumerate(addresses) if address in evicting)
 
+    def unswept(self, wanted: KeySet) -> npt.NDArray[np.bool_]:
+        evicting = self._evicting()
+        if not evicting:
+            return np.ones(len(wanted), np.bool_)
+        return np.array([address not in evicting for address in wanted.addresses], np.bool_)
+
     def stays(self, wanted: KeySet) -> npt.NDArray[np.bool_]:
         """Returns that all chunks of a put are there: it kept them."""
         return np.ones(len(wanted), np.bool_)
