@@ -8,7 +8,7 @@ from typing import Any
 from tests.mutants.catalogue.interfaces import READER, ROOT, at, giving
 from tests.mutants.mutant import Mutant, mutant
 
-CONTRACT = ("root/test_conformance.py", "-k", "not s3")
+CONTRACT = ("root/test_conformance.py -k 'not s3'",)
 POSIX_ROOT = ROOT[0]
 FENCED = ROOT[:2]
 """Roots that can rename."""
