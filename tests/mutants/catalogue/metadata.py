@@ -7,7 +7,7 @@ from typing import Any
 from tests.mutants.catalogue.interfaces import MEMORY_STORE, META, WATCH, at, giving
 from tests.mutants.mutant import Mutant, mutant
 
-CONTRACT = ("meta/test_meta_conformance.py", "-k", "not etcd")
+CONTRACT = ("meta/test_meta_conformance.py -k 'not etcd'",)
 MEMORY, ETCD_META = META
 
 
