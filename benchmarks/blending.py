@@ -36,7 +36,7 @@ from benchmarks.harness.machine import describe
 from benchmarks.harness.report import svg
 from benchmarks.harness.result import Cell, Plot, Result, Table, markdown, save
 from kvstore.connectors.transformers.decoder import Decoder, Rows, Score, deviation, recompute
-from kvstore.connectors.transformers.gate import UNMEASURED, Case, Prepared, Tally, candidates, choose, prepare
+from kvstore.connectors.transformers.gate import UNMEASURED, Case, Prepared, RuleFigures, candidates, choose, prepare
 from kvstore.segments import Bounds, Rule, Verdict
 
 # Synthetic prompts of several documents, in which a document says what only an earlier one explains.
@@ -375,7 +375,7 @@ SUFFIX = 64
 class Scored:
     """Answers by kind, beside the figures of a verdict."""
 
-    tally: Tally
+    tally: RuleFigures
     score: Score = deviation
     right: dict[Kind, list[bool]] = field(default_factory=lambda: {kind: [] for kind in ASKED})
 
@@ -420,7 +420,7 @@ EVERYTHING = plan(Rule.V, (1,), (1.0,))
 
 def quality(decoder: Decoder, prompts: Sequence[Prompt], plans: Sequence[tuple[Verdict, Score]]) -> list[Scored]:
     """Measures each plan on all prompts."""
-    found = [Scored(Tally(verdict), score) for verdict, score in plans]
+    found = [Scored(RuleFigures(verdict), score) for verdict, score in plans]
     for prompt in prompts:
         prepared = prepare(decoder, case_of(prompt))
         for each in found:
@@ -497,7 +497,7 @@ def gate_table(decoder: Decoder, recipe: Recipe, title: str, count: int) -> Tabl
 
 def full_row(decoder: Decoder, prompts: Sequence[Prompt]) -> dict[Kind, float | None]:
     """Right answers of full prefill by kind, percent."""
-    scored = Scored(Tally(EVERYTHING))
+    scored = Scored(RuleFigures(EVERYTHING))
     for prompt in prompts:
         scored.count(prompt, prepare(decoder, case_of(prompt)).chances.argmax(-1).tolist())
     return {kind: scored.percent(kind) for kind in ASKED}

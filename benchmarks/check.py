@@ -41,11 +41,11 @@ from benchmarks.harness.machine import MIB, in_turns, timed
 from benchmarks.harness.options import Options, default_directory
 from benchmarks.harness.paths import IN_PROCESS, PATHS, PLAIN, Way, served
 from kvstore import Layout
-from kvstore.buffers import KvArray
 from kvstore.client.store import Store
+from kvstore.core.buffers import KvArray
+from kvstore.core.tokens import TokenArray
+from kvstore.engine.settings import Limits
 from kvstore.errors import KVStoreError
-from kvstore.node.settings import Limits
-from kvstore.tokens import TokenArray
 
 REFERENCE = Path(__file__).parent / "reference.json"
 LOSS = 1 / 3

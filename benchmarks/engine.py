@@ -42,10 +42,10 @@ from benchmarks.harness.options import Options, names_of, show_progress
 from benchmarks.harness.page_cache import touch
 from benchmarks.harness.paths import IN_PROCESS, PATHS, reached
 from benchmarks.harness.result import Cell, Plot, Result, Table
-from kvstore.buffers import KvArray
 from kvstore.client.cache import Cache
 from kvstore.client.store import Store
-from kvstore.tokens import TokenArray
+from kvstore.core.buffers import KvArray
+from kvstore.core.tokens import TokenArray
 
 CHUNK_TOKENS = 64
 BATCH_TOKENS = 1024

@@ -38,21 +38,21 @@ import numpy as np
 import zmq
 
 import kvstore
-from kvstore.address import Address
+from kvstore.core.address import Address
+from kvstore.core.layout import Layout
+from kvstore.core.namespace import Namespace
 from kvstore.events.http import RECENT_BYTES, Answers
-from kvstore.events.inventory import Identities, Inventory
+from kvstore.events.inventory import Identities, NamespaceIndex
 from kvstore.format import places
-from kvstore.keyset import ChunkKeys, RecentChains
-from kvstore.layout import Layout
+from kvstore.format.keyset import ChunkKeys, RecentChains
 from kvstore.meta.embedded_etcd import EmbeddedEtcd
-from kvstore.meta.etcd import EtcdMeta
+from kvstore.meta.etcd import EtcdMetadata
 from kvstore.meta.keys import Keys, SweepId
 from kvstore.meta.store import Delete, Put
 from kvstore.meta.sweeps import Condemned
-from kvstore.namespace import Namespace
 from kvstore.root.identity import read_identity
 from kvstore.root.posix import PosixRoot
-from kvstore.wire.query import Question
+from kvstore.transport.query import Question
 
 LAYOUT = Layout(layers=1, kv_heads=1, head_dim=8, dtype="int8", chunk_tokens=16)
 SPACE = Namespace.of("m", LAYOUT)
@@ -106,7 +106,7 @@ def load(seconds: int, rate: int) -> None:
 def known(chunks: int) -> None:
     """A million chunks in an inventory: bytes of each, and the time of questions about 10,000 blocks."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    inventory, made = Inventory(16), []
+    inventory, made = NamespaceIndex(16), []
     chance = np.random.default_rng(0)
     for start in range(0, chunks, BLOCKS):
         tokens = chance.integers(0, 50_000, min(BLOCKS, chunks - start) * 16, np.uint32)
@@ -218,7 +218,7 @@ class _Deleting:
         self._root = PosixRoot(str(root))
         identity = read_identity(self._root)
         assert identity is not None
-        self._identity, self._meta, self._keys = identity, EtcdMeta(etcd), Keys(identity.root)
+        self._identity, self._meta, self._keys = identity, EtcdMetadata(etcd), Keys(identity.root)
 
     def take(self, chains: list[ChunkKeys], heard: _Heard) -> float:
         """Deletes chains; returns the seconds from their condemnation until a subscriber had received all removals."""

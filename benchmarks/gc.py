@@ -30,13 +30,13 @@ import numpy as np
 
 import kvstore
 from kvstore import Layout
+from kvstore.core.clock import RandomIds
+from kvstore.core.recency import stamp_ns
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES
 from kvstore.meta.embedded_etcd import EmbeddedEtcd
-from kvstore.recency import stamp_ns
 from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
-from kvstore.sources import RandomIds
 
 GIB = 1 << 30
 FOREIGN_SPACE = b"bench..."

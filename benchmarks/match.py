@@ -27,13 +27,13 @@ from benchmarks.harness.machine import percentile, timed
 from benchmarks.harness.options import Options, counts, numbers, show_progress
 from benchmarks.harness.result import Cell, Plot, Result, Table
 from kvstore import Layout
-from kvstore.address import ADDRESS_BYTES, Address
 from kvstore.client.cache import Cache
+from kvstore.core.address import ADDRESS_BYTES, Address
+from kvstore.core.tokens import TokenArray
+from kvstore.engine.settings import Limits
 from kvstore.format import places
 from kvstore.meta.embedded_etcd import EmbeddedEtcd
-from kvstore.node.settings import Limits
 from kvstore.root.identity import SHARD_BITS_DEFAULT
-from kvstore.tokens import TokenArray
 
 HYPOTHESIS = (
     "a prompt of 131,072 tokens is matched within 1.5 ms and one of 1,048,576 within 10 ms (p50, chunks of 256 tokens "

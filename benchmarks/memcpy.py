@@ -44,9 +44,9 @@ from benchmarks.harness.machine import timed
 from benchmarks.harness.options import Options, names_of, show_progress
 from benchmarks.harness.paths import BULK, IN_PROCESS, PATHS, Served, Way, served
 from benchmarks.harness.result import Cell, Plot, Result, Table
-from kvstore.buffers import KvArray
 from kvstore.client.cache import Cache
-from kvstore.node.settings import MEMORY_BYTES_MIN
+from kvstore.core.buffers import KvArray
+from kvstore.engine.settings import MEMORY_BYTES_MIN
 
 HYPOTHESIS = (
     "through shared memory a put is acknowledged after 1.3 copies and a get takes 1.2; over TCP a put behind takes "

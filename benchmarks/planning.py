@@ -44,7 +44,7 @@ from benchmarks.harness.result import Cell, Plot, Table, markdown
 from kvstore.client.cache import Cache
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
-from kvstore.planning import Group, Plan, Prompts, Storage, make_plan
+from kvstore.planning import Group, Plan, PromptSet, Storage, make_plan
 from kvstore.replay.trace import BLOCK_TOKENS, load_trace
 
 Ids = npt.NDArray[np.uint32]
@@ -64,7 +64,7 @@ class Load:
     """A batch, and the output tokens of its prompts."""
 
     name: str
-    prompts: Prompts
+    prompts: PromptSet
     decode: list[int]
 
     @property
@@ -77,7 +77,7 @@ def trace(path: Path) -> Load:
     """A trace, all its requests at once."""
     requests = [each for each in load_trace(path) if each.input_length]
     blocks = [each.hash_ids[: each.full_blocks] for each in requests]
-    prompts = Prompts.of_blocks(blocks, BLOCK_TOKENS, [each.input_length for each in requests])
+    prompts = PromptSet.of_blocks(blocks, BLOCK_TOKENS, [each.input_length for each in requests])
     return Load(path.stem, prompts, [each.output_length for each in requests])
 
 
@@ -90,7 +90,7 @@ def loads(seed: int = 0) -> Iterator[Load]:
         "one template": template(chance, documents=2000, questions=4),
     }
     for name, prompts in shapes.items():
-        packed = Prompts.of_tokens((prompts[at] for at in chance.permutation(len(prompts))), BLOCK)
+        packed = PromptSet.of_tokens((prompts[at] for at in chance.permutation(len(prompts))), BLOCK)
         yield Load(name, packed, chance.integers(1, 512, len(prompts)).tolist())
 
 
@@ -146,17 +146,17 @@ def with_store(seed: int = 3) -> list[str | int | float | None]:
         for count in range(1, HELD_CHUNKS + 1)
     }
 
-    def plan(prompts: Prompts, *, looks: bool) -> Plan:
+    def plan(prompts: PromptSet, *, looks: bool) -> Plan:
         class Given(Storage):
             def stored(self, wanted: list[tuple[int, int]]) -> list[int]:
                 return [matched(prompts.tokens(index), chunks, held) for index, chunks in wanted]
 
         return make_plan(prompts, memory_tokens=400_000, chunk_tokens=CHUNK, storage=Given() if looks else None)
 
-    shuffled = Prompts.of_tokens((given[at] for at in chance.permutation(len(given))), CHUNK)
+    shuffled = PromptSet.of_tokens((given[at] for at in chance.permutation(len(given))), CHUNK)
     looking, blind = plan(shuffled, looks=True), plan(shuffled, looks=False)
     # The order of the plan that did not look, run as it is over the same store.
-    run = plan(Prompts.of_tokens((shuffled.tokens(at) for at in blind.order), CHUNK), looks=True).tokens_arrival
+    run = plan(PromptSet.of_tokens((shuffled.tokens(at) for at in blind.order), CHUNK), looks=True).tokens_arrival
     shares = (looking.tokens_stored, looking.tokens_to_compute, looking.tokens_optimum, run)
     return [
         "system, shots, document",
@@ -184,7 +184,7 @@ def cost(count: int, tokens: int) -> tuple[Plan, float, float, float]:
         pass
     making_s = (time.process_time() - made) * count / 1000
     start = time.process_time()
-    packed = Prompts.of_tokens(prompts(), BLOCK)
+    packed = PromptSet.of_tokens(prompts(), BLOCK)
     packed_s = time.process_time() - start - making_s
     start = time.process_time()
     plan = make_plan(packed, memory_tokens=400_000)

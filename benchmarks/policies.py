@@ -31,11 +31,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.core.hints import PRIORITY_DEFAULT, Hints, checked_preset
+from kvstore.core.recency import QUANTUM_S, USES_MAX
 from kvstore.errors import InvalidRequest
-from kvstore.hints import PRIORITY_DEFAULT, Hints, checked_preset
-from kvstore.recency import QUANTUM_S, USES_MAX
 from kvstore.replay.trace import BLOCK_TOKENS, load_trace
-from kvstore_gc.policy import Order, Uses, ranks
+from kvstore_gc.policy import EvictionOrder, Uses, ranks
 
 NEVER = 1 << 40
 Column = npt.NDArray[np.int64]
@@ -124,7 +124,7 @@ class Sweeping:
         self,
         blocks: Blocks,
         capacity: int,
-        order: Order,
+        order: EvictionOrder,
         *,
         high: float,
         low: float,
@@ -307,14 +307,14 @@ def policies(replay: Replay, hinted: bool) -> list[tuple[str, str, Callable[[int
         ("ahead of need (5 % free)", SWEPT),
     ]
     for how, settings in ways:
-        for order in (Order.LRU, Order.USES):
+        for order in (EvictionOrder.LRU, EvictionOrder.USES):
             found.append((f"ours, {order.value}", how, partial(_sweeping, blocks, order, settings, False)))
         if hinted:
-            found.append(("ours, uses and hints", how, partial(_sweeping, blocks, Order.USES, settings, True)))
+            found.append(("ours, uses and hints", how, partial(_sweeping, blocks, EvictionOrder.USES, settings, True)))
     return found
 
 
-def _sweeping(blocks: Blocks, order: Order, settings: dict[str, float], hinted: bool, capacity: int) -> Cache:
+def _sweeping(blocks: Blocks, order: EvictionOrder, settings: dict[str, float], hinted: bool, capacity: int) -> Cache:
     return Sweeping(blocks, capacity, order, high=settings["high"], low=settings["low"], hinted=hinted)
 
 

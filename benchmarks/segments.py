@@ -22,9 +22,9 @@ from benchmarks.harness.paths import IN_PROCESS, reached
 from benchmarks.harness.result import Cell, Result, Table, markdown, save
 from kvstore import Layout
 from kvstore.client import Store
+from kvstore.core.tokens import TokenArray
 from kvstore.segments import Rope, Style
 from kvstore.segments.rope import TYPES, rotate_planes
-from kvstore.tokens import TokenArray
 
 LAYOUT = Layout(layers=1, kv_heads=1, head_dim=16, dtype="float16", chunk_tokens=64)
 DOCUMENTS = 200

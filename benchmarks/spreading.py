@@ -21,7 +21,7 @@ from pathlib import Path
 
 import xxhash
 
-from kvstore.client.spreading import Marks, Spreading, depths, weight
+from kvstore.client.routing import Marks, Spreading, depths, weight
 from kvstore.errors import InvalidRequest
 from kvstore.replay.trace import load_trace
 

@@ -26,7 +26,7 @@ from benchmarks.harness.machine import GIB, MIB, percentile
 from benchmarks.harness.options import Options, numbers, show_progress
 from benchmarks.harness.result import Cell, Plot, Result, Table
 from kvstore import Layout
-from kvstore.children import Program
+from kvstore.core.process import Program
 
 HYPOTHESIS = (
     "a full store stores 0.8 or more of what an unlimited one does, and refuses nothing; the 99th percentile of a put "

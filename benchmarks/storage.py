@@ -36,11 +36,11 @@ import kvstore
 from benchmarks.harness import machine
 from benchmarks.harness.load import LLAMA_8B, WrongBytes
 from benchmarks.harness.machine import MIB, in_turns, percentile
-from kvstore.encodings import codec as squeezing
-from kvstore.encodings.codec import Seal
+from kvstore.codec import codec as squeezing
+from kvstore.codec.codec import PartCipher
+from kvstore.core.layout import DType, Layout
+from kvstore.core.write_mode import Durability
 from kvstore.format.header import checksum
-from kvstore.layout import DType, Layout
-from kvstore.writes import Durability
 
 LAYOUT = LLAMA_8B.layout_of(2 * MIB)
 PROMPT_CHUNKS = 8
@@ -195,7 +195,7 @@ def codec(mib: int) -> None:
             return squeezing.squeeze(section, itemsize)
 
         row(dtype, "as stored (level 1)", sections, copy_s / mib, squeeze, stretch)
-    seal = Seal(bytes(32), bytes(16), bytes(128))
+    seal = PartCipher(bytes(32), bytes(16), bytes(128))
 
     def opened(stored: bytes, memory: memoryview) -> None:
         checksum(stored)

@@ -29,23 +29,24 @@ if TYPE_CHECKING:
     from kvstore.client.local import open
     from kvstore.client.operation import Operation
     from kvstore.client.store import Store, connect
+    from kvstore.core.hints import Hints
+    from kvstore.core.layout import Layout
+    from kvstore.core.namespace import Namespace
+    from kvstore.core.results import Cleared, PinRecord, PutResult, StoredBlocks
+    from kvstore.core.write_mode import WriteMode
+    from kvstore.engine.settings import Limits
     from kvstore.format.header import Descent
-    from kvstore.hints import Hints
-    from kvstore.layout import Layout
     from kvstore.meta.etcd import EtcdTls, EtcdUser
-    from kvstore.namespace import Namespace
-    from kvstore.node.settings import Limits
     from kvstore.planning import Group, Plan, Run, SharedRun
-    from kvstore.results import Cleared, PinRecord, PutResult, StoredBlocks
     from kvstore.security.tls import ClientTls
     from kvstore.segments import Held, Segments
-    from kvstore.writes import WriteMode
 
 # A process that uses kvstore may fork: an engine for its workers, say. By default gRPC's C library then runs handlers
 # of its own in parent and child. They start threads in the child and use connections that it shares with its parent:
 # the child hangs or is aborted inside fork, and calls of the parent break. Python's part of gRPC has them off by
 # default. gRPC reads this once, when it is imported, so it is set before that; a setting made elsewhere stays.
-# Without them gRPC does not work in a child of a process that had connected: kvstore/channels.py says so there.
+# Without them gRPC does not work in a child of a process that had connected: kvstore/core/grpc_channels.py says so
+# there.
 if "grpc" not in sys.modules:
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
@@ -94,16 +95,16 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every 
         "kvstore.client.store": ("Store", "connect"),
         "kvstore.client.operation": ("Operation",),
         "kvstore.format.header": ("Descent",),
-        "kvstore.hints": ("Hints",),
-        "kvstore.layout": ("Layout",),
+        "kvstore.core.hints": ("Hints",),
+        "kvstore.core.layout": ("Layout",),
         "kvstore.meta.etcd": ("EtcdTls", "EtcdUser"),
-        "kvstore.namespace": ("Namespace",),
-        "kvstore.node.settings": ("Limits",),
+        "kvstore.core.namespace": ("Namespace",),
+        "kvstore.engine.settings": ("Limits",),
         "kvstore.planning": ("Group", "Plan", "Run", "SharedRun"),
-        "kvstore.results": ("Cleared", "PinRecord", "PutResult", "StoredBlocks"),
+        "kvstore.core.results": ("Cleared", "PinRecord", "PutResult", "StoredBlocks"),
         "kvstore.security.tls": ("ClientTls",),
         "kvstore.segments": ("Held", "Segments"),
-        "kvstore.writes": ("WriteMode",),
+        "kvstore.core.write_mode": ("WriteMode",),
     }
     """The names that are imported on first use, by their modules."""
 

@@ -26,8 +26,8 @@ gc.disable()
 locking.install()  # before kvstore is imported: some modules make locks then
 
 import kvstore  # noqa: E402, F401  # before any test imports gRPC, which asks once whether forks are its business
-from kvstore.client.bulk import links as client_arena  # noqa: E402
-from kvstore.memory import arena  # noqa: E402
+from kvstore.client import pool as client_arena  # noqa: E402
+from kvstore.tiers import arena  # noqa: E402
 
 # A shell that starts the run in the background has it ignore Ctrl-C, and every child would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -13,8 +13,8 @@ from benchmarks.harness.paths import Way, served
 from kvstore import Layout
 from kvstore.client import Cache, Store
 from kvstore.client.cache import Hold
-from kvstore.node.settings import Limits
-from kvstore.writes import Durability
+from kvstore.core.write_mode import Durability
+from kvstore.engine.settings import Limits
 
 
 class InProcess(Contender):

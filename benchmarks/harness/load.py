@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import Layout
-from kvstore.buffers import KvArray
 from kvstore.client.store import Store
-from kvstore.node.settings import Limits
+from kvstore.core.buffers import KvArray
+from kvstore.engine.settings import Limits
 
 Bytes = npt.NDArray[np.uint8]
 Stamps = npt.NDArray[np.uint64]

@@ -14,7 +14,7 @@ from contextlib import suppress
 import numpy as np
 
 from benchmarks.harness.load import Bytes, poison
-from kvstore.buffers import aligned
+from kvstore.core.buffers import aligned
 
 TAKE, GIVE, DONE = b"t", b"g", b"d"
 PATIENCE_S = 60.0

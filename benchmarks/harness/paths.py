@@ -12,13 +12,13 @@ import numpy as np
 
 import kvstore
 from kvstore import Layout
-from kvstore.children import Program
 from kvstore.cli.supervisor import kvstore_command
-from kvstore.client.bulk.links import Bulk
+from kvstore.client.pool import Bulk
 from kvstore.client.store import Store
+from kvstore.core.process import Program
+from kvstore.core.write_mode import DurabilityName, WriteModeName
 from kvstore.errors import KVStoreError
 from kvstore.meta.embedded_etcd import EmbeddedEtcd
-from kvstore.writes import DurabilityName, WriteModeName
 
 IN_PROCESS = "in-process"
 BULK = {"grpc": "gRPC messages", "shared": "shared memory", "tcp": "TCP socket"}

@@ -31,9 +31,9 @@ from benchmarks.harness.options import Options, counts, names_of, show_progress,
 from benchmarks.harness.paths import BULK, IN_PROCESS, PATHS, PLAIN, Served, Way, served
 from benchmarks.harness.result import Cell, Plot, Result, Table
 from benchmarks.harness.worker_pool import Singles, WorkerPool, worker_pool
+from kvstore.core.write_mode import DurabilityName
+from kvstore.engine.settings import Limits
 from kvstore.errors import InvalidRequest
-from kvstore.node.settings import Limits
-from kvstore.writes import DurabilityName
 
 SINGLES_MAX = 64
 SINGLES_BYTES_MAX = 256 * MIB

@@ -18,13 +18,13 @@ from collections.abc import Set
 from contextlib import suppress
 from dataclasses import dataclass
 
+from kvstore.core.clock import Clock, SystemClock
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.meta.keys import SessionId
 from kvstore.meta.session import live_sessions
 from kvstore.meta.store import Absent, Delete, KeyValue, LeaseGone, LeaseId, ModifiedAt, Put, Watch, WatchLost
-from kvstore.meta.usage import Capacity, Usage
-from kvstore.root.interface import Space
-from kvstore.sources import Clock, SystemClock
+from kvstore.meta.usage import Capacity, UsageReport
+from kvstore.root.interface import StorageSpace
 from kvstore_gc.membership import Collectors
 from kvstore_gc.site import Site
 from kvstore_gc.threads import OutageLog, Stop, Stopped
@@ -92,7 +92,7 @@ class Level:
 class _Reporter:
     """A node or another collector: its last report, and the counts from which on it changes the level."""
 
-    last: Usage
+    last: UsageReport
     written_base: int = 0
     removed_base: int = 0
     written_then: int = 0
@@ -193,11 +193,11 @@ class Accounts:
         with self._lock:
             self.limit_bytes = min(limits) if limits else None
 
-    def reported(self, id: SessionId, usage: Usage) -> None:
+    def reported(self, id: SessionId, usage: UsageReport) -> None:
         """Notes a report of a node or of another collector."""
         with self._lock:
             found = self._reporters.get(id)
-            is_new, reporter = found is None, found or _Reporter(Usage())
+            is_new, reporter = found is None, found or _Reporter(UsageReport())
             self._reporters[id] = reporter
             before, reporter.last = reporter.last, reporter.last.latest(usage)
             reporter.has_ended = False
@@ -227,7 +227,7 @@ class Accounts:
         with self._lock:
             self._other, self._other_base = other or Capacity(0), self.deleted_bytes
 
-    def measured(self, space: Space) -> None:
+    def measured(self, space: StorageSpace) -> None:
         """Notes the space as it is now, and measures the write rate."""
         with self._lock:
             self._free_bytes, self._used_then_bytes = space.free_bytes, self._used_bytes
@@ -491,7 +491,7 @@ class Pressure:
             self.accounts.ended(reporter)
             return
         with suppress(InvalidRequest):  # its node is not counted, and stops
-            usage = Usage.from_json(kv.value)
+            usage = UsageReport.from_json(kv.value)
             self._written_at[reporter] = kv.mod_revision
             self.accounts.reported(reporter, usage)
 
@@ -506,7 +506,7 @@ class Pressure:
             self._reported_base = self._reported_bytes = deleted_bytes
         if deleted_bytes == self._reported_bytes:
             return
-        usage = Usage(0, deleted_bytes - self._reported_base)
+        usage = UsageReport(0, deleted_bytes - self._reported_base)
         try:
             self._meta.put(self._keys.usage_of(me[0]), usage.to_json(), me[1], self._timeout_s)
         except LeaseGone as gone:

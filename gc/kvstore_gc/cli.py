@@ -11,30 +11,19 @@ from typing import Any
 
 import click
 
-from kvstore.address import Address
 from kvstore.cli import options as logs
 from kvstore.cli.access import ClusterAccess
 from kvstore.cli.app import Command, check_failed
-from kvstore.cli.options import (
-    DURATION,
-    HOST_PORT,
-    LOG_FORMAT,
-    SIZE,
-    Room,
-    flag,
-    group,
-    option,
-    split,
-    takes,
-)
+from kvstore.cli.options import DURATION, HOST_PORT, LOG_FORMAT, SIZE, StorageLimits, flag, group, option, split, takes
 from kvstore.cli.output import print_table, progress_bar
 from kvstore.cli.signals import Stopper
+from kvstore.core.address import Address
+from kvstore.core.text import size
+from kvstore.core.write_mode import BOUND_BYTES_MIN
 from kvstore.errors import InvalidRequest
 from kvstore.meta.keys import parse_id
 from kvstore.security.tls import is_loopback
-from kvstore.text import size
 from kvstore.version import VERSION
-from kvstore.writes import BOUND_BYTES_MIN
 from kvstore_gc.collector import Collector, opened
 from kvstore_gc.config import Config, read_config
 from kvstore_gc.summary import Summary
@@ -45,10 +34,10 @@ INTERVAL_S_MIN = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class CollectorLimits:
     """The limits of a collector: options win over the policy file."""
 
-    room: Room = group(Room)
+    room: StorageLimits = group(StorageLimits)
     policy: str | None = option(
         "--policy", metavar="FILE", help="TOML file with all of these, and quotas; options win over it."
     )
@@ -152,9 +141,9 @@ class Rounds:
 )
 @click.version_option(VERSION, "--version", "-v", prog_name="kvstore-gc")
 @takes("cluster", ClusterAccess)
-@takes("limits", Limits)
+@takes("limits", CollectorLimits)
 @takes("rounds", Rounds)
-def command(cluster: ClusterAccess, limits: Limits, rounds: Rounds) -> None:
+def command(cluster: ClusterAccess, limits: CollectorLimits, rounds: Rounds) -> None:
     """Delete the least useful chunks of a root while nodes use it.
 
     A chunk is deleted when its time to live is over. With --interval the least useful chunks are deleted all the time,

@@ -15,11 +15,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvstore.address import Address
+from kvstore.core.address import Address
 from kvstore.errors import KVStoreError, RootMismatch, Unavailable
 from kvstore.host.tables import check_left
 from kvstore.meta.cluster import check_bound
-from kvstore.meta.store import Meta
+from kvstore.meta.store import MetadataStore
 from kvstore.root.identity import read_identity
 from kvstore.root.open import open_root
 from kvstore_gc.capacity import Pressure
@@ -58,7 +58,7 @@ PAUSE_S_MIN, PAUSE_S_MAX = 0.001, 0.25
 
 
 @contextmanager
-def opened(url: str, options: Mapping[str, Any], etcd: Meta) -> Iterator[Site]:
+def opened(url: str, options: Mapping[str, Any], etcd: MetadataStore) -> Iterator[Site]:
     """The root at ``url``, which must be one, and which ``etcd`` must not know as another. Closes both afterwards.
 
     Raises RootMismatch, Unavailable, and what opening a root raises.
@@ -75,7 +75,7 @@ def opened(url: str, options: Mapping[str, Any], etcd: Meta) -> Iterator[Site]:
         yield Site(root, identity, etcd)
 
 
-class Service:
+class CycleScheduler:
     """Cycles one after another: every ``interval_s``, and whenever eviction has used up the last listing.
 
     ``done`` is called with the outcome of each.
@@ -233,7 +233,7 @@ class Collector:
             undo.callback(collectors.close)
             pressure.start(self._stop)
             log.info("gc.ready root=%s interval_s=%g metrics=%s", site.root.url, interval_s, where)
-            service = Service(cycle, site, interval_s, done, metrics)
+            service = CycleScheduler(cycle, site, interval_s, done, metrics)
             self._attend(service.run, pressure, until_hung=False)
             pressure.join(LEAVE_S)
         log.info("gc.stopped")

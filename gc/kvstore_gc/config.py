@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvstore.core.namespace import Namespace
+from kvstore.core.text import why
 from kvstore.errors import InvalidRequest
-from kvstore.namespace import Namespace
-from kvstore.text import why
-from kvstore_gc.policy import Goals, Order, Quota
+from kvstore_gc.policy import EvictionOrder, Goals, NamespaceQuota
 
 FILE_BYTES_MAX = 1 << 20
 _KEYS = frozenset({"ttl", "max_bytes", "order", "quota"})
@@ -34,7 +34,7 @@ _QUOTA_KEYS = frozenset({"tenant", "namespace", "max_bytes"})
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class QuotaRule:
     """A quota as configured: for a tenant, a namespace's name, or both; None: any."""
 
     tenant: str | None
@@ -58,13 +58,15 @@ class Config:
 
     ttl_s: float | None = None
     max_bytes: int | None = None
-    order: Order = Order.USES
-    shares: tuple[Share, ...] = ()
+    order: EvictionOrder = EvictionOrder.USES
+    shares: tuple[QuotaRule, ...] = ()
 
     def goals(self, namespaces: Sequence[Namespace]) -> Goals:
         """The goals for these namespaces. Raises InvalidRequest if the configuration is inconsistent."""
         quotas = tuple(
-            Quota(share.label, frozenset(each.id for each in namespaces if share.covers(each)), share.max_bytes)
+            NamespaceQuota(
+                share.label, frozenset(each.id for each in namespaces if share.covers(each)), share.max_bytes
+            )
             for share in self.shares
         )
         return Goals(self.ttl_s, quotas, self.order)
@@ -82,21 +84,21 @@ def read_config(path: str, seconds: Callable[[Any], float], size: Callable[[Any]
         return Config(
             ttl_s=seconds(fields["ttl"]) if "ttl" in fields else None,
             max_bytes=size(fields["max_bytes"]) if "max_bytes" in fields else None,
-            order=Order(fields.get("order", config.order.value)),
+            order=EvictionOrder(fields.get("order", config.order.value)),
             shares=tuple(_share(path, each, size) for each in _tables(path, fields.get("quota", []))),
         )
     except ValueError as cause:
         raise InvalidRequest(f"{path}: {cause}") from cause
 
 
-def _share(path: str, fields: dict[str, Any], size: Callable[[Any], int]) -> Share:
+def _share(path: str, fields: dict[str, Any], size: Callable[[Any], int]) -> QuotaRule:
     _known(f"{path}: a quota", fields, _QUOTA_KEYS)
     names = [fields.get(what) for what in ("tenant", "namespace")]
     if names == [None, None] or not all(name is None or isinstance(name, str) for name in names):
         raise InvalidRequest(f"{path}: a quota names nobody: give tenant or namespace, as text")
     if "max_bytes" not in fields:
         raise InvalidRequest(f'{path}: the quota of {names[0] or names[1]!r} has no max_bytes: write "20GiB"')
-    return Share(names[0], names[1], size(fields["max_bytes"]))
+    return QuotaRule(names[0], names[1], size(fields["max_bytes"]))
 
 
 def _tables(path: str, found: Any) -> list[dict[str, Any]]:

@@ -13,24 +13,24 @@ from functools import partial
 
 import numpy as np
 
-from kvstore.address import Address
+from kvstore.core.address import Address
+from kvstore.core.recency import NS_PER_S
+from kvstore.core.text import size
 from kvstore.errors import RootMismatch
 from kvstore.format import places
 from kvstore.meta.cluster import difference, read_generation
 from kvstore.meta.namespaces import Namespaces
 from kvstore.meta.sweeps import VICTIMS_MAX
-from kvstore.recency import NS_PER_S
 from kvstore.root.identity import read_newest
-from kvstore.text import size
 from kvstore_gc.capacity import Pressure
 from kvstore_gc.config import Config
-from kvstore_gc.deletion import SweepPlan, Victim
+from kvstore_gc.deletion import SweepPlan, SweepVictim
 from kvstore_gc.execute import Sweeper, SweepReport
 from kvstore_gc.ledger import GROUP_MAX
 from kvstore_gc.leftovers import Orphans, beside
 from kvstore_gc.membership import Collectors
 from kvstore_gc.policy import Goals, weighted_age_s
-from kvstore_gc.ranking import CONDEMNING, Parents, Ranking, Reason, Rows, columns_of, id_of, judge, shards_of
+from kvstore_gc.rank import CONDEMNING, Parents, Ranking, Rows, VerdictReason, columns_of, id_of, judge, shards_of
 from kvstore_gc.site import Site
 from kvstore_gc.summary import Example, Explained, Summary
 
@@ -320,7 +320,7 @@ class Cycle:
         judged = judge(batch, int(now_s), self._ranking.goals, self._ranking.marks)
         needed = chosen["rank"][chosen["rank"] >= 0]
         for at, number in enumerate(batch.namespaces.tolist()):
-            reason = Reason.PINNED if judged.pinned[at] else Reason.WITHIN
+            reason = VerdictReason.PINNED if judged.pinned[at] else VerdictReason.WITHIN
             for row in chosen[chosen["address"] == np.void(address)]:
                 reason = CONDEMNING[row["reason"]] if row["namespace"] == number else reason
             yield Explained(
@@ -362,14 +362,14 @@ class Cycle:
             summary.spent(phase, self._clock.monotonic_s() - began_s)
 
 
-def _victims(rows: Rows) -> tuple[Victim, ...]:
+def _victims(rows: Rows) -> tuple[SweepVictim, ...]:
     columns = (rows[name].tolist() for name in ("address", "namespace", "size", "mtime_ns"))
     return tuple(
-        Victim(Address(address), id_of(number), size_bytes, mtime_ns)
+        SweepVictim(Address(address), id_of(number), size_bytes, mtime_ns)
         for address, number, size_bytes, mtime_ns in zip(*columns, strict=True)
     )
 
 
-def _example(victim: Victim, reason: Reason, now_s: float) -> Example:
+def _example(victim: SweepVictim, reason: VerdictReason, now_s: float) -> Example:
     idle_s = max(0.0, now_s - victim.mtime_ns / NS_PER_S)
     return Example(victim.address.hex(), victim.namespace.hex(), reason.value, victim.size_bytes, round(idle_s, 1))

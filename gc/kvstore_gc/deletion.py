@@ -9,21 +9,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
-from kvstore.address import ADDRESS_BYTES, Address
+from kvstore.core.address import ADDRESS_BYTES, Address
+from kvstore.core.clock import Clock
+from kvstore.core.namespace import NamespaceId
+from kvstore.core.recency import NS_PER_S
 from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, Incarnation, incarnation_at
 from kvstore.format.places import Name
 from kvstore.meta.sweeps import VICTIMS_MAX
-from kvstore.namespace import NamespaceId
-from kvstore.recency import NS_PER_S
 from kvstore.root.fences import put_aside, restore
 from kvstore.root.identity import read_small
 from kvstore.root.interface import Root
-from kvstore.sources import Clock
 from kvstore_gc.capacity import Pressure
 from kvstore_gc.grace import Spared
-from kvstore_gc.ledger import InFlight, Ledger
+from kvstore_gc.ledger import InFlight, SweepStore
 from kvstore_gc.site import Site
 from kvstore_gc.threads import inline
 
@@ -41,7 +41,7 @@ _BYTES_MAX = len(_MAGIC) + VICTIMS_MAX * _ENTRY.size
 
 
 @dataclass(frozen=True, slots=True)
-class Victim:
+class SweepVictim:
     """A chunk to be condemned, as it was listed."""
 
     address: Address
@@ -55,7 +55,7 @@ class SweepPlan:
     """The plan for one shard: at most VICTIMS_MAX ``victims``."""
 
     shard: int
-    victims: tuple[Victim, ...]
+    victims: tuple[SweepVictim, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Condemnation:
         return places.chunk(self.address, self.namespace, shard_bits)
 
 
-class Taken:
+class SweepOutcome:
     """The fate of the victims of one sweep in one run. Thread-safe.
 
     ``pressure`` learns of each chunk at once: the root's level must not be late by a whole sweep.
@@ -151,13 +151,15 @@ def _checksum(content: bytes) -> bytes:
 class Deleting:
     """Conditional deletion on one root."""
 
-    def __init__(self, site: Site, ledger: Ledger) -> None:
+    def __init__(self, site: Site, ledger: SweepStore) -> None:
         self._site = site
         self._root = site.root
         self._ledger = ledger
         self._shard_bits = site.identity.shard_bits
 
-    def reap(self, sweep: InFlight, victims: Sequence[Condemnation] | None, spared: Spared, taken: Taken) -> bool:
+    def reap(
+        self, sweep: InFlight, victims: Sequence[Condemnation] | None, spared: Spared, taken: SweepOutcome
+    ) -> bool:
         """Makes the list final and deletes its publications. True when all are gone, so that the sweep may close.
 
         ``victims`` is None if the list cannot be read. A final list then keeps its sweep open, because nobody knows
@@ -182,7 +184,7 @@ class Deleting:
             self._root.remove(places.plan(sweep.sweep, checksum))  # another run's list is the final one
         return settled
 
-    def _delete(self, victim: Condemnation, taken: Taken) -> None:
+    def _delete(self, victim: Condemnation, taken: SweepOutcome) -> None:
         name = victim.name(self._shard_bits)
         seen = self._root.look(name, FIXED_BYTES)
         # The look and the deletion are of one version of the object: the store compares.
@@ -228,7 +230,7 @@ class Trash:
         """Makes the folder of a sweep that nobody else knows yet (rule F2)."""
         self._root.make_folder(places.trash_folder(sweep))
 
-    def reap(self, sweep: InFlight, victims: Sequence[Condemnation], spared: Spared, taken: Taken) -> bool:
+    def reap(self, sweep: InFlight, victims: Sequence[Condemnation], spared: Spared, taken: SweepOutcome) -> bool:
         """Takes each victim that is not spared, then lifts the fence; False if the fence could not be lifted.
 
         Only after the sweep's grace (``Grace.decide``): ``spared`` is the proof of it.
@@ -249,7 +251,7 @@ class Trash:
         (self._site.each if len(free) > FEW else inline)(len(free), take)
         return self._fence(sweep, victims, taken)
 
-    def _fence(self, sweep: InFlight, victims: Sequence[Condemnation], taken: Taken) -> bool:
+    def _fence(self, sweep: InFlight, victims: Sequence[Condemnation], taken: SweepOutcome) -> bool:
         """Empties the folder and removes it, synced: after that nothing can be taken. False if it keeps filling.
 
         ``victims`` are all the condemned ones, also those spared: what other runs took is judged by them.
@@ -274,7 +276,7 @@ class Trash:
                 raise failed
         return False
 
-    def _settle(self, entry: Name, victim: Condemnation | None, taken: Taken) -> bool:
+    def _settle(self, entry: Name, victim: Condemnation | None, taken: SweepOutcome) -> bool:
         """Deletes an entry that is the condemned publication; puts any other back, unless a newer one has its name.
 
         False if there is no such file.

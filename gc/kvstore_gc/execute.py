@@ -25,10 +25,19 @@ from kvstore.meta.sweeps import Condemned
 from kvstore.root.fences import keep_reserve, lift_unnamed, make_room, spend_reserve
 from kvstore.root.identity import read_newest
 from kvstore_gc.capacity import Pressure
-from kvstore_gc.deletion import Condemnation, Deleting, SweepPlan, Taken, Trash, Victim, read_victims, write_victims
+from kvstore_gc.deletion import (
+    Condemnation,
+    Deleting,
+    SweepOutcome,
+    SweepPlan,
+    SweepVictim,
+    Trash,
+    read_victims,
+    write_victims,
+)
 from kvstore_gc.grace import Grace, Look, Spared
-from kvstore_gc.ledger import GROUP_MAX, GROUP_VICTIMS_MAX, InFlight, Ledger
-from kvstore_gc.ranking import Tally
+from kvstore_gc.ledger import GROUP_MAX, GROUP_VICTIMS_MAX, InFlight, SweepStore
+from kvstore_gc.rank import CountAndBytes
 from kvstore_gc.site import Site
 from kvstore_gc.threads import Stopped
 
@@ -51,8 +60,8 @@ SPARED = (
 class SweepReport:
     """The outcome of some sweeps. ``spared`` counts victims that were not deleted after all, by why."""
 
-    condemned: Tally = field(default_factory=Tally)
-    reaped: Tally = field(default_factory=Tally)
+    condemned: CountAndBytes = field(default_factory=CountAndBytes)
+    reaped: CountAndBytes = field(default_factory=CountAndBytes)
     spared: Counter[str] = field(default_factory=Counter)
     sweeps: Counter[str] = field(default_factory=Counter)
     """Sweeps that were begun, adopted, abandoned (closed without taking anything), or left in flight."""
@@ -82,7 +91,7 @@ class Sweeper:
         self._clock = site.clock
         self._timings = site.timings
         self._pressure = pressure
-        self._ledger = Ledger(site)
+        self._ledger = SweepStore(site)
         self._grace = Grace(site, self._ledger)
         self._trash = Trash(site)
         self._deleting = Deleting(site, self._ledger)
@@ -211,7 +220,7 @@ class Sweeper:
         report.sweeps["begun"] += len(begun)
         for one in begun:
             size_bytes = sum(victim.size_bytes for victim in seen[one.shard])
-            report.condemned += Tally(one.record.victims_count, size_bytes)
+            report.condemned += CountAndBytes(one.record.victims_count, size_bytes)
             self._sizes_bytes[one.sweep] = size_bytes
         for shard in records.keys() - {one.shard for one in begun}:
             # Another collector sweeps this shard, or it took too long. Nobody knows of our folder: it only has to go.
@@ -343,7 +352,7 @@ class Sweeper:
                 return  # another run has closed it meanwhile
             if victims is None:
                 log.warning("sweep.no_plan sweep=%s: it takes nothing", sweep.sweep.hex())
-            taken = Taken(self._pressure, self._begun_s[sweep.sweep])
+            taken = SweepOutcome(self._pressure, self._begun_s[sweep.sweep])
             has_ended = False
             try:
                 if self._root.traits.fenced:
@@ -363,7 +372,7 @@ class Sweeper:
                 report.spared["held"] += sum(one.address in held and one.address not in pinned for one in victims or ())
                 report.spared["cannot be taken"] += taken.failed_count
                 report.spared["published anew"] += taken.restored_count
-                report.reaped += Tally(len(taken.reaped), sum(one.size_bytes for one in taken.reaped))
+                report.reaped += CountAndBytes(len(taken.reaped), sum(one.size_bytes for one in taken.reaped))
 
         # Small sweeps at once; the victims of a large one are taken at once.
         self._site.each(len(sweeps), reap)
@@ -456,11 +465,11 @@ def unused(site: Site, plans: Sequence[SweepPlan], spared: Counter[str]) -> Foun
     return found
 
 
-def _look_all(site: Site, listed: Mapping[int, Sequence[Victim]], spared: Counter[str]) -> Found:
+def _look_all(site: Site, listed: Mapping[int, Sequence[SweepVictim]], spared: Counter[str]) -> Found:
     victims = [(shard, victim) for shard, some in listed.items() for victim in some]
     found: list[Condemnation | None] = [None] * len(victims)
     failed: list[KVStoreError] = []
-    gone: list[Victim] = []
+    gone: list[SweepVictim] = []
 
     def look(index: int) -> None:
         victim = victims[index][1]

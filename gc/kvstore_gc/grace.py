@@ -15,12 +15,12 @@ from operator import or_
 import numpy as np
 
 from kvstore.errors import InvalidRequest, RootMismatch
-from kvstore.meta.pins import PinRecord
+from kvstore.meta.pins import StoredPin
 from kvstore.meta.session import SessionRecord
 from kvstore.meta.store import KeyValue, LeaseId
 from kvstore.root.fences import list_twins, read_twin
-from kvstore_gc.ledger import InFlight, Ledger, still_there
-from kvstore_gc.ranking import Marks, are_among, marks_of
+from kvstore_gc.ledger import InFlight, SweepStore, still_there
+from kvstore_gc.rank import Marks, are_among, marks_of
 from kvstore_gc.site import Site
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Look:
 class Grace:
     """Looks at sessions, refs and keys."""
 
-    def __init__(self, site: Site, ledger: Ledger) -> None:
+    def __init__(self, site: Site, ledger: SweepStore) -> None:
         self._root = site.root
         self._meta = site.meta
         self._keys = site.keys
@@ -114,7 +114,7 @@ class Grace:
         Raises Unavailable, RootMismatch if a ref or a twin cannot be understood: nobody knows what it protects.
         """
         items = self._meta.list(self._keys.prefix, self._refs_timeout_s).items
-        pinned = [PinRecord.of(kv).packed for kv in items if kv.key.startswith(self._keys.refs)]
+        pinned = [StoredPin.of(kv).packed for kv in items if kv.key.startswith(self._keys.refs)]
         ready, held = self._ready(sweeps, items)
         if ready:
             # The read above may have come in pages, with a restored store in between: what decides is read once more.
@@ -133,7 +133,7 @@ class Grace:
     def pinned(self) -> Spared:
         """The addresses that are pinned now; only ``decide`` proves anything. Raises as it does."""
         refs = self._meta.list(self._keys.refs, self._refs_timeout_s).items
-        return Spared.of([*(PinRecord.of(kv).packed for kv in refs), *self._twins()])
+        return Spared.of([*(StoredPin.of(kv).packed for kv in refs), *self._twins()])
 
     def kept(self) -> Spared:
         """The addresses that are pinned now, or were spared as held a moment ago: advice. Raises as ``pinned`` does."""
@@ -158,7 +158,7 @@ class Grace:
                     if name in list_twins(self._root):
                         raise RootMismatch(f"{name} cannot be read as a pin's twin: see gc/RUNBOOK.md")
                     continue  # removed meanwhile: its pin is gone
-                packed = PinRecord.from_bytes(content, name).packed
+                packed = StoredPin.from_bytes(content, name).packed
             found[name] = packed
         self._twins_seen = found
         return list(found.values())

@@ -24,12 +24,13 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
-from kvstore.address import Address
+from kvstore.core.address import Address
+from kvstore.core.clock import SystemClock
 from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch
 from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.host import tables as shared_file
-from kvstore.host.eviction import Evicted, Eviction, Victim, file_system_now_ns, settled
+from kvstore.host.eviction import Evicted, Eviction, EvictionVictim, file_system_now_ns, settled
 from kvstore.host.room import limit_on
 from kvstore.host.tables import (
     BATCH_MAX,
@@ -46,10 +47,9 @@ from kvstore.host.tables import (
 from kvstore.root.identity import newest_number, read_identity, read_namespaces
 from kvstore.root.open import open_root
 from kvstore.root.posix import FILE_MODE, PosixRoot, translated
-from kvstore.sources import SystemClock
 from kvstore_gc.config import Config
 from kvstore_gc.policy import Goals
-from kvstore_gc.ranking import Ranking, Rows, id_of
+from kvstore_gc.rank import Ranking, Rows, id_of
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ QUARANTINE_SHARE = 0.01
 """A damaged file that was set aside goes after this, or when all take this share of the limit."""
 
 
-class Busy(InvalidRequest):
+class CollectorBusy(InvalidRequest):
     """Another process collects the root."""
 
 
@@ -178,7 +178,7 @@ class HostCollector:
         """The number of shards of the root."""
         return 1 << self._shard_bits
 
-    def dry_run(self, listed: Callable[[], object] = lambda: None) -> tuple[Ranking, Sequence[Victim]]:
+    def dry_run(self, listed: Callable[[], object] = lambda: None) -> tuple[Ranking, Sequence[EvictionVictim]]:
         """Lists the root, and returns what ``once`` would evict if nothing were held or pinned. Changes nothing."""
         max_bytes, ttl_s = smallest(
             live_tables(self._root.path, self._shared), self._config.max_bytes, self._config.ttl_s
@@ -187,7 +187,7 @@ class HostCollector:
         ranking.read(self._root, range(self.shards_count), listed=lambda shard: listed())
         ranking.rank()
         lacking = ranking.total.bytes - (1 - HEADROOM_SHARE) * max_bytes if max_bytes else 0
-        victims: list[Victim] = []
+        victims: list[EvictionVictim] = []
         while batch := victims_of(ranking.take(lacking - sum(one.size_bytes for one in victims), BATCH_MAX)):
             victims += batch
         return ranking, victims
@@ -299,10 +299,12 @@ class HostCollector:
             return 0.0
 
 
-def victims_of(rows: Rows) -> list[Victim]:
+def victims_of(rows: Rows) -> list[EvictionVictim]:
     """Returns the chunks of some rows of a ranking."""
     columns = (rows["address"].tolist(), rows["namespace"].tolist(), rows["size"].tolist())
-    return [Victim(Address(address), id_of(number), size) for address, number, size in zip(*columns, strict=True)]
+    return [
+        EvictionVictim(Address(address), id_of(number), size) for address, number, size in zip(*columns, strict=True)
+    ]
 
 
 @contextmanager
@@ -358,7 +360,9 @@ def _alone(folder: str, wait_s: float) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() >= ends_s:
                     pid = os.pread(fd, 32, 0).decode(errors="replace").strip()
-                    raise Busy(f"{folder}: process {pid} collects it at this moment: end that, or let it") from None
+                    raise CollectorBusy(
+                        f"{folder}: process {pid} collects it at this moment: end that, or let it"
+                    ) from None
                 time.sleep(0.05)
         with suppress(OSError):  # a full disk, which this makes room on
             os.ftruncate(fd, 0)
@@ -379,7 +383,7 @@ def main() -> None:
     try:
         with opened(folder, Config(), {}, wait_s=5.0) as collector:
             collector.serve(_is_signalled)
-    except Busy:
+    except CollectorBusy:
         return
     except KVStoreError as error:
         sys.exit(str(error))

@@ -45,7 +45,7 @@ def still_there(sweeps: Sequence[InFlight], found: Mapping[int, InFlight]) -> li
     return [now for now, one in pairs if now is not None and (now.sweep, now.stamp) == (one.sweep, one.stamp)]
 
 
-class Ledger:
+class SweepStore:
     """The condemned keys of one root, as one collector writes them."""
 
     def __init__(self, site: Site) -> None:

@@ -6,21 +6,21 @@ import logging
 from collections import Counter
 from dataclasses import dataclass
 
+from kvstore.core.namespace import NamespaceId
+from kvstore.core.recency import NS_PER_S, was_never_stamped
 from kvstore.errors import Overloaded, PermissionDenied, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.format.header import Header
 from kvstore.format.places import Name
 from kvstore.meta.keys import parse_id
-from kvstore.meta.pins import PinRecord
+from kvstore.meta.pins import StoredPin
 from kvstore.meta.session import live_sessions
 from kvstore.meta.sweeps import Condemned
-from kvstore.namespace import NamespaceId
-from kvstore.recency import NS_PER_S, was_never_stamped
 from kvstore.root.fences import list_twins, read_twin
 from kvstore.root.inspect import Broken, Inspector, Whole
-from kvstore.root.interface import Entry, Root, Stat
+from kvstore.root.interface import FolderEntry, Root, Stat
 from kvstore_gc.capacity import Pressure
-from kvstore_gc.ranking import Tally
+from kvstore_gc.rank import CountAndBytes
 from kvstore_gc.site import Site
 
 # Quarantine, where nodes set files aside: whole ones go back, damaged ones are deleted, in time or for their room.
@@ -42,7 +42,7 @@ class _Damaged:
     may_go: bool
 
 
-class Quarantine:
+class QuarantineFolder:
     """The quarantine folder of one root. One thread at a time. Remembers which files it need not read again."""
 
     def __init__(self, site: Site, pressure: Pressure | None = None) -> None:
@@ -148,7 +148,7 @@ class Orphans:
         self._meta = site.meta
         self._clock = site.clock
         self._timings = site.timings
-        self._quarantine = Quarantine(site, pressure)
+        self._quarantine = QuarantineFolder(site, pressure)
         self._noticed_before_s: dict[Name, float] = {}
         self._noticed_s: dict[Name, float] = {}
         """Files without an owner, and when (monotonic) we noticed them; in the round before, and now."""
@@ -212,7 +212,7 @@ class Orphans:
                 empty.add(folder)
         self._empty = empty
 
-    def _is_left(self, folder: Name, entry: Entry, now_s: float) -> bool:
+    def _is_left(self, folder: Name, entry: FolderEntry, now_s: float) -> bool:
         """True if no put will publish a staged file of a session that is not alive."""
         if entry.stat is None:
             return False
@@ -272,25 +272,25 @@ class Orphans:
                 ends_s[name] = known_s
         self._ends_s = ends_s
 
-    def _twin(self, name: Name) -> PinRecord | None:
+    def _twin(self, name: Name) -> StoredPin | None:
         """The record of a twin; None if it is gone, or damaged: sweeps then report it and reap nothing."""
         content = read_twin(self._root, name)
         if content is None:
             return None
         try:
-            return PinRecord.from_bytes(content, name)
+            return StoredPin.from_bytes(content, name)
         except RootMismatch:
             return None
 
-    def _has_key(self, record: PinRecord) -> bool:
+    def _has_key(self, record: StoredPin) -> bool:
         return self._meta.get(self._keys.ref(record.owner, record.id), self._timings.meta_timeout_s) is not None
 
 
-def _is_old(entry: Entry, now_s: float, age_s: float) -> bool:
+def _is_old(entry: FolderEntry, now_s: float, age_s: float) -> bool:
     return entry.stat is not None and now_s - entry.stat.mtime_ns / NS_PER_S >= age_s
 
 
-def beside(root: Root) -> Tally:
+def beside(root: Root) -> CountAndBytes:
     """Files of ours that take room beside the chunks: staged, in a sweep's trash, set aside. Raises the root's errors.
 
     Call it before the chunks are listed: a file published or put back meanwhile then counts twice, never not at all.
@@ -301,10 +301,10 @@ def beside(root: Root) -> Tally:
             if entry.stat is None:
                 found += _files(root, Name(f"{above}/{entry.name}"))
             else:
-                found += Tally(1, entry.stat.size_bytes)
+                found += CountAndBytes(1, entry.stat.size_bytes)
     return found
 
 
-def _files(root: Root, folder: Name) -> Tally:
+def _files(root: Root, folder: Name) -> CountAndBytes:
     sizes = [entry.stat.size_bytes for entry in root.list(folder) if entry.stat is not None]
-    return Tally(len(sizes), sum(sizes))
+    return CountAndBytes(len(sizes), sum(sizes))

@@ -15,10 +15,10 @@ import threading
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from kvstore.core.text import parse_json
 from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
 from kvstore.meta.keys import SessionId
 from kvstore.meta.store import KeyValue, LeaseGone, LeaseId
-from kvstore.text import parse_json
 from kvstore_gc.site import Site
 
 log = logging.getLogger(__name__)

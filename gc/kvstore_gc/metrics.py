@@ -19,19 +19,19 @@ from prometheus_client import (
     write_to_textfile,
 )
 
-from kvstore import scraping
+from kvstore.core import metrics_http
+from kvstore.core.clock import Clock
 from kvstore.errors import InvalidRequest
 from kvstore.security.tls import joined
-from kvstore.sources import Clock
 from kvstore_gc.capacity import Pressure
 from kvstore_gc.cycle import Cycle
 from kvstore_gc.execute import SPARED
 from kvstore_gc.leftovers import ORPHANS
-from kvstore_gc.ranking import Reason
+from kvstore_gc.rank import VerdictReason
 from kvstore_gc.summary import Summary
 
-CHOSEN = [reason.value for reason in Reason if reason.condemns]
-KEPT = [reason.value for reason in Reason if not reason.condemns]
+CHOSEN = [reason.value for reason in VerdictReason if reason.condemns]
+KEPT = [reason.value for reason in VerdictReason if not reason.condemns]
 OUTCOMES = ("done", "unfinished", "failed")
 SWEEPS = ("begun", "adopted", "abandoned", "left")
 PHASES = ("check", "survey", "plan", "condemn", "grace", "reap", "close", "orphans")
@@ -172,7 +172,7 @@ def serve(metrics: Metrics, host: str, port: int) -> tuple[str, Callable[[], Non
     Raises InvalidRequest if it cannot listen there.
     """
     try:
-        server, thread = scraping.serve(make_wsgi_app(metrics.registry), host, port)
+        server, thread = metrics_http.serve(make_wsgi_app(metrics.registry), host, port)
     except OSError as cause:
         raise InvalidRequest(f"could not serve metrics at {host}:{port}: {cause.strerror or cause}") from cause
 

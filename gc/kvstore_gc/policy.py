@@ -9,7 +9,8 @@ that is superseded (its branch was abandoned, and nobody used it since) counts a
 *rank* orders chunks by weighted age (older is lower), then by depth (deeper is lower), then by address, so that a
 cut-off can be put anywhere, even if everything was written in one minute.
 
-In a chain with the stamps that nodes write (``kvstore.recency``) a parent is used no earlier and no less often than its
+In a chain with the stamps that nodes write (``kvstore.core.recency``) a parent is used no earlier and no less often
+than its
 child, and has no weaker hints. So **a parent ranks above its child**, and expires no earlier: a cut below any rank
 leaves every chunk its ancestors. On a file system that rounds mtimes this holds between quanta only.
 """
@@ -26,10 +27,9 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.errors import InvalidRequest
-from kvstore.hints import DEFAULT, PRIORITY_DEFAULT, PRIORITY_MAX, Hints
-from kvstore.namespace import NamespaceId
-from kvstore.recency import (
+from kvstore.core.hints import DEFAULT, PRIORITY_DEFAULT, PRIORITY_MAX, Hints
+from kvstore.core.namespace import NamespaceId
+from kvstore.core.recency import (
     DEPTH_MAX,
     DEPTH_STEP_NS,
     NS_PER_S,
@@ -41,6 +41,7 @@ from kvstore.recency import (
     decode,
     stamp_ns,
 )
+from kvstore.errors import InvalidRequest
 
 Column = npt.NDArray[np.int64]
 Truths = npt.NDArray[np.bool_]
@@ -73,7 +74,7 @@ _NEVER_S = 1 << 40
 assert DEPTH_MAX <= _DEEPEST
 
 
-class Order(Enum):
+class EvictionOrder(Enum):
     """The order in which chunks go when room is needed."""
 
     USES = "uses"
@@ -98,7 +99,9 @@ class Uses:
 
     @classmethod
     def of(cls, mtimes_ns: Column, quantum_s: int) -> Uses:
-        """Does what ``kvstore.recency.decode`` does, for many at a time. Other times get default hints, depth 0."""
+        """Does what ``kvstore.core.recency.decode`` does, for many at a time. Other times get default hints, depth
+        0.
+        """
         mtimes_ns = np.clip(mtimes_ns, 0, MTIME_MAX_NS)
         ticks = mtimes_ns // TICK_NS
         below = ticks * TICK_NS + TOP_NS - mtimes_ns + _CODE_MAX
@@ -124,7 +127,7 @@ def expired(uses: Uses, now_s: float, quantum_s: int, most_s: float | None) -> T
     return gone
 
 
-def ranks(uses: Uses, ties: Column, now_s: float, order: Order) -> Column:
+def ranks(uses: Uses, ties: Column, now_s: float, order: EvictionOrder) -> Column:
     """The rank of each chunk: lower goes first. ``ties`` are TIE_BITS of each address.
 
     A last use in the future (a host whose clock is ahead) counts as now.
@@ -132,7 +135,7 @@ def ranks(uses: Uses, ties: Column, now_s: float, order: Order) -> Column:
     ages_s = np.maximum(int(now_s) - uses.last_use_s, 0) + AGE_LEAST_S
     octaves = np.log2(ages_s) - (uses.priority - PRIORITY_DEFAULT) * OCTAVES_PER_PRIORITY
     octaves += uses.superseded * OCTAVES_SUPERSEDED
-    if order is Order.USES:
+    if order is EvictionOrder.USES:
         octaves -= uses.uses * OCTAVES_PER_USE
     worth = ((_OCTAVES_MOST - octaves) * (1 << _OCTAVE_BITS)).astype(np.int64)
     # Beyond the depth that a stamp can tell, parents and children look alike: they go together.
@@ -171,7 +174,7 @@ GROUPS_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Quota:
+class NamespaceQuota:
     """The room that some namespaces may take together: one namespace, or all those of a tenant."""
 
     label: str
@@ -189,8 +192,8 @@ class Goals:
     """
 
     ttl_s: float | None = None
-    quotas: tuple[Quota, ...] = ()
-    order: Order = Order.USES
+    quotas: tuple[NamespaceQuota, ...] = ()
+    order: EvictionOrder = EvictionOrder.USES
     quantum_s: int = QUANTUM_S
     """The quantum of the nodes (``Limits.quantum_s``)."""
     groups: Mapping[NamespaceId, int] = field(init=False, compare=False, repr=False)

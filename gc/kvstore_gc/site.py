@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
+from kvstore.core.clock import Clock, Ids, RandomIds, SystemClock
 from kvstore.errors import InvalidRequest
 from kvstore.meta.keys import Keys
-from kvstore.meta.store import Meta
+from kvstore.meta.store import MetadataStore
 from kvstore.root.identity import RootIdentity
 from kvstore.root.interface import Root
-from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 from kvstore_gc.threads import Each, inline
 
 # Every timing of garbage collection in one place, with the relations between them checked once.
@@ -102,7 +102,7 @@ class Site:
 
     root: Root
     identity: RootIdentity
-    meta: Meta
+    meta: MetadataStore
     clock: Clock = field(default_factory=SystemClock)
     ids: Ids = field(default_factory=RandomIds)
     timings: Timings = field(default_factory=Timings)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kvstore.namespace import Namespace
+from kvstore.core.namespace import Namespace
 from kvstore_gc.execute import SweepReport
-from kvstore_gc.ranking import Ranking, Reason, Rows, Tally, tallies
+from kvstore_gc.rank import CountAndBytes, Ranking, Rows, VerdictReason, tallies
 
 NAMESPACES_MAX = 512
 """A summary has the largest namespaces."""
@@ -49,8 +49,8 @@ class NamespaceSummary:
     id: str
     tenant: str | None = None
     name: str | None = None
-    scanned: Tally = field(default_factory=Tally)
-    chosen: dict[str, Tally] = field(default_factory=dict)
+    scanned: CountAndBytes = field(default_factory=CountAndBytes)
+    chosen: dict[str, CountAndBytes] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The namespace as ``--json`` prints it."""
@@ -76,11 +76,11 @@ class Summary:
     is_listed: bool = False
     """True if the root was listed: else it went on from the last listing."""
     namespaces: dict[str, NamespaceSummary] = field(default_factory=dict)
-    scanned: Tally = field(default_factory=Tally)
-    kept: dict[str, Tally] = field(default_factory=dict)
-    chosen: dict[str, Tally] = field(default_factory=dict)
-    condemned: Tally = field(default_factory=Tally)
-    reaped: Tally = field(default_factory=Tally)
+    scanned: CountAndBytes = field(default_factory=CountAndBytes)
+    kept: dict[str, CountAndBytes] = field(default_factory=dict)
+    chosen: dict[str, CountAndBytes] = field(default_factory=dict)
+    condemned: CountAndBytes = field(default_factory=CountAndBytes)
+    reaped: CountAndBytes = field(default_factory=CountAndBytes)
     spared: Counter[str] = field(default_factory=Counter)
     sweeps: Counter[str] = field(default_factory=Counter)
     """Sweeps by outcome; see ``SweepReport``."""
@@ -88,7 +88,7 @@ class Summary:
     seconds: dict[str, float] = field(default_factory=dict)
     used_before_bytes: int = 0
     used_after_bytes: int = 0
-    beside: Tally = field(default_factory=Tally)
+    beside: CountAndBytes = field(default_factory=CountAndBytes)
     """Files other than chunks that take room of the capacity as well: staged, in trash, set aside."""
     capacity_bytes: int | None = None
     limit_bytes: int | None = None
@@ -107,7 +107,11 @@ class Summary:
         self.scanned, self.is_listed = ranking.total, True
         self.used_before_bytes = self.used_after_bytes = used_bytes
         within = ranking.total - ranking.due - ranking.pinned
-        kept = {Reason.WITHIN: within, Reason.PINNED: ranking.pinned, Reason.FOREIGN: ranking.foreign}
+        kept = {
+            VerdictReason.WITHIN: within,
+            VerdictReason.PINNED: ranking.pinned,
+            VerdictReason.FOREIGN: ranking.foreign,
+        }
         self.kept = {reason.value: tally for reason, tally in kept.items() if tally.count}
         known = {each.id: each for each in namespaces}
         largest = sorted(ranking.namespaces.items(), key=lambda each: -each[1].bytes)[:NAMESPACES_MAX]
@@ -121,7 +125,7 @@ class Summary:
         for namespace, reason, tally in tallies(rows):
             found = self.namespaces.setdefault(namespace.hex(), NamespaceSummary(namespace.hex()))
             for counts in (self.chosen, found.chosen):
-                counts[reason.value] = counts.get(reason.value, Tally()) + tally
+                counts[reason.value] = counts.get(reason.value, CountAndBytes()) + tally
 
     def swept(self, report: SweepReport) -> None:
         """Adds the outcome of some sweeps."""
@@ -189,7 +193,7 @@ class Summary:
         return f"gc.round {said}" + (f" unfinished={'; '.join(self.unfinished)!r}" if self.unfinished else "")
 
 
-def _json(tally: Tally) -> dict[str, int]:
+def _json(tally: CountAndBytes) -> dict[str, int]:
     return {"chunks": tally.count, "bytes": tally.bytes}
 
 

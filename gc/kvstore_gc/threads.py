@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from kvstore.core.clock import Clock
 from kvstore.errors import Unavailable
-from kvstore.sources import Clock
 
 log = logging.getLogger(__name__)
 

@@ -12,15 +12,15 @@ from typing import ParamSpec, overload
 
 from kvstore import client, planning
 from kvstore.aio.threads import STEP_S, Lease, Opening, Threads, Twin, awaited, wrapped
-from kvstore.buffers import KvArray
-from kvstore.checks import checked_timeout
 from kvstore.client import cache, control, operation, store
-from kvstore.operations import OperationState, OperationStatus
+from kvstore.core.buffers import KvArray
+from kvstore.core.operations import OperationState, OperationStatus
+from kvstore.core.tokens import Tokens
+from kvstore.core.validate import checked_timeout
 from kvstore.planning import Group
 from kvstore.planning import run as runs
-from kvstore.planning.run import Sharing
+from kvstore.planning.run import GroupServer
 from kvstore.segments import CHUNK_TOKENS, Match, Rope, segments
-from kvstore.tokens import Tokens
 
 P = ParamSpec("P")
 
@@ -77,16 +77,16 @@ class Operation(Twin[operation.Operation]):
     cancel = awaited(operation.Operation.cancel)
 
 
-class Taken(Twin[runs.Taken]):
-    """As ``kvstore.planning.Taken``."""
+class Taken(Twin[runs.LeasedGroup]):
+    """As ``kvstore.planning.LeasedGroup``."""
 
     @property
     def group(self) -> Group:
         """The group."""
         return self._twin.group
 
-    done = awaited(runs.Taken.done)
-    give_back = awaited(runs.Taken.give_back)
+    done = awaited(runs.LeasedGroup.done)
+    give_back = awaited(runs.LeasedGroup.give_back)
 
     async def __aenter__(self) -> Taken:
         return self
@@ -126,7 +126,7 @@ class Run(Twin[runs.Run]):
             async with taken:
                 yield taken.group
 
-    def share(self) -> Sharing:
+    def share(self) -> GroupServer:
         """As the synchronous one, with ``with``: it waits for nothing, but at its end for up to some seconds."""
         return self._twin.share()
 
@@ -139,7 +139,7 @@ class Run(Twin[runs.Run]):
         await self.close()
 
 
-def _given_back(taken: runs.Taken | None) -> None:
+def _given_back(taken: runs.LeasedGroup | None) -> None:
     """Undoes a take whose task was cancelled."""
     if taken is not None:
         taken.give_back()

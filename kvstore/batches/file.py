@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, Protocol
 from zlib import crc32
 
+from kvstore.core.progress import Progress, unwatched
+from kvstore.core.text import kind_of, parse_json
+from kvstore.core.tokens import TOKENS_MAX, TokenArray, token_array
 from kvstore.errors import InvalidRequest
-from kvstore.planning import Prompts
-from kvstore.progress import Progress, unwatched
+from kvstore.planning import PromptSet
 from kvstore.replay.trace import BLOCK_TOKENS, parse_request
-from kvstore.text import kind_of, parse_json
-from kvstore.tokens import TOKENS_MAX, TokenArray, token_array
 
 # The file that a reordered batch is written to.
 
@@ -141,7 +141,7 @@ class Form(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class BatchRequest:
     """One request of a batch."""
 
     tokens: TokenArray | None
@@ -166,7 +166,7 @@ def form_of(record: Any) -> Form:
     )
 
 
-def asked(record: dict[str, Any], form: Form, tokenizer: Tokenizer | None) -> Asked:
+def asked(record: dict[str, Any], form: Form, tokenizer: Tokenizer | None) -> BatchRequest:
     """The request in ``record``. Raises InvalidRequest."""
     found = _READERS[form](record, tokenizer)
     if not found.length:
@@ -174,13 +174,13 @@ def asked(record: dict[str, Any], form: Form, tokenizer: Tokenizer | None) -> As
     return found
 
 
-def _of_mooncake(record: dict[str, Any], _: Tokenizer | None) -> Asked:
+def _of_mooncake(record: dict[str, Any], _: Tokenizer | None) -> BatchRequest:
     request = parse_request(record, 0)
     blocks = request.hash_ids[: request.full_blocks]
-    return Asked(None, blocks, request.input_length, max(0, request.output_length))
+    return BatchRequest(None, blocks, request.input_length, max(0, request.output_length))
 
 
-def _of_openai(record: dict[str, Any], tokenizer: Tokenizer | None) -> Asked:
+def _of_openai(record: dict[str, Any], tokenizer: Tokenizer | None) -> BatchRequest:
     body, custom_id = record["body"], record.get("custom_id")
     if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= CUSTOM_ID_CHARS_MAX:
         raise InvalidRequest(f"custom_id={custom_id!r}: expected text of 1 to {CUSTOM_ID_CHARS_MAX} characters")
@@ -195,7 +195,7 @@ def _of_openai(record: dict[str, Any], tokenizer: Tokenizer | None) -> Asked:
     if output is not None and (type(output) is not int or not 0 <= output <= TOKENS_MAX):
         raise InvalidRequest(f"max_tokens={output!r}: expected a whole number up to {TOKENS_MAX}")
     tokens = _prompt_of(body, tokenizer)
-    return Asked(tokens, length=len(tokens), decode_tokens=output, custom_id=custom_id)
+    return BatchRequest(tokens, length=len(tokens), decode_tokens=output, custom_id=custom_id)
 
 
 def _prompt_of(body: dict[str, Any], tokenizer: Tokenizer | None) -> TokenArray:
@@ -209,7 +209,7 @@ def _prompt_of(body: dict[str, Any], tokenizer: Tokenizer | None) -> TokenArray:
     raise InvalidRequest("the body has no prompt: expected prompt (text or token ids), or messages (a list of objects)")
 
 
-def _of_sharegpt(record: dict[str, Any], tokenizer: Tokenizer | None) -> Asked:
+def _of_sharegpt(record: dict[str, Any], tokenizer: Tokenizer | None) -> BatchRequest:
     turns = record["conversations"]
     if not isinstance(turns, list) or not all(
         isinstance(turn, dict) and isinstance(turn.get("value"), str) and turn.get("from") in ROLES for turn in turns
@@ -222,7 +222,7 @@ def _of_sharegpt(record: dict[str, Any], tokenizer: Tokenizer | None) -> Asked:
     tokens = _conversation(messages[:end], tokenizer)
     answer = messages[end]["content"] if end < len(messages) else ""
     output = len(_named(tokenizer).text(answer)) if answer else None
-    return Asked(tokens, length=len(tokens), decode_tokens=output)
+    return BatchRequest(tokens, length=len(tokens), decode_tokens=output)
 
 
 def _conversation(messages: list[dict[str, Any]], tokenizer: Tokenizer | None) -> TokenArray:
@@ -245,12 +245,12 @@ ARRAY_BYTES_MAX = 2 << 30
 
 
 @dataclass(slots=True)
-class Batch:
+class RequestFile:
     """The requests of a file. Made by ``read_batch``."""
 
     path: Path
     form: Form
-    prompts: Prompts
+    prompts: PromptSet
     decode_tokens: list[int | None]
     """Output tokens of each request at most; None if it does not say."""
     starts: array[int] = field(default_factory=lambda: array("q"))
@@ -309,7 +309,7 @@ def read_batch(
     tokenizer: Tokenizer | None = None,
     block_tokens: int = 16,
     progress: Progress = unwatched,
-) -> Batch:
+) -> RequestFile:
     """Reads a batch whose prompts share blocks of ``block_tokens``; those of a trace share the trace's own blocks.
 
     ``progress`` is called with bytes read and the size of the file.
@@ -342,7 +342,7 @@ class _Reading:
         self.where = ""
         """The request that is being read, for errors."""
 
-    def batch(self, block_tokens: int) -> Batch:
+    def batch(self, block_tokens: int) -> RequestFile:
         """Reads the file."""
         requests = self._requests()
         if self._path.exists() and not self._path.is_file() and not self._path.is_dir():
@@ -352,20 +352,20 @@ class _Reading:
             self.where = ""
             raise InvalidRequest("it holds no requests")
         prompts = self._prompts(first, requests, block_tokens)
-        return Batch(self._path, self._form, prompts, self._decode, self._starts, self._checksums, self._records)
+        return RequestFile(self._path, self._form, prompts, self._decode, self._starts, self._checksums, self._records)
 
-    def _prompts(self, first: Asked, rest: Iterator[Asked], block_tokens: int) -> Prompts:
+    def _prompts(self, first: BatchRequest, rest: Iterator[BatchRequest], block_tokens: int) -> PromptSet:
         if first.tokens is None:
             lengths = [first.length]
             blocks = [first.blocks]
             for each in rest:
                 lengths.append(each.length)
                 blocks.append(each.blocks)
-            return Prompts.of_blocks(blocks, BLOCK_TOKENS, lengths)
+            return PromptSet.of_blocks(blocks, BLOCK_TOKENS, lengths)
         every = (each.tokens for request in ([first], rest) for each in request)
-        return Prompts.of_tokens((tokens for tokens in every if tokens is not None), block_tokens)
+        return PromptSet.of_tokens((tokens for tokens in every if tokens is not None), block_tokens)
 
-    def _requests(self) -> Iterator[Asked]:
+    def _requests(self) -> Iterator[BatchRequest]:
         for record in self._read():
             form = form_of(record)
             if self._form not in (None, form):

@@ -14,12 +14,12 @@ from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from typing import Any
 
-from kvstore.census.walk import Found
-from kvstore.checks import number
+from kvstore.census.walk import ChunkFile
+from kvstore.core.namespace import DIGEST_BYTES, Namespace, NamespaceDigest, NamespaceId
+from kvstore.core.text import brief, parse_json, shown
+from kvstore.core.validate import number
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import LINEAGE_BYTES, SESSION_BYTES, Incarnation, LineageId, Writers, lineage_id, written
-from kvstore.namespace import DIGEST_BYTES, Namespace, NamespaceDigest, NamespaceId
-from kvstore.text import brief, parse_json, shown
 
 WRITER_FIELDS = ("node", "host", "version", "label")
 IDS_MAX = 10_000
@@ -144,7 +144,7 @@ class ClearOrder:
         """True if it is kept for nodes that are away. Its chunks must be told apart from those written later."""
         return self.lineages is not None and not self.unused_since_s
 
-    def takes(self, found: Found) -> bool:
+    def takes(self, found: ChunkFile) -> bool:
         """True if it takes a file on the root. It takes none whose header is needed and missing."""
         last_use_s = float(found.recency.last_use_s)
         if self.lineages is None:
@@ -299,7 +299,7 @@ assert LINEAGE_BYTES == ID_BYTES
 # They keep cleared chunks from coming back into its memory or disk.
 
 
-class Standing:
+class ClearFilter:
     """Immutable. Without orders, asking costs nothing."""
 
     __slots__ = ("_by_lineage", "_others")
@@ -325,4 +325,4 @@ class Standing:
         return any(order.forbids(namespace, incarnation, 0.0) for order in (*orders, *self._others))
 
 
-NOTHING = Standing()
+NOTHING = ClearFilter()

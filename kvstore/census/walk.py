@@ -11,16 +11,25 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from kvstore import recency
-from kvstore.address import Address
-from kvstore.buffers import ReadBuffer
+from kvstore.core import recency
+from kvstore.core.address import Address
+from kvstore.core.buffers import ReadBuffer
+from kvstore.core.namespace import NamespaceDigest, NamespaceId
+from kvstore.core.recency import Recency
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format import places
-from kvstore.format.header import FIXED_BYTES, MAGIC, Incarnation, Kind, LineageId, Writer, Writers, written
+from kvstore.format.header import (
+    FIXED_BYTES,
+    MAGIC,
+    IdentityKind,
+    Incarnation,
+    LineageId,
+    WriterRecord,
+    Writers,
+    written,
+)
 from kvstore.format.places import Name
-from kvstore.namespace import NamespaceDigest, NamespaceId
-from kvstore.recency import Recency
-from kvstore.root.interface import Entry, Root
+from kvstore.root.interface import FolderEntry, Root
 
 # The first bytes of a chunk file, read leniently: for counting and telling apart, never for serving.
 #
@@ -35,7 +44,7 @@ class Fixed(NamedTuple):
     """The fixed part of a header; unverified. One is made for each file that a walk looks at."""
 
     version: int
-    kind: Kind
+    kind: IdentityKind
     depth: int
     address: Address
     parent: Address
@@ -53,11 +62,11 @@ def read_fixed(prefix: ReadBuffer) -> Fixed | None:
     if len(prefix) < FIXED_BYTES:
         return None
     magic, version, kind, encoding, depth, address, parent, namespace, incarnation, key_id = _FIELDS.unpack_from(prefix)
-    if magic != MAGIC or kind not in (Kind.TOKENS, Kind.BLOCK):
+    if magic != MAGIC or kind not in (IdentityKind.TOKENS, IdentityKind.BLOCK):
         return None
     return Fixed(
         version,
-        Kind(kind),
+        IdentityKind(kind),
         depth,
         Address(address),
         Address(parent),
@@ -69,7 +78,7 @@ def read_fixed(prefix: ReadBuffer) -> Fixed | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ChunkFile:
     """One chunk file. ``header`` is None if it was not asked for, or is none."""
 
     name: Name
@@ -90,7 +99,7 @@ def walk(
     quantum_s: int = recency.QUANTUM_S,
     trouble: Callable[[KVStoreError], object] = lambda error: None,
     shard_done: Callable[[int, int], object] = lambda done, total: None,
-) -> Iterator[Found]:
+) -> Iterator[ChunkFile]:
     """Yields the chunks of a root, shard by shard, in no order within one; what comes and goes meanwhile may be missed.
 
     ``headers`` opens each file for its first 128 bytes. ``share`` (over 0, up to 1) looks at so many of the shards
@@ -115,7 +124,7 @@ def walk_shard(
     headers: bool,
     quantum_s: int = recency.QUANTUM_S,
     trouble: Callable[[KVStoreError], object] = lambda error: None,
-) -> Iterator[Found]:
+) -> Iterator[ChunkFile]:
     """Yields the chunks of one shard."""
     folder = places.shard_folder(shard)
     try:
@@ -131,16 +140,16 @@ def walk_shard(
         trouble(error)
 
 
-def found_in(folder: Name, entry: Entry, quantum_s: int = recency.QUANTUM_S) -> Found | None:
+def found_in(folder: Name, entry: FolderEntry, quantum_s: int = recency.QUANTUM_S) -> ChunkFile | None:
     """The chunk that an entry of a shard's folder is; None for anything else."""
     parsed = places.parse_chunk(entry.name)
     if parsed is None or entry.stat is None:
         return None
     when = recency.decode(entry.stat.mtime_ns, quantum_s)
-    return Found(Name(f"{folder}/{entry.name}"), *parsed, entry.stat.size_bytes, when)
+    return ChunkFile(Name(f"{folder}/{entry.name}"), *parsed, entry.stat.size_bytes, when)
 
 
-def with_header(root: Root, found: Found) -> Found:
+def with_header(root: Root, found: ChunkFile) -> ChunkFile:
     """Adds the header to ``found``, if there is a valid one. Raises the root's errors."""
     seen = root.look(found.name, FIXED_BYTES)
     header = None if seen is None else read_fixed(seen.prefix)
@@ -160,10 +169,10 @@ def sampled(shard_bits: int, share: float = 1.0) -> list[int]:
 
 
 @dataclass(slots=True)
-class Share:
+class WriterShare:
     """The chunks of one writer; ``writer`` is None for all those together that have no record."""
 
-    writer: Writer | None
+    writer: WriterRecord | None
     chunks_count: int = 0
     size_bytes: int = 0
     """Size of the files, headers included."""
@@ -173,15 +182,15 @@ class Share:
     namespaces: set[NamespaceId] = field(default_factory=set)
 
 
-def by_writer(found: Iterable[Found], writers: Writers) -> list[Share]:
+def by_writer(found: Iterable[ChunkFile], writers: Writers) -> list[WriterShare]:
     """The shares of all writers that have any, the latest first. ``found`` with headers; one without is of nobody."""
-    shares: dict[LineageId | None, Share] = {}
+    shares: dict[LineageId | None, WriterShare] = {}
     for each in found:
         said = None if each.header is None else written(each.header.incarnation)
         lineage = said.lineage if said is not None and said.lineage in writers else None
         share = shares.get(lineage)
         if share is None:
-            share = shares[lineage] = Share(writers[lineage] if lineage is not None else None)
+            share = shares[lineage] = WriterShare(writers[lineage] if lineage is not None else None)
         share.chunks_count += 1
         share.size_bytes += each.size_bytes
         share.namespaces.add(each.namespace)

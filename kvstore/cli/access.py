@@ -13,17 +13,17 @@ import click
 from click.core import ParameterSource
 
 from kvstore.cli.options import argument, flag, group, option, takes
+from kvstore.core.text import parse_json, why
 from kvstore.errors import InvalidRequest
 from kvstore.security.audit import AuditLog
 from kvstore.security.authentication import Account, Authenticator, account_secret
 from kvstore.security.guard import ServerSecurity
 from kvstore.security.tls import ClientTls, ServerTls, is_loopback, server_certificate
-from kvstore.text import parse_json, why
 
 if TYPE_CHECKING:
-    from kvstore.client.bulk.links import Credentials
+    from kvstore.client.pool import Credentials
     from kvstore.client.store import Store
-    from kvstore.meta.etcd import EtcdMeta, EtcdTls, EtcdUser
+    from kvstore.meta.etcd import EtcdMetadata, EtcdTls, EtcdUser
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ SECRET_BYTES_MAX = 1 << 20
 PRIVATE_UMASK = 0o077
 
 
-class Workers(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest click
+class AddressList(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest click
     """Addresses with commas between, as a tuple."""
 
     name = "workers"
@@ -165,7 +165,7 @@ class ServerAccess:
 
         Raises InvalidRequest if the files cannot be used: errors must surface before the first call.
         """
-        from kvstore.client.bulk.links import PLAIN, Credentials
+        from kvstore.client.pool import PLAIN, Credentials
 
         if self.own.cert_file is None:
             return PLAIN
@@ -270,11 +270,11 @@ class EtcdAccess:
             )
         return EtcdUser(self.user, password)
 
-    def open(self) -> EtcdMeta:
+    def open(self) -> EtcdMetadata:
         """A connection to etcd itself, for the registry. Close it."""
-        from kvstore.meta.etcd import EtcdMeta
+        from kvstore.meta.etcd import EtcdMetadata
 
-        return EtcdMeta(self.endpoints, tls=self.tls(), user=self.who())
+        return EtcdMetadata(self.endpoints, tls=self.tls(), user=self.who())
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +334,7 @@ class Access:
     root_options: RootOptions = group(RootOptions, RootOptions())
     connect: tuple[str, ...] = option(
         "--connect",
-        type=Workers(),
+        type=AddressList(),
         default=(),
         metavar="HOST:PORT[,...]",
         envvar="KVSTORE_CONNECT",
@@ -370,7 +370,7 @@ class Access:
     def open(self, *, create: bool = False, durability: str = "none") -> Store:
         """Opens the store. Raises InvalidRequest if no store is named, and what opening it raises."""
         import kvstore
-        from kvstore.writes import Durability
+        from kvstore.core.write_mode import Durability
 
         tls, user = (self.etcd.tls(), self.etcd.who()) if self.etcd else (None, None)
         if self.root is not None:

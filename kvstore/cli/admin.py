@@ -13,10 +13,10 @@ from kvstore.cli.app import COULD_NOT_RUN, Command, check_failed
 from kvstore.cli.options import DURATION, json_option, worker_option
 from kvstore.cli.output import operation_values, print_json, print_rows, print_table, print_values
 from kvstore.cli.selectors import identified
-from kvstore.counts import GROWING, NODE_GAUGES, WORKER_GAUGES, ClientCount, NodeCount, WorkerCount
+from kvstore.core.metrics import GROWING, NODE_GAUGES, WORKER_GAUGES, ClientCount, NodeCount, WorkerCount
+from kvstore.core.results import LimitValue
+from kvstore.core.text import shown, size
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.results import LimitValue
-from kvstore.text import shown, size
 
 
 @click.command(cls=Command, short_help="What the workers did; how full a root is.")

@@ -11,8 +11,8 @@ import click
 
 from kvstore import __version__
 from kvstore.cli.signals import INTERRUPTED
+from kvstore.core.text import shown
 from kvstore.errors import KVStoreError
-from kvstore.text import shown
 
 CHECK_FAILED = 1
 COULD_NOT_RUN = 2

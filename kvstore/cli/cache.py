@@ -15,14 +15,14 @@ from kvstore.cli.app import Command, check_failed
 from kvstore.cli.options import DURATION, json_option, worker_option
 from kvstore.cli.output import follow, operation_values, print_json, print_rows
 from kvstore.cli.selectors import Prompt, Selected, check_pins_known, prompt_options, selection_options
+from kvstore.core.operations import OperationState
+from kvstore.core.text import size
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Encoding
-from kvstore.operations import OperationState
-from kvstore.text import size
 
 if TYPE_CHECKING:
-    from kvstore.checks import TierName
-    from kvstore.results import ChunkPlace
+    from kvstore.core.results import ChunkPlace
+    from kvstore.core.validate import TierName
 
 CELLS = (
     *("first_token", "address", "root_bytes", "used_s", "uses", "encoding", "written_s", "by"),

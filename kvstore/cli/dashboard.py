@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvstore.children import gc_command
 from kvstore.cli.access import Access, ClientAccess, ClusterAccess, EtcdAccess
 from kvstore.cli.app import Command
-from kvstore.cli.options import HOST_PORT, Logging, Room, arguments, flag, option, split, takes
+from kvstore.cli.options import HOST_PORT, Logging, StorageLimits, arguments, flag, option, split, takes
 from kvstore.cli.selectors import local_path, open_existing
 from kvstore.cli.signals import Stopper
+from kvstore.core.process import gc_command
 from kvstore.errors import InvalidRequest
 from kvstore.security.tls import is_loopback
 
 if TYPE_CHECKING:
-    from kvstore.dashboard.server import Serving
-    from kvstore.dashboard.views import Board, Reach
+    from kvstore.dashboard.server import DashboardServer
+    from kvstore.dashboard.views import Board, SourceOpener
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class PageAccess:
     help="Where to serve the page; port 0: any free one.",
 )
 @takes("page", PageAccess)
-@takes("room", Room)
+@takes("room", StorageLimits)
 @click.option("--policy", metavar="FILE", help="The collector's policy file, to show what it would delete next.")
 @takes("logging", Logging)
 def dashboard(
@@ -67,7 +67,7 @@ def dashboard(
     client: ClientAccess,
     listen: str,
     page: PageAccess,
-    room: Room,
+    room: StorageLimits,
     policy: str | None,
     logging: Logging,
 ) -> None:
@@ -105,27 +105,27 @@ def dashboard(
         stopper.wait()
 
 
-def _open(reach: Reach, page: PageAccess, listen: str) -> tuple[Board, Serving]:
+def _open(reach: SourceOpener, page: PageAccess, listen: str) -> tuple[Board, DashboardServer]:
     from kvstore.dashboard.views import Documents, open_board
     from kvstore.security.tls import ServerTls
 
     try:
-        from kvstore.dashboard.server import Door, Serving, application
+        from kvstore.dashboard.server import DashboardAuth, DashboardServer, application
     except ModuleNotFoundError as missing:
         raise InvalidRequest(f"the dashboard needs {missing.name}: pip install 'kvstore-llm[server]'") from missing
 
-    door = Door(page.access_file, is_local=is_loopback(listen))
+    door = DashboardAuth(page.access_file, is_local=is_loopback(listen))
     board = open_board(reach)
     tls = ServerTls(page.cert_file, page.key_file) if page.cert_file and page.key_file else None
-    return board, Serving(application(Documents(board), door), *split(listen), tls)
+    return board, DashboardServer(application(Documents(board), door), *split(listen), tls)
 
 
-def _reach(cluster: ClusterAccess, etcd: EtcdAccess, client: ClientAccess, collector: list[str] | None) -> Reach:
+def _reach(cluster: ClusterAccess, etcd: EtcdAccess, client: ClientAccess, collector: list[str] | None) -> SourceOpener:
     """The board's way to the cluster: as the options say, each source when it is needed."""
-    from kvstore.dashboard.views import Reach
+    from kvstore.dashboard.views import SourceOpener
 
     path = local_path(cluster.root)
-    return Reach(
+    return SourceOpener(
         root_url=cluster.root if path is None else f"file://{path}",
         open_root=partial(open_existing, cluster.root, cluster.root_options.read()),
         open_meta=etcd.open,

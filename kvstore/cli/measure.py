@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import kvstore
-from kvstore.children import Program, gc_command, stop_all
 from kvstore.cli.access import Access, access_options, open_store
 from kvstore.cli.app import Command, check_failed
 from kvstore.cli.options import DURABILITY, FILE, flag, json_option, option, takes
 from kvstore.cli.output import print_values, progress_bar
 from kvstore.cli.signals import exits_on_sigterm
 from kvstore.cli.supervisor import kvstore_command
+from kvstore.core.process import Program, gc_command, stop_all
+from kvstore.core.text import size
 from kvstore.errors import Unavailable
-from kvstore.memory.arena import memory_free_bytes
-from kvstore.text import size
+from kvstore.tiers.arena import memory_free_bytes
 
 if TYPE_CHECKING:
-    from kvstore.layout import Layout
-    from kvstore.replay import Report, Request
+    from kvstore.core.layout import Layout
+    from kvstore.replay import ReplayReport, TraceRequest
 
 SOURCE = Path(kvstore.__file__).resolve().parents[1]
 WORKERS_COUNT = 2
@@ -65,7 +65,7 @@ def demo(trace: str | None, requests_max: int, as_json: bool) -> None:
       kvstore demo
       kvstore demo --trace conversation_trace.jsonl --requests 1000 --json
     """
-    from kvstore.replay import Plan, generate, load_trace, replay
+    from kvstore.replay import ReplayPlan, generate, load_trace, replay
 
     requests = load_trace(trace, requests_max) if trace else generate(requests_max, seed=SEED)
     started_s = time.monotonic()
@@ -73,7 +73,7 @@ def demo(trace: str | None, requests_max: int, as_json: bool) -> None:
         _note(f"etcd and {len(addresses)} workers serve {folder} ({time.monotonic() - started_s:.1f} s)")
         access = Access(connect=tuple(addresses))
         with progress_bar("requests", len(requests)) as moved:
-            report = replay(requests, functools.partial(open_store, access), Plan("demo", BYTES_PER_TOKEN), moved)
+            report = replay(requests, functools.partial(open_store, access), ReplayPlan("demo", BYTES_PER_TOKEN), moved)
     _note(f"everything is stopped, nothing is left ({time.monotonic() - started_s:.1f} s)")
     about = {"trace": trace or f"generated, seed {SEED}", "bytes_per_token": BYTES_PER_TOKEN, "workers": WORKERS_COUNT}
     _print_report(report, as_json, about)
@@ -118,7 +118,7 @@ def _temporary_folder(needed_bytes: int) -> Iterator[Path]:
         yield Path(path)
 
 
-def _stored_bytes(requests: Sequence[Request]) -> int:
+def _stored_bytes(requests: Sequence[TraceRequest]) -> int:
     from kvstore.replay import expect
     from kvstore.replay.trace import BLOCK_TOKENS
 
@@ -173,11 +173,11 @@ def replay(trace: str, access: Access, callers: Callers, as_json: bool) -> None:
       kvstore replay conversation_trace.jsonl --connect 10.0.0.7:7070,10.0.0.8:7070 --requests 1000
       kvstore replay conversation_trace.jsonl --root /mnt/kv --etcd 10.0.0.5:2379 --threads 4 --json
     """
-    from kvstore.replay import Plan, load_trace, replay_layout
+    from kvstore.replay import ReplayPlan, load_trace, replay_layout
     from kvstore.replay import replay as run
 
     name = callers.namespace or f"replay-{os.urandom(4).hex()}"
-    plan = Plan(name, callers.bytes_per_token, callers.threads)
+    plan = ReplayPlan(name, callers.bytes_per_token, callers.threads)
     requests = load_trace(trace, callers.requests_max)
     with exits_on_sigterm(), ExitStack() as undo:
         if not access.is_given:
@@ -190,7 +190,7 @@ def replay(trace: str, access: Access, callers: Callers, as_json: bool) -> None:
     _print_report(report, as_json, {"trace": trace, "namespace": name, "bytes_per_token": callers.bytes_per_token})
 
 
-def _print_report(report: Report, as_json: bool, about: Mapping[str, Any]) -> None:
+def _print_report(report: ReplayReport, as_json: bool, about: Mapping[str, Any]) -> None:
     """Prints the figures, and failures on standard error; exits with 1 if there are any."""
     print_values({**about, **report.to_dict()}, as_json)
     for line in (*report.failures, *report.tally.differences):

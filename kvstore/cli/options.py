@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import click
 
-from kvstore import tracing
-from kvstore.text import size
-from kvstore.writes import BOUND_BYTES_MIN, Durability
+from kvstore.core import tracing
+from kvstore.core.text import size
+from kvstore.core.write_mode import BOUND_BYTES_MIN, Durability
 
 # Durations, sizes and addresses as people type them.
 #
@@ -329,7 +329,7 @@ class Logging:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class StorageLimits:
     """Limits on the chunks that a collector leaves on the root."""
 
     max_bytes: int | None = option(

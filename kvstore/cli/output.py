@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from kvstore.core.operations import OperationState, OperationStatus
+from kvstore.core.text import shown, size
 from kvstore.errors import KVStoreError, Unavailable
-from kvstore.operations import OperationState, OperationStatus
-from kvstore.text import shown, size
 
 if TYPE_CHECKING:
     from kvstore.client.operation import Operation

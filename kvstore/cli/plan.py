@@ -15,11 +15,11 @@ from kvstore.cli.app import Command, check_failed
 from kvstore.cli.options import COUNT, DURATION, flag, json_option, option, takes
 from kvstore.cli.output import print_values, progress_bar, progress_to
 from kvstore.cli.selectors import open_cache
+from kvstore.core.text import shown
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.text import shown
 
 if TYPE_CHECKING:
-    from kvstore.batches import Batch, Sent
+    from kvstore.batches import RequestFile, Sent
     from kvstore.planning import Plan
 
 BLOCK_TOKENS = 16
@@ -129,7 +129,7 @@ def plan(batch: str, planned: Planned, access: Access, as_json: bool) -> None:
         check_failed()
 
 
-def _sent(batch: Batch, plan: Plan, planned: Planned) -> Sent:
+def _sent(batch: RequestFile, plan: Plan, planned: Planned) -> Sent:
     """Sends the batch. Raises InvalidRequest unless it is one of OpenAI's."""
     from kvstore.batches import Results, Server, send
     from kvstore.batches.file import Form
@@ -159,7 +159,7 @@ def _note(line: str) -> None:
     print(f"kvstore plan: {shown(line)}", file=sys.stderr)
 
 
-def _plan(batch: Batch, planned: Planned, access: Access) -> Plan:
+def _plan(batch: RequestFile, planned: Planned, access: Access) -> Plan:
     """The plan, with what a store holds if a namespace is named."""
     if planned.namespace is None:
         from kvstore.planning import make_plan

@@ -14,16 +14,16 @@ from kvstore.cli.app import Command, check_failed
 from kvstore.cli.options import FOLDER, SIZE, flag, json_option, option, takes
 from kvstore.cli.output import CANCEL_S, follow, print_json, print_rows, progress_bar
 from kvstore.cli.selectors import identified, open_existing
+from kvstore.core.clock import RandomIds, SystemClock
+from kvstore.core.operations import OperationRun, Operations
+from kvstore.core.text import shown, size
 from kvstore.errors import InvalidRequest, RootMismatch
 from kvstore.meta.cluster import difference, read_generation
-from kvstore.operations import OperationRun, Operations
-from kvstore.sources import RandomIds, SystemClock
-from kvstore.text import shown, size
 
 if TYPE_CHECKING:
-    from kvstore.fsck import Adopted, Finding, Report
+    from kvstore.fsck import Adopted, Finding, FsckReport
     from kvstore.meta.keys import Keys
-    from kvstore.meta.store import Meta
+    from kvstore.meta.store import MetadataStore
     from kvstore.root.identity import RootIdentity
     from kvstore.root.interface import Root
 
@@ -103,7 +103,7 @@ def _metadata_loss(root: Root, identity: RootIdentity, etcd: EtcdAccess | None) 
         return _difference(root, Keys(identity.root), meta)
 
 
-def _difference(root: Root, keys: Keys, meta: Meta) -> str | None:
+def _difference(root: Root, keys: Keys, meta: MetadataStore) -> str | None:
     from kvstore.root.identity import read_newest
 
     try:
@@ -114,7 +114,7 @@ def _difference(root: Root, keys: Keys, meta: Meta) -> str | None:
     return None if on_root is None or on_root == in_meta else difference(on_root, in_meta)
 
 
-def _check(root: Root, identity: RootIdentity, checks: Checks, etcd: EtcdAccess | None, as_json: bool) -> Report:
+def _check(root: Root, identity: RootIdentity, checks: Checks, etcd: EtcdAccess | None, as_json: bool) -> FsckReport:
     from kvstore.client.operation import Operation
     from kvstore.fsck import Options
     from kvstore.fsck import fsck as check
@@ -130,7 +130,7 @@ def _check(root: Root, identity: RootIdentity, checks: Checks, etcd: EtcdAccess 
         bytes_per_s=checks.rate,
     )
     shards = 1 << identity.shard_bits
-    reports: list[Report] = []
+    reports: list[FsckReport] = []
 
     def work(run: OperationRun) -> str:
         reports.append(check(root, identity, options, found=show, progress=lambda done: run.progress(done, shards)))
@@ -186,7 +186,7 @@ def _show(finding: Finding) -> None:
     print(shown(f"{finding.kind.value:15} {finding.name}{': ' if finding.detail else ''}{finding.detail}{done}"))
 
 
-def _print(report: Report, is_lost: bool) -> None:
+def _print(report: FsckReport, is_lost: bool) -> None:
     housekeeping = [each for each in report.findings if each.is_housekeeping]
     if housekeeping:
         print("housekeeping (not damage):")
@@ -210,7 +210,7 @@ def _finding(finding: Finding) -> dict[str, str | None]:
     }
 
 
-def _json(identity: RootIdentity, report: Report, adopted: Adopted | None) -> dict[str, Any]:
+def _json(identity: RootIdentity, report: FsckReport, adopted: Adopted | None) -> dict[str, Any]:
     return {
         "root": identity.root.hex(),
         "clean": report.is_clean,

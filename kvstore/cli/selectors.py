@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.census.selection import Selection
 from kvstore.cli.options import DURATION, MOMENT, argument, option, takes
+from kvstore.core.clock import RandomIds
+from kvstore.core.namespace import Namespace
+from kvstore.core.text import shown, why
+from kvstore.core.tokens import TOKENS_MAX
 from kvstore.errors import InvalidRequest
-from kvstore.namespace import Namespace
-from kvstore.sources import RandomIds
-from kvstore.text import shown, why
-from kvstore.tokens import TOKENS_MAX
 
 if TYPE_CHECKING:
     from kvstore.client.cache import Cache
@@ -44,14 +44,14 @@ def open_existing(url: str, options: Mapping[str, Any]) -> Root:
 
 def check_pins_known(store: Store, *, instead: str = "") -> None:
     """Raises InvalidRequest if a store was opened by this process alone, which sees nobody's pins."""
-    from kvstore.client.local import LocalPort
-    from kvstore.node.member import Sharing
+    from kvstore.client.local import LocalTransport
+    from kvstore.engine.coordination import Coordination
 
     port = store._port
-    if not isinstance(port, LocalPort):
+    if not isinstance(port, LocalTransport):
         return
     member = port._store.member
-    if member.sharing is not Sharing.ALONE or member.host is not None:
+    if member.sharing is not Coordination.ALONE or member.host is not None:
         return
     cause = "the pins of this root are in etcd, or it has none: give --etcd ENDPOINTS, or --connect HOST:PORT"
     raise InvalidRequest(cause + instead)

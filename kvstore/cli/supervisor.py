@@ -9,13 +9,13 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvstore.children import STOP_S, Program, gc_command, stop_all
 from kvstore.cli.dashboard import PageAccess
-from kvstore.cli.events import Endpoints
-from kvstore.cli.options import Room, arguments, split
+from kvstore.cli.events import EventAddresses
+from kvstore.cli.options import StorageLimits, arguments, split
 from kvstore.cli.selectors import identified
 from kvstore.cli.signals import Stopper
 from kvstore.cli.worker import WorkerOptions
+from kvstore.core.process import STOP_S, Program, gc_command, stop_all
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.meta.keys import Keys
 from kvstore.meta.usage import Capacity
@@ -64,7 +64,7 @@ class _Other:
     """Time (monotonic) at which it is started again; None while it runs."""
 
 
-class Host:
+class Supervisor:
     """The workers of this host, and what runs beside them. Each program that it starts is added to ``programs``."""
 
     def __init__(self, serving: WorkerOptions, drain_s: float, stopper: Stopper, programs: list[Program]) -> None:
@@ -88,7 +88,7 @@ class Host:
             took_s = time.monotonic() - program.started_s
             log.info("up.started name=%s after_s=%.1f", program.name, took_s)
 
-    def start_gc(self, room: Room, metrics: str | None) -> str:
+    def start_gc(self, room: StorageLimits, metrics: str | None) -> str:
         """Starts the garbage collector, if it is installed. After the workers, which make the root.
 
         Returns its part of the ready line: where its metrics are, if ``metrics`` is given. Raises Unavailable if those
@@ -132,7 +132,7 @@ class Host:
                 COUNTED_S,
             )
 
-    def start_dashboard(self, room: Room, listen: str) -> str:
+    def start_dashboard(self, room: StorageLimits, listen: str) -> str:
         """Starts the dashboard of the same root and etcd; returns its URL. Raises Unavailable if it does not serve.
 
         If other hosts can reach it, it uses the workers' certificate and access file.
@@ -148,10 +148,10 @@ class Host:
         program.command = kvstore_command("dashboard", "--listen", bound, *common)  # at the same port, should it die
         return url
 
-    def start_events(self, endpoints: Endpoints) -> str:
+    def start_events(self, endpoints: EventAddresses) -> str:
         """Starts a publisher of the root's KV events; returns its part of the ready line. Raises Unavailable."""
 
-        def command(at: Endpoints) -> list[str]:
+        def command(at: EventAddresses) -> list[str]:
             serving = self._serving
             return kvstore_command("events", *arguments(serving.cluster), *arguments(serving.logging), *arguments(at))
 
@@ -215,7 +215,7 @@ class Host:
         here = ["--listen", listen, "--metrics", metrics, "--drain", f"{self._drain_s}s"]
         return kvstore_command("worker", *here, *arguments(serving))
 
-    def _common(self, room: Room) -> list[str]:
+    def _common(self, room: StorageLimits) -> list[str]:
         serving = self._serving
         return [*arguments(serving.cluster), *arguments(serving.logging), *arguments(room)]
 

@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvstore.background import within
-from kvstore.children import Program, kill_all
 from kvstore.cli.access import ClusterAccess, EtcdAccess
 from kvstore.cli.app import Command
 from kvstore.cli.events import Publishing
-from kvstore.cli.options import DURATION, HOST_PORT, Room, flag, group, option, takes
+from kvstore.cli.options import DURATION, HOST_PORT, StorageLimits, flag, group, option, takes
 from kvstore.cli.selectors import local_path
 from kvstore.cli.signals import Stopper
-from kvstore.cli.supervisor import Host
+from kvstore.cli.supervisor import Supervisor
 from kvstore.cli.worker import WorkerOptions
+from kvstore.core.background import within
+from kvstore.core.process import Program, kill_all
+from kvstore.core.text import size
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
-from kvstore.memory.arena import memory_most_bytes
 from kvstore.meta.cluster import bound_root
 from kvstore.meta.keys import root_binding
 from kvstore.root.identity import read_identity
 from kvstore.root.open import open_root
-from kvstore.text import size
+from kvstore.tiers.arena import memory_most_bytes
 
 if TYPE_CHECKING:
     from kvstore.cli.access import ServerAccess
@@ -69,7 +69,7 @@ class UpOptions:
         metavar="FOLDER",
         help="Where the embedded etcd keeps its files; by default one for each root under ~/.local/state/kvstore.",
     )
-    room: Room = group(Room)
+    room: StorageLimits = group(StorageLimits)
     no_gc: bool = flag("--no-gc", help="Do not run kvstore-gc here: it runs elsewhere.")
     drain_s: float = option(
         "--drain", type=DURATION, default="10s", show_default=True, help="Time for calls in progress when stopping."
@@ -139,7 +139,7 @@ def up(serving: WorkerOptions, options: UpOptions) -> None:
         stopper = undo.enter_context(Stopper(at_once=lambda: kill_all(programs)))
         etcd, server = undo.enter_context(_metadata(serving, options.etcd_folder))
         serving = replace(serving, cluster=replace(serving.cluster, etcd=etcd))
-        host = Host(serving, options.drain_s, stopper, programs)
+        host = Supervisor(serving, options.drain_s, stopper, programs)
         undo.callback(host.stop)
         try:
             served = _start_all(host, options, serving.secured)
@@ -153,7 +153,7 @@ def up(serving: WorkerOptions, options: UpOptions) -> None:
         log.info("up.stopping")
 
 
-def _start_all(host: Host, options: UpOptions, secured: ServerAccess) -> str:
+def _start_all(host: Supervisor, options: UpOptions, secured: ServerAccess) -> str:
     """Starts the workers, then what runs beside them; returns the latter's part of the ready line. Raises Unavailable.
 
     Every wait in here ends with Unavailable as soon as a signal came.

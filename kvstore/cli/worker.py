@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstore import __version__, tracing
-from kvstore.background import within
+from kvstore import __version__
 from kvstore.cli.access import ClusterAccess, ServerAccess, keys_option
 from kvstore.cli.app import Command
 from kvstore.cli.options import (
@@ -31,13 +30,15 @@ from kvstore.cli.options import (
     takes,
 )
 from kvstore.cli.signals import Stopper
+from kvstore.core import tracing
+from kvstore.core.background import within
+from kvstore.core.text import size
+from kvstore.core.write_mode import WRITE_NAMES, Durability, WriteMode
+from kvstore.engine.settings import MEMORY_BYTES_MIN, SYNC_S_MAX, SYNC_S_MIN, TierSettings
 from kvstore.errors import InvalidRequest
-from kvstore.node.settings import MEMORY_BYTES_MIN, SYNC_S_MAX, SYNC_S_MIN, TierSettings
-from kvstore.text import size
-from kvstore.writes import WRITE_NAMES, Durability, WriteMode
 
 if TYPE_CHECKING:
-    from kvstore.node.member import Member
+    from kvstore.engine.coordination import ClusterMember
 
 log = logging.getLogger(__name__)
 
@@ -152,10 +153,10 @@ class WorkerOptions:
         help="Send OpenTelemetry spans, as OTEL_... variables say; by default if OTEL_EXPORTER_OTLP_ENDPOINT is set.",
     )
 
-    def open_member(self) -> Member:
+    def open_member(self) -> ClusterMember:
         """Joins the cluster as a node. Raises InvalidRequest, and what opening the root and etcd raises."""
-        from kvstore.encodings.codec import KeyFile
-        from kvstore.node.opening import open_member
+        from kvstore.codec.codec import KeyFile
+        from kvstore.engine.open import open_member
 
         etcd = self.cluster.etcd
         assert etcd is not None
@@ -250,7 +251,7 @@ def _serve(options: WorkerOptions, at: Addresses, stopper: Stopper, drain_s: flo
     """Serves until a signal, or a client of the control service, ends it; cleanup is left to ``undo``."""
     from kvstore.peers.tier import join_peers
     from kvstore.worker.metrics import start_metrics
-    from kvstore.worker.worker import Worker
+    from kvstore.worker.server import Worker
 
     def end(within_s: float | None) -> float:
         """Implements ``kvstore.worker.admin.Drain``. The first call decides how long calls may take."""

@@ -14,10 +14,12 @@ from weakref import finalize
 import numpy as np
 import numpy.typing as npt
 
-from kvstore import tracing
-from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
-from kvstore.background import Owner
-from kvstore.buffers import (
+from kvstore.client.operation import Operation
+from kvstore.client.transport import PortBlockHold, PortHold, Protecting, Transport
+from kvstore.core import tracing
+from kvstore.core.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
+from kvstore.core.background import Owner
+from kvstore.core.buffers import (
     KvArray,
     Pieces,
     Planes,
@@ -29,7 +31,12 @@ from kvstore.buffers import (
     source_array,
     target_array,
 )
-from kvstore.checks import (
+from kvstore.core.hints import DEFAULT, Hints, Preset, checked_unused_s
+from kvstore.core.namespace import Namespace
+from kvstore.core.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
+from kvstore.core.text import brief, kind_of, shown
+from kvstore.core.tokens import TokenArray, Tokens, token_array
+from kvstore.core.validate import (
     TierName,
     checked_flag,
     checked_hold_ttl,
@@ -39,25 +46,18 @@ from kvstore.checks import (
     is_whole,
     number,
 )
-from kvstore.client.operation import Operation
-from kvstore.client.port import Port, PortBlockHold, PortHold, Protecting
+from kvstore.core.write_mode import WriteMode, WriteModeName
 from kvstore.errors import InvalidRequest, Overloaded, StoreFull, WrongSize
 from kvstore.format.header import DESCENT_BYTES_MAX, Ancestry, Descent
-from kvstore.hints import DEFAULT, Hints, Preset, checked_unused_s
-from kvstore.namespace import Namespace
-from kvstore.planning import KeyStorage, Plan, Prompts, TokenStorage, make_plan
+from kvstore.planning import KeyStorage, Plan, PromptSet, TokenStorage, make_plan
 from kvstore.planning.prompts import checked_prompts
-from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
 from kvstore.segments import CHUNK_TOKENS, Rope, Segments
-from kvstore.text import brief, kind_of, shown
-from kvstore.tokens import TokenArray, Tokens, token_array
-from kvstore.wire.limits import BLOCK_BYTES_MAX, BLOCKS_MAX, DESCENTS_BYTES_MAX
-from kvstore.writes import WriteMode, WriteModeName
+from kvstore.transport.limits import BLOCK_BYTES_MAX, BLOCKS_MAX, DESCENTS_BYTES_MAX
 
 # Stores that nobody closed, and holds that nobody released: if dropped, they warn, and still end.
 
 
-def close_when_dropped(port: Port, close: Callable[[], None], name: str) -> finalize[..., Port]:
+def close_when_dropped(port: Transport, close: Callable[[], None], name: str) -> finalize[..., Transport]:
     """Calls ``close``, with a ResourceWarning, once nothing refers to ``port``. Detach the finalizer before closing.
 
     ``close`` must not refer to the port, or the port would never be collected. Nothing happens when the interpreter
@@ -142,7 +142,7 @@ PIN_TTL_S_MAX = 30 * 86_400
 class Pin:
     """A leased refcount on a stored prefix; ends by ``release``, as a context, or with its lease."""
 
-    def __init__(self, record: PinRecord, port: Port) -> None:
+    def __init__(self, record: PinRecord, port: Transport) -> None:
         self.record = record
         self._port = port
 
@@ -209,7 +209,7 @@ class BlockCache:
     All methods raise InvalidRequest for wrong arguments. A call takes at most 65,536 blocks of 1 byte to 1 GiB each.
     """
 
-    def __init__(self, port: Port, namespace: Namespace, write: WriteMode | None = None) -> None:
+    def __init__(self, port: Transport, namespace: Namespace, write: WriteMode | None = None) -> None:
         self._port = port
         self._namespace = namespace
         self._write = write
@@ -381,7 +381,7 @@ class BlockCache:
         with tracing.span("kvstore.plan"):
             size = self._namespace.layout.chunk_tokens
             return make_plan(
-                Prompts.of_blocks(checked, size),
+                PromptSet.of_blocks(checked, size),
                 memory_tokens=memory_tokens,
                 decode_tokens=decode_tokens,
                 chunk_tokens=size,
@@ -506,7 +506,7 @@ class Cache:
     raise InvalidRequest for wrong arguments. A miss is a value, never an exception.
     """
 
-    def __init__(self, port: Port, namespace: Namespace, write: WriteMode | None = None) -> None:
+    def __init__(self, port: Transport, namespace: Namespace, write: WriteMode | None = None) -> None:
         self._port = port
         self._write = write
         self.namespace = namespace
@@ -539,8 +539,8 @@ class Cache:
         Retention: ``priority`` is 0 to 100 (35 by default), and lower ones go first when room is needed. ``ttl`` is in
         seconds since the last use; after it chunks may go even if there is room (default: never). It is rounded up to 5
         min, 30 min, 2 h, 12 h, 3 days or 30 days. ``preset`` sets both: chat, analytics, rag or batch
-        (``kvstore.hints.PRESETS``); explicit values win. Chunks that exist already, the prefix included, are raised to
-        these values, never lowered. They protect nothing; pins do.
+        (``kvstore.core.hints.PRESETS``); explicit values win. Chunks that exist already, the prefix included, are
+        raised to these values, never lowered. They protect nothing; pins do.
 
         On a node with memory ``write`` says when this returns: "behind" once memory has the chunks, which are written
         to the root soon after and lost if the node is killed before that; "through" once the root has them, with a copy
@@ -724,7 +724,7 @@ class Cache:
         """
         with tracing.span("kvstore.plan"):
             size = self.layout.chunk_tokens
-            packed = Prompts.of_tokens(prompts, size)
+            packed = PromptSet.of_tokens(prompts, size)
             return make_plan(
                 packed,
                 memory_tokens=memory_tokens,

@@ -11,21 +11,21 @@ from typing import Any, Protocol, TypeVar
 
 from google.protobuf.message import Message
 
-from kvstore.address import Address
 from kvstore.census.selection import Selection, checked_selection
-from kvstore.checks import FLOAT_MAX, checked_worker, is_unicode, is_whole, number
-from kvstore.client.caller import Caller
-from kvstore.client.endpoints import Endpoint, Endpoints
+from kvstore.client.endpoints import Endpoint, WorkerEndpoints
+from kvstore.client.failover import Caller
 from kvstore.client.limits import ClientLimits
-from kvstore.client.spreading import marks_of
+from kvstore.client.routing import marks_of
+from kvstore.core.address import Address
+from kvstore.core.namespace import Namespace
+from kvstore.core.results import ChunkPlace, DrainReport, LimitValue, Lineage, MemoryCopy, RootCopy
+from kvstore.core.text import brief
+from kvstore.core.tokens import Tokens, token_array
+from kvstore.core.validate import FLOAT_MAX, checked_worker, is_unicode, is_whole, number
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format.header import Encoding
-from kvstore.namespace import Namespace
-from kvstore.results import ChunkPlace, Draining, LimitValue, Lineage, MemoryCopy, RootCopy
-from kvstore.text import brief
-from kvstore.tokens import Tokens, token_array
+from kvstore.transport.messages import hints_of, pack_tokens, sealed
 from kvstore.v1 import control_pb2 as pb
-from kvstore.wire.messages import hints_of, pack_tokens, sealed
 
 # Arguments of the control service as callers give them, whatever their type, checked before anything is sent.
 
@@ -171,7 +171,7 @@ class Control:
     ``worker``, if given, is the address of the worker to ask; otherwise the best one is asked.
     """
 
-    def __init__(self, port: object, caller: Caller, endpoints: Endpoints, limits: ClientLimits) -> None:
+    def __init__(self, port: object, caller: Caller, endpoints: WorkerEndpoints, limits: ClientLimits) -> None:
         self._port = port  # kept alive: a dropped port closes the connections
         self._caller = caller
         self._endpoints = endpoints
@@ -208,7 +208,7 @@ class Control:
 
     # Workers
 
-    def drain(self, worker: str | None = None, within: float = 0.0) -> Draining:
+    def drain(self, worker: str | None = None, within: float = 0.0) -> DrainReport:
         """Stops a worker in good order, as SIGTERM does. Returns before it has stopped.
 
         Calls in progress get ``within`` seconds; 0 means the time that the worker was started with. ``worker`` must be
@@ -219,7 +219,7 @@ class Control:
         request = sealed(pb.DrainRequest(within_s=checked_seconds("within", within)))
         raw = self._unary("Drain", request, _only(self.workers(), worker))
         answer = pb.DrainResponse.FromString(raw)
-        return Draining(answer.calls, answer.behind_bytes, answer.operations, answer.within_s)
+        return DrainReport(answer.calls, answer.behind_bytes, answer.operations, answer.within_s)
 
     def limits(self) -> dict[str, list[LimitValue] | KVStoreError]:
         """Returns the limits of each worker that can change while it runs, or why it did not answer."""

@@ -16,17 +16,17 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from kvstore import tracing
-from kvstore.background import CLOSE_S, Decision, Loop, Owner, within
-from kvstore.client.bulk.links import PLAIN, Bulk, Credentials, Links
 from kvstore.client.limits import ClientLimits
-from kvstore.client.spreading import Marking, Spreading
-from kvstore.counts import ClientCount, Counts
+from kvstore.client.pool import PLAIN, Bulk, Credentials, Links
+from kvstore.client.routing import Marking, Spreading
+from kvstore.core import tracing
+from kvstore.core.background import CLOSE_S, Decision, Loop, Owner, within
+from kvstore.core.clock import Clock
+from kvstore.core.metrics import ClientCount, Counts
+from kvstore.core.text import brief, kind_of
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, StoreClosed, Unavailable
-from kvstore.sources import Clock
-from kvstore.text import brief, kind_of
-from kvstore.wire.limits import CHANNEL_OPTIONS, method
-from kvstore.wire.messages import sealed
+from kvstore.transport.limits import CHANNEL_OPTIONS, method
+from kvstore.transport.messages import sealed
 
 # One worker as a client sees it: its channel, how busy it is, and whether it is set aside.
 
@@ -208,7 +208,7 @@ NAMED_MAX = 4
 """Workers that ``place`` names."""
 
 
-class Endpoints:
+class WorkerEndpoints:
     """The workers of one client, and the thread that probes them. Thread-safe; not usable in a forked child.
 
     ``discover`` returns the addresses of all workers and is called regularly; without it the list is fixed.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.checks import check_limits
+from kvstore.core.text import kind_of
+from kvstore.core.validate import check_limits
 from kvstore.errors import InvalidRequest
-from kvstore.text import kind_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,35 +14,35 @@ from weakref import WeakSet
 
 import numpy.typing as npt
 
-from kvstore.background import Owner
-from kvstore.buffers import Laid, Pieces, Planes
 from kvstore.census.selection import Selection
-from kvstore.checks import TierName, checked_flag
 from kvstore.client.cache import close_when_dropped
 from kvstore.client.operation import Operation
-from kvstore.client.port import Prompt
 from kvstore.client.store import Store
-from kvstore.counts import NodeCount
-from kvstore.encodings.codec import KeyFile
+from kvstore.client.transport import Prompt
+from kvstore.codec.codec import KeyFile
+from kvstore.core.background import Owner
+from kvstore.core.buffers import BufferMap, Pieces, Planes
+from kvstore.core.executor import Deadline
+from kvstore.core.hints import Hints
+from kvstore.core.metrics import NodeCount
+from kvstore.core.namespace import Namespace
+from kvstore.core.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
+from kvstore.core.text import brief, kind_of, shown
+from kvstore.core.tokens import TokenArray
+from kvstore.core.validate import TierName, checked_flag
+from kvstore.core.write_mode import Durability, DurabilityName, WriteMode, WriteModeName
+from kvstore.engine.coordination import ClusterMember
+from kvstore.engine.engine import Engine, match_each
+from kvstore.engine.holds import ChunkHold
+from kvstore.engine.layers import Bands
+from kvstore.engine.open import open_member
+from kvstore.engine.settings import AskedBound, Limits, TierSettings
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, StoreClosed
 from kvstore.format.header import Ancestry
-from kvstore.hints import Hints
-from kvstore.keyset import BlockKeys
+from kvstore.format.keyset import BlockKeys
 from kvstore.meta.etcd import EtcdTls, EtcdUser
-from kvstore.namespace import Namespace
-from kvstore.node.holds import Hold
-from kvstore.node.lanes import Deadline
-from kvstore.node.layers import Bands
-from kvstore.node.member import Member
-from kvstore.node.node import Node, match_each
-from kvstore.node.opening import open_member
-from kvstore.node.settings import AskedBound, Limits, TierSettings
-from kvstore.node.tier_stack import WriteBehind
-from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
 from kvstore.root.identity import SHARD_BITS_DEFAULT
-from kvstore.text import brief, kind_of, shown
-from kvstore.tokens import TokenArray
-from kvstore.writes import Durability, DurabilityName, WriteMode, WriteModeName
+from kvstore.tiers.stack import WriteBehind
 
 if TYPE_CHECKING:
     from kvstore.client.control import Control
@@ -90,12 +90,12 @@ class OpenMember:
     finds may be a miss for that reason alone.
     """
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: ClusterMember) -> None:
         self.member = member
         self._owner = Owner()
         self.closed = False
 
-    def __enter__(self) -> Member:
+    def __enter__(self) -> ClusterMember:
         # Before any lock is asked for: one that another thread held at the fork is never given back in the child, and
         # what the child wrote into the shared arena, which it would treat as its own, would change the parent's images.
         self._owner.check()
@@ -116,7 +116,7 @@ class OpenMember:
 class LocalGuard:
     """A hold of the node in this process."""
 
-    def __init__(self, store: OpenMember, node: Node, hold: Hold) -> None:
+    def __init__(self, store: OpenMember, node: Engine, hold: ChunkHold) -> None:
         self._store = store
         self._node = node
         self._hold = hold
@@ -139,7 +139,7 @@ class LocalGuard:
 class LocalHold(LocalGuard):
     """Held leading chunks of one prompt."""
 
-    def read(self, sections: Laid) -> int:
+    def read(self, sections: BufferMap) -> int:
         with self._store:
             return self._node.read(self._hold, sections)
 
@@ -156,7 +156,9 @@ class LocalHold(LocalGuard):
 class LocalBlockHold(LocalGuard):
     """Held engine-hashed blocks."""
 
-    def __init__(self, store: OpenMember, node: Node, namespace: Namespace, hold: Hold, present: list[bool]) -> None:
+    def __init__(
+        self, store: OpenMember, node: Engine, namespace: Namespace, hold: ChunkHold, present: list[bool]
+    ) -> None:
         super().__init__(store, node, hold)
         self._namespace = namespace
         self.present = present
@@ -169,12 +171,12 @@ class LocalBlockHold(LocalGuard):
             return self._node.blocks.get(self._namespace, keys, buffers, deadline, held=True)
 
 
-class LocalPort:
+class LocalTransport:
     """The port to a node in this process, in a cluster or alone."""
 
     tells_fresh = True
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: ClusterMember) -> None:
         self._store = OpenMember(member)
         self.shared: dict[Hashable, Any] = {}
 
@@ -210,7 +212,7 @@ class LocalPort:
         with self._store as member:
             return member.node.put(member.node.chains.of(namespace, tokens), first, sections, hints=hints, write=write)
 
-    def get(self, namespace: Namespace, tokens: TokenArray, chunks_max: int, memory: Callable[[int], Laid]) -> int:
+    def get(self, namespace: Namespace, tokens: TokenArray, chunks_max: int, memory: Callable[[int], BufferMap]) -> int:
         with self._store as member:
             size = namespace.layout.chunk_tokens
             hold = member.node.hold(member.node.chains.of(namespace, tokens[: chunks_max * size]))
@@ -329,7 +331,7 @@ class LocalPort:
         self._store.close()
 
 
-def _match_deadline(node: Node) -> Deadline:
+def _match_deadline(node: Engine) -> Deadline:
     return Deadline(node.clock, node.limits.match_deadline_s)
 
 
@@ -374,11 +376,11 @@ def open(
     if they were used more than once. With memory, ``write="behind"`` returns once memory has the chunks and writes them
     to the root soon after (a killed process loses those not yet written); ``"through"`` waits for the
     root and keeps a copy in memory. ``durability="everysec"`` and ``"fsync"`` always wait. See
-    kvstore/memory/MEMORY.md.
+    kvstore/tiers/MEMORY.md.
 
     ``label`` names a roll-out: it is recorded with all that this process writes, and ``kvstore clear --written-by
     label=...`` deletes exactly that. ``keys`` is a file with the keys of tenants whose chunks are encrypted on the root
-    and the local disk (kvstore/encodings/ENCODINGS.md); it is reloaded when it changes. ``compress`` compresses new
+    and the local disk (kvstore/codec/ENCODINGS.md); it is reloaded when it changes. ``compress`` compresses new
     chunks on the root.
 
     Raises RootMismatch (no such root, wrong mount, unknown version), PermissionDenied, Unavailable, InvalidRequest.
@@ -399,7 +401,7 @@ def open(
         compress=checked_flag("compress", compress),
         asked=AskedBound.of(max_bytes, ttl),
     )
-    port, tiers = LocalPort(member), member.node.tiers
+    port, tiers = LocalTransport(member), member.node.tiers
     if tiers is not None:
         flush_at_exit(tiers.behind)
     return Store(port, close_when_dropped(port, member.close, str(root)))
@@ -413,5 +415,5 @@ def _loaded(keys: str | PathLike[str]) -> KeyFile:
 
 def _checked(limits: Limits | None) -> Limits | None:
     if limits is not None and not isinstance(limits, Limits):
-        raise InvalidRequest(f"limits are {kind_of(limits)}: expected kvstore.node.settings.Limits")
+        raise InvalidRequest(f"limits are {kind_of(limits)}: expected kvstore.engine.settings.Limits")
     return limits

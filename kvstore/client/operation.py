@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
-from kvstore.background import Owner
-from kvstore.checks import checked_timeout
-from kvstore.operations import NoOperation, OperationState, OperationStatus
+from kvstore.core.background import Owner
+from kvstore.core.operations import NoOperation, OperationState, OperationStatus
+from kvstore.core.validate import checked_timeout
 
 STEP_S = 5.0
 """Longest single wait for the end."""

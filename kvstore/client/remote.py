@@ -18,38 +18,37 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import Message
 
-from kvstore.buffers import Buffers, Laid, Pieces, Planes
 from kvstore.census.selection import Selection
-from kvstore.checks import TierName
-from kvstore.client.bulk.links import PLAIN, Bulk, BulkName, Credentials
-from kvstore.client.caller import Caller, CallFailed
 from kvstore.client.control import Control, selection_message
-from kvstore.client.endpoints import Endpoint, Endpoints, addresses_in, check_address
-from kvstore.client.fetching import BlockFetch, ChunkFetch, Fetch, Views
+from kvstore.client.endpoints import Endpoint, WorkerEndpoints, addresses_in, check_address
+from kvstore.client.failover import Caller, CallFailed
+from kvstore.client.fetch import BlockFetch, ChunkFetch, ReceivedViews, RemoteRead
 from kvstore.client.limits import ClientLimits, checked_limits
 from kvstore.client.operation import Operation
-from kvstore.client.port import Prompt
-from kvstore.client.putting import BlockCargo, ChunkCargo, put_over_grpc, put_past_grpc
-from kvstore.client.spreading import Marking, marks_of, marks_of_keys
-from kvstore.counts import ClientCount, Counts, merged
+from kvstore.client.pool import PLAIN, Bulk, BulkName, Credentials
+from kvstore.client.routing import Marking, marks_of, marks_of_keys
+from kvstore.client.transport import Prompt
+from kvstore.client.upload import BlockUpload, ChunkUpload, put_over_grpc, put_past_grpc
+from kvstore.core.buffers import BlockBuffers, BufferMap, Pieces, Planes
+from kvstore.core.clock import Clock, SystemClock
+from kvstore.core.hints import Hints
+from kvstore.core.metrics import ClientCount, Counts, merged
+from kvstore.core.namespace import Namespace
+from kvstore.core.operations import NoOperation, OperationState, OperationStatus
+from kvstore.core.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
+from kvstore.core.text import brief
+from kvstore.core.tokens import TokenArray
+from kvstore.core.validate import TierName
+from kvstore.core.write_mode import WriteMode, WriteModeName
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, Overloaded, StoreClosed, Unavailable
 from kvstore.format.header import Ancestry
-from kvstore.hints import Hints
-from kvstore.keyset import BlockKeys, ChunkKeys, leading
-from kvstore.meta.etcd import EtcdMeta, EtcdTls, EtcdUser
+from kvstore.format.keyset import BlockKeys, ChunkKeys, leading
+from kvstore.meta.etcd import EtcdMetadata, EtcdTls, EtcdUser
 from kvstore.meta.keys import ID_BYTES, Keys, parse_id
-from kvstore.meta.store import Meta
-from kvstore.meta.workers import Workers
-from kvstore.namespace import Namespace
-from kvstore.operations import NoOperation, OperationState, OperationStatus
-from kvstore.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
+from kvstore.meta.store import MetadataStore
+from kvstore.meta.workers import WorkerRegistry
 from kvstore.security.tls import ClientTls
-from kvstore.sources import Clock, SystemClock
-from kvstore.text import brief
-from kvstore.tokens import TokenArray
-from kvstore.v1 import control_pb2 as control
-from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.messages import (
+from kvstore.transport.messages import (
     TOKEN_BYTES,
     hints_message,
     namespace_of,
@@ -64,8 +63,9 @@ from kvstore.wire.messages import (
     unpack_tokens,
     write_message,
 )
-from kvstore.wire.statuses import BrokenTransfer, Busy, UnknownNamespace
-from kvstore.writes import WriteMode, WriteModeName
+from kvstore.transport.status import BrokenTransfer, UnknownNamespace, WorkerBusy
+from kvstore.v1 import control_pb2 as control
+from kvstore.v1 import kvstore_pb2 as pb
 
 # Discovery of workers in etcd, for one root.
 
@@ -79,7 +79,7 @@ class Discovery:
     Raises InvalidRequest if ``root`` is not an id.
     """
 
-    def __init__(self, meta: Meta, root: str | None) -> None:
+    def __init__(self, meta: MetadataStore, root: str | None) -> None:
         self._meta = meta
         self._root: bytes | None = None
         if root is not None:
@@ -99,7 +99,7 @@ class Discovery:
         timeout_s: float,
     ) -> Discovery:
         """Connects to etcd at ``host:port``; several as a list or separated by commas."""
-        return cls(EtcdMeta(etcd, tls=tls, user=user, timeout_s=timeout_s), root)
+        return cls(EtcdMetadata(etcd, tls=tls, user=user, timeout_s=timeout_s), root)
 
     def addresses(self) -> list[str]:
         """Returns the addresses of all workers of the root; none if no root is known yet.
@@ -111,7 +111,7 @@ class Discovery:
             roots = sorted({kv.value for kv in found.items if len(kv.value) == ID_BYTES})
             if len(roots) > 1:
                 # A root without workers, perhaps made from a mistyped path, must not hide the others.
-                roots = [root for root in roots if Workers(self._meta, Keys(root)).list()] or roots
+                roots = [root for root in roots if WorkerRegistry(self._meta, Keys(root)).list()] or roots
             if len(roots) > 1:
                 names = ", ".join(root.hex() for root in roots)
                 raise InvalidRequest(
@@ -120,7 +120,7 @@ class Discovery:
             if not roots:
                 return []
             self._root = roots[0]
-        workers = Workers(self._meta, Keys(self._root)).list()
+        workers = WorkerRegistry(self._meta, Keys(self._root)).list()
         return sorted({record.address for record in workers.values()})
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ def remote_port(
     write: WriteMode | WriteModeName | None = None,
     tls: ClientTls | None = None,
     token_file: str | Path | None = None,
-) -> RemotePort:
+) -> RemoteTransport:
     """Returns a port to the given workers, or to those that etcd lists. Raises InvalidRequest.
 
     ``bulk`` is the path of chunk bytes: ``shared`` (memory and files of this host), ``tcp`` (a separate connection),
@@ -158,10 +158,12 @@ def remote_port(
     credentials = Credentials(tls, token_file)
     if not etcd:
         addresses = [check_address(each) for text in workers for each in addresses_in(text)]
-        return RemotePort(addresses, limits, clock=clock, bulk=way, write=mode, credentials=credentials)
+        return RemoteTransport(addresses, limits, clock=clock, bulk=way, write=mode, credentials=credentials)
     discovery = Discovery.of_etcd(etcd, root, etcd_tls, etcd_user, limits.probe_s)
     try:
-        return RemotePort([], limits, discovery=discovery, clock=clock, bulk=way, write=mode, credentials=credentials)
+        return RemoteTransport(
+            [], limits, discovery=discovery, clock=clock, bulk=way, write=mode, credentials=credentials
+        )
     except BaseException:
         discovery.close()
         raise
@@ -170,7 +172,7 @@ def remote_port(
 H = TypeVar("H")
 
 
-class RemotePort:
+class RemoteTransport:
     """Workers as a port. Thread-safe. Closes ``discovery``, if given."""
 
     def __init__(
@@ -189,7 +191,7 @@ class RemotePort:
         self.limits = limits = limits or ClientLimits()
         self.counters = counters = Counts(ClientCount)
         addresses = discovery.addresses if discovery else None
-        self.endpoints = Endpoints(workers, addresses, limits, counters, clock, bulk, credentials)
+        self.endpoints = WorkerEndpoints(workers, addresses, limits, counters, clock, bulk, credentials)
         self._caller = caller = Caller(self.endpoints, counters, limits, clock, write)
         self.shared: dict[Hashable, Any] = {}
         self.parts = ExitStack()
@@ -227,7 +229,7 @@ class RemotePort:
         answer = self._matched(namespace, prompts[0], uncounted=True, **pack_prompts(prompts))
         return unpack_counts(answer.each, len(prompts)) if answer is not None else []
 
-    def get(self, namespace: Namespace, tokens: TokenArray, chunks_max: int, memory: Callable[[int], Laid]) -> int:
+    def get(self, namespace: Namespace, tokens: TokenArray, chunks_max: int, memory: Callable[[int], BufferMap]) -> int:
         layout = namespace.layout
         chunks_max = min(chunks_max, len(tokens) // layout.chunk_tokens)
         if not chunks_max:
@@ -277,7 +279,7 @@ class RemotePort:
         )
         timeout_s = self._caller.stream_s(self.limits.write_s, (count - first) * namespace.layout.chunk_bytes)
 
-        cargo = ChunkCargo(sections, namespace.layout, count)
+        cargo = ChunkUpload(sections, namespace.layout, count)
 
         def send(endpoint: Endpoint, left_s: float) -> pb.PutResponse:
             answer = put_past_grpc(endpoint, start, cargo, self._caller, left_s)
@@ -346,12 +348,12 @@ class RemotePort:
             descents=pack_descents(ancestry.descents) if ancestry.descents else b"",
         )
 
-        cargo = BlockCargo(buffers)
+        cargo = BlockUpload(buffers)
 
         def send(endpoint: Endpoint, left_s: float) -> StoredBlocks:
             answer = put_past_grpc(endpoint, start, cargo, self._caller, left_s)
             if answer is None:
-                wanted, sections = BlockKeys.of(namespace, keys, sizes), Buffers(buffers)
+                wanted, sections = BlockKeys.of(namespace, keys, sizes), BlockBuffers(buffers)
                 answer = put_over_grpc(endpoint, start, wanted, sections, self._caller, left_s)
             each = _each(answer.stored, keys)
             return StoredBlocks(each, each, answer.reason)
@@ -503,7 +505,7 @@ class RemotePort:
         if self.endpoints.owner.is_here:  # in a forked child, threads and connections belong to the parent
             self.parts.close()
 
-    def _receive(self, namespace: Namespace, fetch: Fetch, marks: Marking) -> None:
+    def _receive(self, namespace: Namespace, fetch: RemoteRead, marks: Marking) -> None:
         """Reads from one worker after the other; what none of them could give is a miss."""
         try:
             self._caller.within(namespace, partial(self._caller.anywhere, fetch.receive, fetch.timeout_s, marks))
@@ -579,7 +581,7 @@ PAUSE_S = 0.2
 class RemoteRun:
     """One operation at one worker; implements ``OperationSource``. Thread-safe."""
 
-    def __init__(self, port: RemotePort, status: OperationStatus) -> None:
+    def __init__(self, port: RemoteTransport, status: OperationStatus) -> None:
         self._port = port
         self.status = status
         self._seen_s = time.monotonic()
@@ -589,7 +591,7 @@ class RemoteRun:
         if wait_s or began_s - self._seen_s > FRESH_S:
             try:
                 self._call("GetOperation", control.GetOperationRequest(id=self.status.id, wait_s=wait_s), wait_s)
-            except Busy:
+            except WorkerBusy:
                 pass  # the operation continues
             spent_s = time.monotonic() - began_s
             if spent_s < wait_s and not self.status.state.ended:
@@ -641,7 +643,7 @@ RELEASE_S = 2.0
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class _Lease:
+class _RemoteLease:
     """Implements ``LeasedHold``."""
 
     id: bytes
@@ -661,11 +663,11 @@ class HeldAtWorker:
         self._caller = caller
         self._lock = threading.Lock()
         self._released = False
-        self._lease: _Lease | None = None
+        self._lease: _RemoteLease | None = None
         self._hold_id: bytes = answer.hold
         if endpoint is not None:
             endpoint.use()
-            self._lease = _Lease(answer.hold, answer.lease_s, endpoint, caller.lanes.clock.monotonic_s())
+            self._lease = _RemoteLease(answer.hold, answer.lease_s, endpoint, caller.lanes.clock.monotonic_s())
             caller.renewing.add(self._lease)
 
     @property
@@ -690,7 +692,7 @@ class HeldAtWorker:
             pass  # a worker that is gone holds nothing; any other lets go when the hold's lease is over
         endpoint.leave()
 
-    def _receive(self, fetch: Fetch, tokens_valid: Callable[[], int] = lambda: 0) -> None:
+    def _receive(self, fetch: RemoteRead, tokens_valid: Callable[[], int] = lambda: 0) -> None:
         """Reads from the worker that has the hold; nothing if nothing is held.
 
         Raises HoldBroken, with what ``tokens_valid`` says then.
@@ -744,11 +746,11 @@ class RemoteHold(HeldAtWorker):
         self._packed = packed_tokens
         self._layout = namespace.layout
 
-    def read(self, sections: Laid) -> int:
+    def read(self, sections: BufferMap) -> int:
         return self._fetch(lambda _: sections)
 
     def view(self) -> list[npt.NDArray[Any]]:
-        views = Views(self._layout)
+        views = ReceivedViews(self._layout)
         return views.leading(self._fetch(views.sections, views))
 
     def layers(self, memory: Callable[[int], LayerMemory], band: int) -> Iterator[tuple[int, LayerMemory]]:
@@ -765,7 +767,7 @@ class RemoteHold(HeldAtWorker):
                 np.concatenate([part[layer, plane] for part in parts], out=np.frombuffer(target, np.uint8))
             yield layer, into
 
-    def _fetch(self, memory: Callable[[int], Laid], views: Views | None = None) -> int:
+    def _fetch(self, memory: Callable[[int], BufferMap], views: ReceivedViews | None = None) -> int:
         request, tokens = pb.GetRequest(hold=self._hold_id), unpack_tokens(self._packed)
         fetch = ChunkFetch(self._namespace, tokens, request, self.chunks, memory, self._caller, views)
         self._receive(fetch, lambda: leading(fetch.done) * self._layout.chunk_tokens)

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING
 from weakref import finalize
 
 from kvstore.census.selection import Selection, checked_selection
-from kvstore.checks import checked_flag, checked_worker
-from kvstore.client.bulk.links import Bulk, BulkName
 from kvstore.client.cache import Cache, close_when_dropped
 from kvstore.client.limits import ClientLimits
 from kvstore.client.operation import Operation
-from kvstore.client.port import Port
+from kvstore.client.pool import Bulk, BulkName
+from kvstore.client.transport import Transport
+from kvstore.core.layout import Layout
+from kvstore.core.namespace import Namespace
+from kvstore.core.results import PinRecord
+from kvstore.core.text import kind_of
+from kvstore.core.validate import checked_flag, checked_worker
+from kvstore.core.write_mode import WriteMode, WriteModeName
 from kvstore.errors import InvalidRequest, KVStoreError, StoreClosed
-from kvstore.layout import Layout
 from kvstore.meta.etcd import EtcdTls, EtcdUser, check_access
-from kvstore.namespace import Namespace
-from kvstore.results import PinRecord
 from kvstore.security.tls import ClientTls
 from kvstore.segments.gate import check_exact
-from kvstore.text import kind_of
-from kvstore.writes import WriteMode, WriteModeName
 
 if TYPE_CHECKING:
     from kvstore.client.control import Control
@@ -34,7 +34,7 @@ class Store:
     A store that is dropped without that is closed, with a ResourceWarning, once its last cache, hold and pin are gone.
     """
 
-    def __init__(self, port: Port, when_dropped: finalize[..., Port] | None = None) -> None:
+    def __init__(self, port: Transport, when_dropped: finalize[..., Transport] | None = None) -> None:
         """``when_dropped`` closes a port that this store is responsible for."""
         self._port = port
         self._when_dropped = when_dropped
@@ -102,7 +102,7 @@ class Store:
         return self._port.operations()
 
     def stats(self) -> dict[str, int | float]:
-        """Returns the counters of this node, or of the workers behind it; ``kvstore.counts`` describes each."""
+        """Returns the counters of this node, or of the workers behind it; ``kvstore.core.metrics`` describes each."""
         return self._port.stats()
 
     def stats_each(self) -> dict[str, dict[str, int | float] | KVStoreError]:

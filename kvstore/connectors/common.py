@@ -27,12 +27,12 @@ import kvstore
 from kvstore.client import Cache, Store
 from kvstore.client.cache import BlockCache
 from kvstore.client.limits import ClientLimits
+from kvstore.core.clock import SystemClock
+from kvstore.core.layout import Layout
+from kvstore.core.namespace import Namespace
+from kvstore.engine.settings import AskedBound, Limits, TierSettings
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
-from kvstore.layout import Layout
-from kvstore.namespace import Namespace
-from kvstore.node.settings import AskedBound, Limits, TierSettings
 from kvstore.security.tls import ClientTls
-from kvstore.sources import SystemClock
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ LOG_S = 10.0
 """Minimum time between two lines about the same kind of call."""
 
 
-class Trouble:
+class RateLimitedLog:
     """Counts and logs failures of the store, for an engine that goes on without it. Thread-safe.
 
     ``log`` gets a line ``event why=...`` for a failure, the first at once, but not one for each request.
@@ -87,7 +87,7 @@ class Trouble:
         return result
 
 
-class Recent(OrderedDict[K, V]):
+class RecentMap(OrderedDict[K, V]):
     """The entries that were set last, at most ``most`` of them."""
 
     def __init__(self, most: int) -> None:
@@ -222,7 +222,7 @@ class Fingerprints:
         self._wait_s = wait_s
         self._clock = SystemClock()
         self._lock = threading.Lock()
-        self._computed: Recent[str, tuple[Future[str], float]] = Recent(REMEMBERED_MAX)
+        self._computed: RecentMap[str, tuple[Future[str], float]] = RecentMap(REMEMBERED_MAX)
         """The digest of each model, and how long callers wait for it."""
 
     def of(self, model: str) -> str:
@@ -289,7 +289,7 @@ WITH_ROOT = ("root", "etcd", "durability", "root_options", "memory", "write", "m
 WITH_CONNECT = ("connect", "tls_ca", "tls_cert", "tls_key", "tls_server_name", "token_file")
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings that all engines share. Raises InvalidRequest for values that make no sense."""
 
     root: str | None = None
@@ -403,18 +403,20 @@ class LazyStore:
     Thread-safe. Raises what ``kvstore.open`` raises, except Unavailable and Overloaded.
     """
 
-    def __init__(self, settings: Settings, namespaces: Iterable[Namespace] = (), *, pause_s: float = PAUSE_S) -> None:
+    def __init__(
+        self, settings: EngineSettings, namespaces: Iterable[Namespace] = (), *, pause_s: float = PAUSE_S
+    ) -> None:
         """``namespaces`` are those of ``caches``; ``pause_s`` is the time before a store that failed is tried again."""
         self._settings = settings
         self._pause_s = pause_s
         self._namespaces = list(namespaces)
         self._fingerprints = Fingerprints(settings.fingerprint, settings.lookup_timeout_s)
-        self._trouble = Trouble(log, "connector.store_unavailable")
+        self._trouble = RateLimitedLog(log, "connector.store_unavailable")
         self._clock = SystemClock()
         self._lock = threading.Lock()
         self._store: Store | None = None
         self._caches: list[BlockCache] | None = None
-        self._models: Recent[tuple[Any, ...], Cache] = Recent(REMEMBERED_MAX)
+        self._models: RecentMap[tuple[Any, ...], Cache] = RecentMap(REMEMBERED_MAX)
         self._again_s = 0.0
         self._closing = threading.Event()
         self._opener: threading.Thread | None = None
@@ -544,7 +546,7 @@ BLOCKS_MAX = 262_144
 """Blocks of all branches together: some 25 MB of hashes."""
 
 
-class Names(Protocol):
+class BlockNames(Protocol):
     """The blocks of a prompt and of what was generated behind it, from the first on."""
 
     def __len__(self) -> int: ...
@@ -556,7 +558,7 @@ class Names(Protocol):
 class Branch:
     """The last request of a session on one branch."""
 
-    names: Names
+    names: BlockNames
     prompt: int
     """How many of the names are of full blocks of its prompt."""
     used_s: float
@@ -570,7 +572,7 @@ class Branch:
 class Abandoned:
     """The end of a branch that nobody needs as far as this engine knows: the names from ``first`` on."""
 
-    names: Names
+    names: BlockNames
     first: int
     used_s: float
 
@@ -592,7 +594,7 @@ class Sessions:
         self._blocks = 0
 
     def ended(
-        self, name: str, branch: Branch, supersede: bool | None = None, running: Iterable[Names] = ()
+        self, name: str, branch: Branch, supersede: bool | None = None, running: Iterable[BlockNames] = ()
     ) -> list[Abandoned]:
         """Notes that a request of a session ended; returns what the session has abandoned with it.
 
@@ -632,7 +634,7 @@ class Sessions:
             self._blocks -= len(branches.pop(0).names)
         return lost
 
-    def _kept(self, lost: Branch, running: Sequence[Names]) -> int:
+    def _kept(self, lost: Branch, running: Sequence[BlockNames]) -> int:
         """Returns how many leading blocks of a branch others have as well."""
         most = max((shared(lost.names, names) for names in running), default=0)
         for session in self._sessions.values():
@@ -649,7 +651,7 @@ class Sessions:
             self._blocks -= sum(len(each.names) for each in session.branches)
 
 
-def shared(one: Names, other: Names) -> int:
+def shared(one: BlockNames, other: BlockNames) -> int:
     """Returns how many leading names two chains share."""
     most = min(len(one), len(other))
     if not most or one[0] != other[0]:
@@ -657,7 +659,7 @@ def shared(one: Names, other: Names) -> int:
     return bisect_left(range(1, most), True, key=lambda at: one[at] != other[at]) + 1
 
 
-def _shares(one: Names, other: Names, at: int) -> bool:
+def _shares(one: BlockNames, other: BlockNames, at: int) -> bool:
     """True if two chains share the block at this index, and with it all before."""
     return at < min(len(one), len(other)) and one[at] == other[at]
 

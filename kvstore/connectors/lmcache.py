@@ -23,13 +23,12 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
-from kvstore.background import Tasks
 from kvstore.client import Cache
 from kvstore.client.cache import BlockHold
-from kvstore.connectors.common import LazyStore, Trouble
+from kvstore.connectors.common import LazyStore, RateLimitedLog
 from kvstore.connectors.lmcache_keys import (
     OPAQUE,
-    Settings,
+    LMCacheSettings,
     bytes_of,
     name_of,
     places_by_name,
@@ -37,15 +36,16 @@ from kvstore.connectors.lmcache_keys import (
     tensors,
     tensors_of,
 )
+from kvstore.core.background import Tasks
+from kvstore.core.clock import Clock, SystemClock
 from kvstore.errors import HoldBroken, KVStoreError
-from kvstore.sources import Clock, SystemClock
 
 # Locks that LMCache took by a look-up and has not yet released: holds of the store, by LMCache's keys. A lock ends when
 # its last key is unlocked, or after a time, because the process that should unlock may have died.
 
 
 @dataclass(slots=True, eq=False)
-class Lock:
+class LockedHold:
     """One hold, and the number of its keys that are still locked."""
 
     hold: BlockHold
@@ -61,8 +61,8 @@ class Locks:
         self._lock_s = lock_s
         self._clock = clock
         self._mutex = threading.Lock()
-        self._by_key: dict[Hashable, deque[Lock]] = {}
-        self._by_age: deque[Lock] = deque()
+        self._by_key: dict[Hashable, deque[LockedHold]] = {}
+        self._by_age: deque[LockedHold] = deque()
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -71,7 +71,7 @@ class Locks:
         """Locks ``keys``, which ``hold`` covers; releases the hold if there are none."""
         ended = self._expired()
         if keys:
-            lock = Lock(hold, keys, len(keys), self._clock.monotonic_s() + self._lock_s)
+            lock = LockedHold(hold, keys, len(keys), self._clock.monotonic_s() + self._lock_s)
             with self._mutex:
                 self._by_age.append(lock)
                 for key in keys:
@@ -188,7 +188,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def __init__(self, config: dict[str, Any], **_: Any) -> None:
         super().__init__(max_capacity_bytes=0)
-        self._settings = settings = Settings.of(config, "adapter_params")
+        self._settings = settings = LMCacheSettings.of(config, "adapter_params")
         self._store = LazyStore(settings)
         self._clock = SystemClock()
         self._locks = Locks(settings.lock_s, self._clock)
@@ -203,7 +203,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._writers = Tasks("kvstore-lmcache-write", fewer, TASKS_MAX)
         # The same number of bytes says nothing of what a serialiser made them from, and LMCache does not say.
         self._opaque = f"serde {settings.serde}" if settings.serde else f"process {secrets.token_hex(16)}"
-        self._trouble = Trouble(log, "lmcache.task_failed")
+        self._trouble = RateLimitedLog(log, "lmcache.task_failed")
 
     # Descriptors
 

@@ -24,7 +24,7 @@ OPAQUE = ""
 """The tensors of an object that is only bytes, such as a compressed one."""
 
 
-class Settings(common.Settings, frozen=True, kw_only=True):
+class LMCacheSettings(common.EngineSettings, frozen=True, kw_only=True):
     """The settings in LMCache's configuration."""
 
     lock_s: TimeoutS = 120.0

@@ -16,8 +16,8 @@ from lmcache.v1.storage_backend.connector import ConnectorAdapter, ConnectorCont
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from kvstore.client import Cache
-from kvstore.connectors.common import LazyStore, Trouble, block_key, leading, text
-from kvstore.connectors.lmcache_keys import Settings, bytes_of, read_blocks, tensors
+from kvstore.connectors.common import LazyStore, RateLimitedLog, block_key, leading, text
+from kvstore.connectors.lmcache_keys import LMCacheSettings, bytes_of, read_blocks, tensors
 from kvstore.errors import InvalidRequest, KVStoreError
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,8 @@ class KVStoreConnectorAdapter(ConnectorAdapter):  # type: ignore[misc]
 
 
 class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
-    """The connector. Its settings are those of ``kvstore.connectors.lmcache_keys.Settings``, in ``extra_config``.
+    """The connector. Its settings are those of ``kvstore.connectors.lmcache_keys.LMCacheSettings``, in
+    ``extra_config``.
 
     A setting given as ``remote_storage_plugin.NAME.KEY`` wins; NAME is the plug-in's name. A store that fails or does
     not answer in time is a miss. Raises InvalidRequest for settings that make no sense, and if LMCache's hashes would
@@ -58,9 +59,9 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
         super().__init__(config, local_cpu_backend.metadata)
         _check(config)
         self._memory = local_cpu_backend
-        settings = Settings.of(_given(config.extra_config or {}, plugin_name), "extra_config")
+        settings = LMCacheSettings.of(_given(config.extra_config or {}, plugin_name), "extra_config")
         self._store = LazyStore(settings)
-        self._trouble = Trouble(log, "lmcache.call_failed")
+        self._trouble = RateLimitedLog(log, "lmcache.call_failed")
         self._made_of = tensors(self.meta_shapes, self.meta_dtypes)
 
     # Looking up
@@ -206,7 +207,7 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
 
 def _given(extra: Mapping[str, Any], plugin: str) -> dict[str, Any]:
     """Our settings out of LMCache's, where others have theirs too."""
-    given = {key: value for key, value in extra.items() if key in Settings.names()}
+    given = {key: value for key, value in extra.items() if key in LMCacheSettings.names()}
     prefix = f"remote_storage_plugin.{plugin}."
     theirs = {"module_path", "class_name"}
     given.update((key[len(prefix) :], each) for key, each in extra.items() if key.startswith(prefix))

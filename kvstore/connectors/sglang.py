@@ -33,7 +33,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from kvstore.client import Cache
-from kvstore.connectors.common import LazyStore, Settings, Trouble, block_key, leading, text
+from kvstore.connectors.common import EngineSettings, LazyStore, RateLimitedLog, block_key, leading, text
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 
 # What calls of SGLang moved, and how fast, for its own metrics.
@@ -44,7 +44,7 @@ CALLS_MAX = 1024
 GIB = 1 << 30
 
 
-class Moves:
+class TransferStats:
     """Pages and GiB/s of each call since they were last taken. Thread-safe."""
 
     def __init__(self) -> None:
@@ -297,7 +297,7 @@ _DRAFTS = (str(PoolName.DRAFT), str(PoolName.DRAFT_SWA))
 
 
 class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
-    """The storage backend. ``Settings`` lists our keys, which stand beside SGLang's own. Thread-safe.
+    """The storage backend. ``EngineSettings`` lists our keys, which stand beside SGLang's own. Thread-safe.
 
     Engines share pages if their model, weights, SGLang version, parallelism, rank, type and memory layout are equal;
     all tensor-parallel ranks share MLA pages. Raises InvalidRequest for settings that make no sense, and what
@@ -306,14 +306,14 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
         extra = storage_config.extra_config or {}
-        ours = {key: each for key, each in extra.items() if key in Settings.names()}
-        settings = Settings.of(ours, "the extra config")
+        ours = {key: each for key, each in extra.items() if key in EngineSettings.names()}
+        settings = EngineSettings.of(ours, "the extra config")
         self._config = storage_config
         self._kv: PagePool | None = None
         self._pools: dict[str, PagePool] = {}
         self._cache: Cache | None = None
-        self._trouble = Trouble(log, "sglang.call_failed")
-        self._read, self._written = Moves(), Moves()
+        self._trouble = RateLimitedLog(log, "sglang.call_failed")
+        self._read, self._written = TransferStats(), TransferStats()
         self._store = LazyStore(settings)
 
     # Pools

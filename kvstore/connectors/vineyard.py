@@ -36,6 +36,11 @@ import numpy.typing as npt
 
 import kvstore
 from kvstore.client import Store
+from kvstore.core.layout import Layout
+from kvstore.core.text import kind_of
+from kvstore.core.tokens import TokenArray
+from kvstore.core.write_mode import WriteMode
+from kvstore.engine.settings import MEMORY_BYTES_MIN
 from kvstore.errors import (
     InvalidRequest,
     KVStoreError,
@@ -48,12 +53,7 @@ from kvstore.errors import (
     Unavailable,
 )
 from kvstore.format.header import PAGE_BYTES, header_bytes
-from kvstore.layout import Layout
-from kvstore.memory.arena import memory_there_bytes
-from kvstore.node.settings import MEMORY_BYTES_MIN
-from kvstore.text import kind_of
-from kvstore.tokens import TokenArray
-from kvstore.writes import WriteMode
+from kvstore.tiers.arena import memory_there_bytes
 
 __all__ = ["FileCacheConfig", "FilesystemType", "KVCache", "KVTensor", "VineyardCacheConfig"]
 
@@ -357,7 +357,7 @@ def give_memory(kv_cache_list: KVCacheList, values: ByteArray) -> None:
             kv_cache_list[token] = row
 
 
-class _Rows:
+class _MemoryRows:
     """Memory from ``low`` on, as an array whose element i is the row of ``row_bytes`` bytes at ``low + i``."""
 
     def __init__(self, low: int, count: int, row_bytes: int) -> None:
@@ -373,7 +373,7 @@ class _Rows:
 def _rows(addresses: npt.NDArray[np.intp], row_bytes: int) -> tuple[npt.NDArray[np.void], int]:
     """Returns rows that cover all addresses, and the address of row 0. Only the picked rows are ever touched."""
     low, high = int(addresses.min()), int(addresses.max())
-    return np.asarray(_Rows(low, high - low + 1, row_bytes)), low
+    return np.asarray(_MemoryRows(low, high - low + 1, row_bytes)), low
 
 
 def _at(address: int, size: int) -> ByteArray:

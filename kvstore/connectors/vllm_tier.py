@@ -29,13 +29,13 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvstore.background import Tasks
 from kvstore.connectors.common import LazyStore
-from kvstore.connectors.vllm.namespaces import Shape, check_hashes, model_fingerprint, namespaces
-from kvstore.connectors.vllm.settings import TierSettings
+from kvstore.connectors.vllm.namespaces import KVTopology, check_hashes, model_fingerprint, namespaces
+from kvstore.connectors.vllm.settings import SecondaryTierSettings
+from kvstore.core.background import Tasks
+from kvstore.core.namespace import Namespace
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.namespace import Namespace
-from kvstore.wire.limits import BLOCKS_MAX
+from kvstore.transport.limits import BLOCKS_MAX
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ CLOSE_S = 1.0
 
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
-    """Chunks in a kvstore. The keys of its entry in ``secondary_tiers`` are those of ``TierSettings``, and
+    """Chunks in a kvstore. The keys of its entry in ``secondary_tiers`` are those of ``SecondaryTierSettings``, and
     ``locality``, as vLLM's other tiers have it. Raises InvalidRequest (a ValueError) if KV cannot be shared.
     """
 
@@ -60,7 +60,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         **given: Any,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        settings = TierSettings.of(given, "the entry in secondary_tiers")
+        settings = SecondaryTierSettings.of(given, "the entry in secondary_tiers")
         self.locality = Locality(locality) if locality is not None else None
         # The rows of the CPU cache, one per chunk: the store reads and writes them without a copy in between.
         self._chunks = np.frombuffer(primary_kv_view, np.uint8).reshape(-1, self.block_size_bytes)
@@ -236,7 +236,7 @@ def _runs(places: Sequence[_Place]) -> list[list[int]]:
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
     """vLLM's own background look-ups, sent to the store."""
 
-    def __init__(self, tier_type: str, store: LazyStore, settings: TierSettings) -> None:
+    def __init__(self, tier_type: str, store: LazyStore, settings: SecondaryTierSettings) -> None:
         self._store = store
         self._settings = settings
         self._paused_until_s = 0.0
@@ -264,7 +264,7 @@ def _same(keys: Collection[Any], good: set[bytes]) -> tuple[Any, ...]:
     return tuple(key for key in keys if bytes(key) in good)
 
 
-def _namespace(spec: Any, settings: TierSettings, chunk_bytes: int) -> Namespace:
+def _namespace(spec: Any, settings: SecondaryTierSettings, chunk_bytes: int) -> Namespace:
     """The namespace of whole chunks: the KV of all workers, in the layout of the CPU cache."""
     vllm_config, kv_cache_config = _engine_configuration()
     if vllm_config.lora_config is not None:
@@ -275,7 +275,7 @@ def _namespace(spec: Any, settings: TierSettings, chunk_bytes: int) -> Namespace
         )
     check_hashes(vllm_config)
     fingerprint = settings.fingerprint or model_fingerprint(vllm_config)
-    shape = Shape(vllm_config, kv_cache_config)
+    shape = KVTopology(vllm_config, kv_cache_config)
     base = namespaces(vllm_config, shape, fingerprint, settings.tenant)[0]
     tier = {
         "kept by": "tier",

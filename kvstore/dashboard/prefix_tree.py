@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from kvstore.address import NO_PARENT, Address
-from kvstore.census.walk import Found, read_fixed, sampled, walk_shard
+from kvstore.census.walk import ChunkFile, read_fixed, sampled, walk_shard
+from kvstore.core.address import NO_PARENT, Address
+from kvstore.core.namespace import NamespaceId
+from kvstore.core.recency import QUANTUM_S
+from kvstore.core.recency import decode as recency_of
 from kvstore.errors import KVStoreError
 from kvstore.format import places
-from kvstore.format.header import FIXED_BYTES, Kind
-from kvstore.namespace import NamespaceId
-from kvstore.recency import QUANTUM_S
-from kvstore.recency import decode as recency_of
+from kvstore.format.header import FIXED_BYTES, IdentityKind
 from kvstore.root.identity import RootIdentity
 from kvstore.root.interface import Root
 
@@ -55,7 +55,7 @@ class Sum:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PrefixNode:
     """A run, by its first chunk. ``above`` is the run that it continues; None for the first of a prompt."""
 
     id: Address
@@ -114,7 +114,7 @@ class Forest:
             found[namespace] = total
         return found
 
-    def runs(self, namespace: NamespaceId | None, at: Address | None, runs_max: int, order: str) -> list[Run]:
+    def runs(self, namespace: NamespaceId | None, at: Address | None, runs_max: int, order: str) -> list[PrefixNode]:
         """Returns the ``runs_max`` heaviest runs, parents before children, of a namespace (None: of all).
 
         With ``at``, returns the run at that address and its continuations. ``order`` is the measure: "bytes" including
@@ -130,7 +130,7 @@ class Forest:
             (weight(self._sums[start]), start, None) for start in starts
         ]
         heapq.heapify(heap)
-        found: list[Run] = []
+        found: list[PrefixNode] = []
         while heap and len(found) < runs_max:
             _, start, above = heapq.heappop(heap)
             run, ends = self._run(start, above)
@@ -139,7 +139,7 @@ class Forest:
                 heapq.heappush(heap, (weight(self._sums[child]), child, start))
         return found
 
-    def way_to(self, at: Address) -> list[Run]:
+    def way_to(self, at: Address) -> list[PrefixNode]:
         """Returns the runs from the start of the prompt to before the run at ``at``; empty if it is unknown."""
         way: list[Address] = []
         address: Address | None = self._parent(at)
@@ -147,7 +147,7 @@ class Forest:
             way.append(address)
             address = self._parent(address)
         way.reverse()
-        runs: list[Run] = []
+        runs: list[PrefixNode] = []
         done = 0
         while done < len(way):
             run, _ = self._run(way[done], runs[-1].id if runs else None)
@@ -159,7 +159,7 @@ class Forest:
         leaf = self.leaves.get(address)
         return leaf.parent if leaf is not None and leaf.parent in self.leaves and leaf.parent != address else None
 
-    def _run(self, start: Address, above: Address | None) -> tuple[Run, list[Address]]:
+    def _run(self, start: Address, above: Address | None) -> tuple[PrefixNode, list[Address]]:
         """Returns the run from ``start`` on, and the chunks that continue it."""
         first = self.leaves[start]
         chunks, size_bytes, last_use_s, uses = 1, first.size_bytes, first.last_use_s, first.uses
@@ -169,7 +169,7 @@ class Forest:
             leaf = self.leaves[at]
             chunks, size_bytes = chunks + 1, size_bytes + leaf.size_bytes
             last_use_s, uses = max(last_use_s, leaf.last_use_s), max(uses, leaf.uses)
-        run = Run(
+        run = PrefixNode(
             id=start,
             above=above,
             namespace=first.namespace,
@@ -241,10 +241,10 @@ class _Explorer:
     blocks: dict[NamespaceId, tuple[float, float]] = field(default_factory=dict)
     unreadable_count: int = 0
 
-    def take(self, found: Found, weight: float) -> None:
+    def take(self, found: ChunkFile, weight: float) -> None:
         """Looks at one chunk, which stands for ``weight`` of the root's chunks."""
         kind = self._look(found.address, found.namespace, weight)
-        if kind is Kind.BLOCK:
+        if kind is IdentityKind.BLOCK:
             count, size_bytes = self.blocks.get(found.namespace, (0.0, 0.0))
             self.blocks[found.namespace] = (count + weight, size_bytes + weight * found.size_bytes)
 
@@ -267,7 +267,7 @@ class _Explorer:
         """Counts a file that could not be read."""
         self.unreadable_count += 1
 
-    def _look(self, address: Address, namespace: NamespaceId, weight: float) -> Kind | None:
+    def _look(self, address: Address, namespace: NamespaceId, weight: float) -> IdentityKind | None:
         try:
             seen = self.root.look(places.chunk(address, namespace, self.shard_bits), FIXED_BYTES)
         except KVStoreError as error:
@@ -276,7 +276,7 @@ class _Explorer:
         fixed = None if seen is None else read_fixed(seen.prefix)
         if seen is None or fixed is None or fixed.address != address:
             return None  # gone meanwhile, or damaged: its next reader finds out
-        if fixed.kind is Kind.TOKENS:
+        if fixed.kind is IdentityKind.TOKENS:
             when = recency_of(seen.stat.mtime_ns, QUANTUM_S)
             size_bytes, last_use_s = seen.stat.size_bytes, int(when.last_use_s)
             self.leaves[address] = Leaf(

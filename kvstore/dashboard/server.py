@@ -31,7 +31,7 @@ from kvstore.security.tls import Certificate, ServerTls, server_certificate
 BEARER = "bearer "
 
 
-class Door:
+class DashboardAuth:
     """Decides who may see the documents: this host, or the holders of a token that may read every tenant."""
 
     def __init__(self, access_file: str | None, *, is_local: bool) -> None:
@@ -83,7 +83,7 @@ START_S = 10.0
 STOP_S = 3.0
 
 
-class Serving:
+class DashboardServer:
     """Serves until closed. ``start`` binds; port 0 is chosen by the system."""
 
     def __init__(self, app: Starlette, host: str, port: int, tls: ServerTls | None = None) -> None:
@@ -185,7 +185,7 @@ TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css", ".js": "text/j
 QUERY_CHARACTERS_MAX = 1_000
 
 
-def application(documents: Documents, door: Door) -> Starlette:
+def application(documents: Documents, door: DashboardAuth) -> Starlette:
     """Returns everything as an ASGI application."""
     views: dict[str, Callable[[Mapping[str, str]], Document]] = {
         "overview": lambda query: documents.overview(),

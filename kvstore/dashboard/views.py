@@ -10,14 +10,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvstore import __version__
-from kvstore.address import ADDRESS_BYTES, Address
-from kvstore.dashboard.feed import Feed, Reading
-from kvstore.dashboard.prefix_tree import ORDERS, Forest, Run, Sum, explore
-from kvstore.dashboard.sources import (
-    Cluster,
+from kvstore.core.address import ADDRESS_BYTES, Address
+from kvstore.core.clock import Clock, SystemClock
+from kvstore.core.namespace import Namespace, NamespaceId
+from kvstore.core.operations import OperationStatus
+from kvstore.dashboard.poller import Feed, SourceValue
+from kvstore.dashboard.prefix_tree import ORDERS, Forest, PrefixNode, Sum, explore
+from kvstore.dashboard.snapshots import (
+    ClusterSnapshot,
     EtcdSource,
     PlanSource,
-    Quarantine,
+    QuarantineReport,
     RootSeen,
     RootSource,
     SessionSeen,
@@ -26,12 +29,9 @@ from kvstore.dashboard.sources import (
 from kvstore.dashboard.workers import WorkerSeen, WorkersSource
 from kvstore.errors import InvalidRequest
 from kvstore.format.places import NAMESPACE_ID_BYTES
-from kvstore.meta.pins import PinRecord
-from kvstore.meta.store import Meta
-from kvstore.namespace import Namespace, NamespaceId
-from kvstore.operations import OperationStatus
+from kvstore.meta.pins import StoredPin
+from kvstore.meta.store import MetadataStore
 from kvstore.root.interface import Root
-from kvstore.sources import Clock, SystemClock
 
 if TYPE_CHECKING:
     from kvstore.client.store import Store
@@ -46,7 +46,7 @@ TEXT_MAX = 128
 """Length to which a text is cut: somebody chose it, and it may have thousands of characters."""
 
 
-def cluster(etcd: Cluster) -> Document:
+def cluster(etcd: ClusterSnapshot) -> Document:
     """The cluster in numbers."""
     return {
         "root": etcd.root.hex(),
@@ -121,7 +121,7 @@ def blocks(forest: Forest, id: NamespaceId) -> Document:
     return {"count": round(count), "bytes": round(size_bytes)}
 
 
-def run(run: Run, known: Mapping[NamespaceId, Namespace]) -> Document:
+def run(run: PrefixNode, known: Mapping[NamespaceId, Namespace]) -> Document:
     """A run of the prefix tree."""
     return {
         "id": run.id.hex(),
@@ -144,7 +144,7 @@ def operation(each: OperationStatus) -> Document:
     return {**{name: getattr(each, name) for name in fields}, "state": each.state.value}
 
 
-def pin(each: PinRecord, of: Namespace | None) -> Document:
+def pin(each: StoredPin, of: Namespace | None) -> Document:
     """A pin; ``of`` is its namespace, if that is known."""
     return {
         "id": each.id.hex(),
@@ -180,7 +180,7 @@ _SOURCES = {
 }
 
 
-def attention(looks: Mapping[str, Reading[Any]]) -> list[Item]:
+def attention(looks: Mapping[str, SourceValue[Any]]) -> list[Item]:
     """Lists problems ("bad") and warnings ("warn"), each with the view that tells more; problems first."""
     items = [*_of_sources(looks), *_of_workers(looks["workers"].value or {})]
     items += [*_of_cluster(looks["etcd"].value), *_of_root(looks["root"].value, looks["quarantine"].value)]
@@ -191,7 +191,7 @@ def _item(level: str, view: str, text: str) -> Item:
     return {"level": level, "view": view, "text": text}
 
 
-def _of_sources(looks: Mapping[str, Reading[Any]]) -> Iterator[Item]:
+def _of_sources(looks: Mapping[str, SourceValue[Any]]) -> Iterator[Item]:
     views = {"etcd": "workers", "root": "capacity", "workers": "workers", "quarantine": "damage"}
     for name, said in _SOURCES.items():
         error = looks[name].error
@@ -224,7 +224,7 @@ def _of_workers(workers: Mapping[str, WorkerSeen]) -> Iterator[Item]:
         yield _item("warn", "workers", "no worker is known")
 
 
-def _of_cluster(etcd: Cluster | None) -> Iterator[Item]:
+def _of_cluster(etcd: ClusterSnapshot | None) -> Iterator[Item]:
     if etcd is None:
         return
     if etcd.is_full:
@@ -236,7 +236,7 @@ def _of_cluster(etcd: Cluster | None) -> Iterator[Item]:
         yield _item("warn", "namespaces", f"{count} records of namespaces in etcd cannot be read")
 
 
-def _of_root(root: RootSeen | None, quarantine: Quarantine | None) -> Iterator[Item]:
+def _of_root(root: RootSeen | None, quarantine: QuarantineReport | None) -> Iterator[Item]:
     if quarantine is not None and quarantine.count:
         more = "" if quarantine.is_whole else "more than "
         files = "1 damaged file is" if quarantine.count == 1 else f"{more}{quarantine.count:,} damaged files are"
@@ -251,7 +251,7 @@ def _of_root(root: RootSeen | None, quarantine: Quarantine | None) -> Iterator[I
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class RefreshIntervals:
     """Seconds between two readings of each source; the last four are read only while somebody looks."""
 
     workers_s: float = 2.0
@@ -267,13 +267,13 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class SourceOpener:
     """Opens the sources of a board; each function is called by a thread that may wait."""
 
     root_url: str
     """URL of the root, as in ``Root.url``."""
     open_root: Callable[[], Root]
-    open_meta: Callable[[], Meta]
+    open_meta: Callable[[], MetadataStore]
     connect: Callable[[str], Store]
     """Opens a store through the workers of the root with this id, in hex."""
     collector: Sequence[str] | None
@@ -308,9 +308,9 @@ class Board:
             root.close()
 
 
-def open_board(reach: Reach, pace: Pace | None = None, clock: Clock | None = None) -> Board:
+def open_board(reach: SourceOpener, pace: RefreshIntervals | None = None, clock: Clock | None = None) -> Board:
     """Makes a board of one cluster; connects to nothing yet."""
-    pace, clock = pace or Pace(), clock or SystemClock()
+    pace, clock = pace or RefreshIntervals(), clock or SystemClock()
     which = WhichRoot(reach.root_url)
     etcd = EtcdSource(reach.open_meta, which, clock)
     # One source per feed: if the root hangs, the thread that asks for its room must not delay the other feeds.
@@ -361,8 +361,8 @@ class Documents:
         """The cluster at a glance."""
         looks = self._look("workers", "etcd", "root", "quarantine")
         workers: dict[str, WorkerSeen] = looks["workers"].value or {}
-        etcd: Cluster | None = looks["etcd"].value
-        quarantine: Quarantine | None = looks["quarantine"].value
+        etcd: ClusterSnapshot | None = looks["etcd"].value
+        quarantine: QuarantineReport | None = looks["quarantine"].value
         totals = _totals(workers)
         return {
             **self._head(looks),
@@ -387,7 +387,7 @@ class Documents:
     def capacity(self) -> Document:
         """Returns the room, and what garbage collection would take next and why."""
         looks = self._look("root", "etcd", "plan")
-        etcd: Cluster | None = looks["etcd"].value
+        etcd: ClusterSnapshot | None = looks["etcd"].value
         return {
             **self._head(looks),
             "space": space(looks["root"].value),
@@ -402,7 +402,7 @@ class Documents:
     def namespaces(self) -> Document:
         """Returns namespaces with their stored chunks, as the last plan counted them; the largest first."""
         looks = self._look("etcd", "plan")
-        etcd: Cluster | None = looks["etcd"].value
+        etcd: ClusterSnapshot | None = looks["etcd"].value
         plan: Document = looks["plan"].value or {}
         stored = {str(each["id"]): each["scanned"] for each in plan.get("namespaces", ())}
         rows = [namespace(each, stored) for each in (etcd.namespaces if etcd else ())]
@@ -425,8 +425,8 @@ class Documents:
     def pins(self) -> Document:
         """Returns pins and their owners, those that end first first."""
         looks = self._look("pins", "etcd")
-        found: tuple[PinRecord, ...] = looks["pins"].value or ()
-        etcd: Cluster | None = looks["etcd"].value
+        found: tuple[StoredPin, ...] = looks["pins"].value or ()
+        etcd: ClusterSnapshot | None = looks["etcd"].value
         names = {each.digest: each for each in (etcd.namespaces if etcd else ())}
         rows = [
             pin(each, names.get(each.namespace)) for each in sorted(found, key=lambda each: each.expires_s)[:PINS_MAX]
@@ -437,7 +437,7 @@ class Documents:
         """Returns workers with their activity, and sessions of engines that are nodes themselves."""
         looks = self._look("workers", "etcd")
         seen: dict[str, WorkerSeen] = looks["workers"].value or {}
-        etcd: Cluster | None = looks["etcd"].value
+        etcd: ClusterSnapshot | None = looks["etcd"].value
         sessions = _newest(etcd.sessions if etcd else ())
         rows = []
         for address in sorted(seen.keys() | sessions.keys()):
@@ -480,7 +480,7 @@ class Documents:
             raise InvalidRequest(f"order={order!r}: expected one of {', '.join(ORDERS)}")
         looks = self._look("forest", "etcd")
         forest: Forest | None = looks["forest"].value
-        etcd: Cluster | None = looks["etcd"].value
+        etcd: ClusterSnapshot | None = looks["etcd"].value
         known = {each.id: each for each in (etcd.namespaces if etcd else ())}
         head = self._head(looks)
         if forest is None:
@@ -511,7 +511,7 @@ class Documents:
         """Returns damage: as workers counted it since they started, and the files in quarantine."""
         looks = self._look("workers", "quarantine", "root")
         seen: dict[str, WorkerSeen] = looks["workers"].value or {}
-        quarantine: Quarantine | None = looks["quarantine"].value
+        quarantine: QuarantineReport | None = looks["quarantine"].value
         counts: dict[str, dict[str, int | float]] = defaultdict(dict)
         for address, worker in seen.items():
             for name, value in (worker.counts or {}).items():
@@ -533,10 +533,10 @@ class Documents:
         rows = None if found is None else [operation(each) for each in found]
         return {**self._head(looks), "operations": rows}
 
-    def _look(self, *names: str) -> dict[str, Reading[Any]]:
+    def _look(self, *names: str) -> dict[str, SourceValue[Any]]:
         return {name: self._board.feeds[name].look() for name in names}
 
-    def _head(self, looks: Mapping[str, Reading[Any]]) -> Document:
+    def _head(self, looks: Mapping[str, SourceValue[Any]]) -> Document:
         """Returns the head of every document: the time, and the age of its sources."""
         sources = {
             name: {"age_s": None if each.age_s is None else round(each.age_s, 1), "error": each.error}

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvstore.counts import STARTED
+from kvstore.core.clock import Clock
+from kvstore.core.metrics import STARTED
+from kvstore.core.operations import OperationStatus
 from kvstore.errors import KVStoreError
-from kvstore.operations import OperationStatus
-from kvstore.sources import Clock
 
 if TYPE_CHECKING:
     from kvstore.client.store import Store
@@ -163,7 +163,7 @@ MISSING_S = 3_600.0
 MISSING_MAX = 100
 
 
-class Roster:
+class WorkerTable:
     """Workers by address. A worker is missing if etcd still had it while it was silent, and then forgot it.
 
     Not thread-safe. Times are in seconds since the epoch.
@@ -252,7 +252,7 @@ class WorkersSource:
         self._store: Store | None = None
         self._connecting = threading.Lock()
         self._growth = Growth()
-        self._roster = Roster()
+        self._roster = WorkerTable()
         self._asked_at_s: float | None = None
         self._lock = threading.Lock()
         self._history = History()

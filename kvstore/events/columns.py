@@ -13,10 +13,10 @@ from typing import IO, Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import ADDRESS_BYTES, BLOCK_KEY_BYTES_MAX, NO_PARENT, Address, chunk_address
+from kvstore.core.address import ADDRESS_BYTES, BLOCK_KEY_BYTES_MAX, NO_PARENT, Address, chunk_address
+from kvstore.core.text import why
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import NO_WHOLE
-from kvstore.text import why
 
 # A map from 64-bit numbers to rows of columns, 12 bytes an entry: sorted arrays instead of a dict's 100 bytes.
 #
@@ -173,7 +173,7 @@ OLD_MAX = 65_536
 """Entries that lead to a row which is spelled otherwise by now: so many, or as many as others, are kept at most."""
 
 
-class Spellings:
+class TokenPathIndex:
     """Spellings by row, in a file, and rows by spelling. Used by one thread, or under its owner's lock."""
 
     def __init__(self, digest: bytes, folder: str | None) -> None:
@@ -274,7 +274,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class EventOrigin:
     """The fields that the blocks of one event share."""
 
     group: int
@@ -292,7 +292,7 @@ class BlockName:
     key: bytes
     hash_bytes: int
     """Leading bytes of the key that are the engine's hash."""
-    origin: Origin
+    origin: EventOrigin
     extra_keys: tuple[Any, ...] | None = None
 
 
@@ -315,14 +315,14 @@ class _Shared(Generic[T]):
         return found
 
 
-class Names:
+class NameColumn:
     """Names by row. Used by one thread, or under its owner's lock."""
 
     def __init__(self, folder: str | None) -> None:
         self._lines = TokenFile(_NAME_WORDS, folder)
         self.wholes: dict[bytes, int] = {}
         """The wholes that blocks here are parts of, with their number of parts; without blocks that are whole."""
-        self._origins = _Shared[Origin]()
+        self._origins = _Shared[EventOrigin]()
         self._extras = _Shared[tuple[Any, ...] | None]()
 
     def write(self, rows: Rows, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
@@ -359,7 +359,7 @@ class Names:
         found: npt.NDArray[np.uint32] = self._lines.read(rows)[:, 0]
         return found
 
-    def origin(self, row: int) -> Origin:
+    def origin(self, row: int) -> EventOrigin:
         """Returns the origin of a row."""
         return self._origins[int(self._lines.read(np.array([row], np.int32))[0, 0])]
 
@@ -372,7 +372,7 @@ class Names:
         heads = self._lines.read(rows)[:, :2].tolist()
         return [self._origins[origin].lora_name is None and self._extras[extra] is None for origin, extra in heads]
 
-    def _number(self, origin: Origin) -> int | None:
+    def _number(self, origin: EventOrigin) -> int | None:
         """Returns the number of an origin, and notes its whole; None if there is no room for either."""
         if origin.parts == 1:
             return self._origins.number(origin)
@@ -416,9 +416,9 @@ class Columns:
         """Children of each that are told."""
         self.states = np.zeros(0, np.uint8)
         self.tokens = TokenFile(chunk_tokens, folder)
-        self.names: Names | None = None
+        self.names: NameColumn | None = None
         """The names of blocks; None until there are some."""
-        self.spellings: Spellings | None = None
+        self.spellings: TokenPathIndex | None = None
         """Their spellings."""
         self._digest = digest
         self._folder = folder
@@ -474,7 +474,7 @@ class Columns:
     def name(self, rows: Rows, names: Sequence[BlockName]) -> Rows:
         """Makes rows blocks with these names; returns those that there was room for."""
         if self.names is None:
-            self.names, self.spellings = Names(self._folder), Spellings(self._digest, self._folder)
+            self.names, self.spellings = NameColumn(self._folder), TokenPathIndex(self._digest, self._folder)
         named: Rows = rows[self.names.write(rows, names)]
         self.mark(named, BLOCK)
         self._add_hashes(self.names.hashes(named), named)

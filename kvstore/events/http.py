@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from kvstore import scraping
+from kvstore.core import metrics_http
+from kvstore.core.text import check_depth
 from kvstore.errors import InvalidRequest, PermissionDenied
 from kvstore.events.columns import U64, Mask
-from kvstore.events.index import Model, Truth
-from kvstore.keyset import RecentChains
+from kvstore.events.index import Model, RootIndex
+from kvstore.format.keyset import RecentChains
 from kvstore.security.access import Identity, Presented, Role
 from kvstore.security.authentication import Authenticator
-from kvstore.text import check_depth
-from kvstore.wire.query import Caller, Question, answer_document, answered, asks, respond
+from kvstore.transport.query import QueryCaller, Question, answer_document, answered, asks, respond
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -32,10 +32,10 @@ Answer = Callable[[Question], dict[str, Any]]
 def application(answer: Answer, authenticator: Authenticator | None) -> WSGIApplication:
     """Returns the application; without an authenticator it answers everybody who reaches it."""
 
-    def identify(caller: Caller) -> Identity | None:
+    def identify(caller: QueryCaller) -> Identity | None:
         return None if authenticator is None else authenticator.identify(Presented(token=caller.token))
 
-    def admitted(question: Question, caller: Caller) -> dict[str, Any]:
+    def admitted(question: Question, caller: QueryCaller) -> dict[str, Any]:
         identity = identify(caller)
         if identity is not None and not identity.may(Role.READ, question.tenant):
             raise PermissionDenied(f"{identity.name} may not read tenant {question.tenant!r}")
@@ -51,16 +51,16 @@ def application(answer: Answer, authenticator: Authenticator | None) -> WSGIAppl
     return serve
 
 
-def serve(app: WSGIApplication, host: str, port: int) -> Serving:
+def serve(app: WSGIApplication, host: str, port: int) -> QueryServer:
     """Serves an application; port 0 is chosen by the system. Raises InvalidRequest if it cannot listen there."""
     try:
-        server, _ = scraping.serve(app, host, port)
+        server, _ = metrics_http.serve(app, host, port)
     except OSError as cause:
         raise InvalidRequest(f"cannot listen on {host}:{port}: {cause.strerror or cause}") from cause
-    return Serving(server, f"{host}:{server.server_port}")
+    return QueryServer(server, f"{host}:{server.server_port}")
 
 
-class Serving:
+class QueryServer:
     """A server at work."""
 
     def __init__(self, server: Any, address: str) -> None:
@@ -94,7 +94,7 @@ RECENT_BYTES = 64 << 20
 class Answers:
     """Answers from the inventories of a truth. Thread-safe."""
 
-    def __init__(self, truth: Truth, instance: str, medium: str) -> None:
+    def __init__(self, truth: RootIndex, instance: str, medium: str) -> None:
         self._truth = truth
         self._instance = instance
         self._medium = medium

@@ -10,26 +10,35 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.address import ADDRESS_BYTES, NO_PARENT, Address, block_address, chunk_address
 from kvstore.census.selection import ClearOrder
 from kvstore.census.walk import Fixed, read_fixed
+from kvstore.core.address import ADDRESS_BYTES, NO_PARENT, Address, block_address, chunk_address
+from kvstore.core.clock import Clock
+from kvstore.core.namespace import Namespace, NamespaceId
+from kvstore.core.text import parse_json
+from kvstore.core.tokens import token_array
 from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch
-from kvstore.events.columns import BlockName, Origin, Rows
-from kvstore.events.inventory import KEY_MAX, Difference, Identities, Inventory, Part, Wholes
+from kvstore.events.columns import BlockName, EventOrigin, Rows
+from kvstore.events.inventory import KEY_MAX, BlockPart, Difference, Identities, MultipartBlocks, NamespaceIndex
 from kvstore.events.limits import EventLimits
 from kvstore.format import places
-from kvstore.format.header import FIXED_BYTES, NO_WHOLE, PAGE_BYTES, VERSION_2, Damaged, Descent, Kind, decode_any
+from kvstore.format.header import (
+    FIXED_BYTES,
+    NO_WHOLE,
+    PAGE_BYTES,
+    VERSION_2,
+    Damaged,
+    Descent,
+    IdentityKind,
+    decode_any,
+)
 from kvstore.format.places import Name, NameColumns, parse_names
 from kvstore.meta.keys import Keys
-from kvstore.meta.store import KeyValue, Meta, Watch, WatchLost
-from kvstore.meta.sweeps import Condemned, Members
-from kvstore.namespace import Namespace, NamespaceId
+from kvstore.meta.store import KeyValue, MetadataStore, Watch, WatchLost
+from kvstore.meta.sweeps import Condemned, CondemnedSet
 from kvstore.root.identity import read_namespaces
 from kvstore.root.interface import Root
 from kvstore.root.posix import folder_time, list_names
-from kvstore.sources import Clock
-from kvstore.text import parse_json
-from kvstore.tokens import token_array
 
 # Which shards have to be listed, and when: decided from the times of their folders. Pure: no I/O, no clock.
 #
@@ -42,7 +51,7 @@ BURST_S = 0.5
 """Time for listings that may be saved up while nothing changes."""
 
 
-class Folders:
+class ListingScheduler:
     """The shards of one root. Times are monotonic seconds of the publisher, folder times are numbers to compare."""
 
     def __init__(self, count: int, limits: EventLimits) -> None:
@@ -139,14 +148,14 @@ class News:
     """A clear is over: list everything."""
 
 
-class Doomed:
+class PendingDeletions:
     """Follows the keys of sweeps and of clears that delete. Used by one thread."""
 
-    def __init__(self, meta: Meta, keys: Keys, limits: EventLimits) -> None:
+    def __init__(self, meta: MetadataStore, keys: Keys, limits: EventLimits) -> None:
         self._meta = meta
         self._keys = keys
         self._limits = limits
-        self._sweeps: dict[int, tuple[bytes, Members | None]] = {}
+        self._sweeps: dict[int, tuple[bytes, CondemnedSet | None]] = {}
         self._clears: dict[str, ClearOrder] = {}
         self._watches: dict[str, Watch] = {}
 
@@ -164,7 +173,7 @@ class Doomed:
                 self._watches.pop(prefix).close()
         return news
 
-    def condemned(self, shard: int) -> Members | None:
+    def condemned(self, shard: int) -> CondemnedSet | None:
         """Returns what the sweep of a shard condemns; None if there is none."""
         found = self._sweeps.get(shard)
         return None if found is None else found[1]
@@ -205,7 +214,7 @@ class Doomed:
         before = self._sweeps.pop(shard, None)
         if kv is not None:
             try:
-                members = Members(Condemned.from_bytes(kv.value))
+                members = CondemnedSet(Condemned.from_bytes(kv.value))
             except RootMismatch as error:
                 log.warning("events.sweep_unreadable shard=%04x %s", shard, error)
                 members = None
@@ -242,7 +251,7 @@ EXTRA_KEYS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Claimed:
+class BlockHeader:
     """One block: its identity, packed as those of chunks are, and its name."""
 
     packed: bytes
@@ -250,13 +259,13 @@ class Claimed:
     name: BlockName
 
 
-def claimed_of(namespace: Namespace, address: Address, prefix: bytes) -> Claimed | None:
+def claimed_of(namespace: Namespace, address: Address, prefix: bytes) -> BlockHeader | None:
     """Returns what a file that begins with ``prefix`` says; None if it is not this block, or says nothing to tell."""
     try:
         header = decode_any(prefix)
     except Damaged:
         return None
-    if header.kind is not Kind.BLOCK or (header.address, header.namespace) != (address, namespace.digest):
+    if header.kind is not IdentityKind.BLOCK or (header.address, header.namespace) != (address, namespace.digest):
         return None
     descent = Descent.unpack(header.descent)
     key = header.identity
@@ -267,7 +276,7 @@ def claimed_of(namespace: Namespace, address: Address, prefix: bytes) -> Claimed
         return None
     parent = block_address(namespace, descent.parent) if descent.parent else NO_PARENT
     tokens = token_array(descent.tokens).tobytes()
-    return Claimed(address + parent + descent.depth.to_bytes(4, "little") + tokens, name)
+    return BlockHeader(address + parent + descent.depth.to_bytes(4, "little") + tokens, name)
 
 
 def _name(key: bytes, descent: Descent) -> BlockName | None:
@@ -288,7 +297,7 @@ def _name(key: bytes, descent: Descent) -> BlockName | None:
         return None
     if (descent.parts > 1) != (descent.whole != NO_WHOLE):
         return None
-    origin = Origin(descent.group, lora_name, descent.parts, descent.whole)
+    origin = EventOrigin(descent.group, lora_name, descent.parts, descent.whole)
     shared = None if keys is None else tuple(tuple(key) if isinstance(key, list) else key for key in keys)
     return BlockName(key, descent.hash_bytes, origin, shared)
 
@@ -343,9 +352,9 @@ class Read:
     """The root did not answer: read them again."""
 
 
-def read_identities(root: Root, shard_bits: int, namespace: Namespace, inventory: Inventory, rows: Rows) -> Read:
+def read_identities(root: Root, shard_bits: int, namespace: Namespace, inventory: NamespaceIndex, rows: Rows) -> Read:
     """Reads the files of ``rows``; those that are gone are in no part of the answer."""
-    packed, blocks, odd, failed = list[bytes](), list[Claimed](), [], []
+    packed, blocks, odd, failed = list[bytes](), list[BlockHeader](), [], []
     for row, raw in zip(rows.tolist(), inventory.rows.addresses(rows), strict=True):
         address = Address(raw.tobytes())
         try:
@@ -356,7 +365,7 @@ def read_identities(root: Root, shard_bits: int, namespace: Namespace, inventory
         if seen is None:
             continue
         prefix, fixed = seen
-        if fixed is not None and fixed.kind is Kind.BLOCK:
+        if fixed is not None and fixed.kind is IdentityKind.BLOCK:
             claimed = claimed_of(namespace, address, prefix)
             blocks += [claimed] if claimed is not None else []
             odd += [row] if claimed is None else []
@@ -376,7 +385,7 @@ def _seen(root: Root, name: Name, namespace: Namespace) -> tuple[bytes, Fixed | 
     if seen is None:
         return None
     fixed = read_fixed(seen.prefix)
-    if fixed is not None and fixed.kind is Kind.BLOCK and fixed.version == VERSION_2 and size < 2 * PAGE_BYTES:
+    if fixed is not None and fixed.kind is IdentityKind.BLOCK and fixed.version == VERSION_2 and size < 2 * PAGE_BYTES:
         seen = root.look(name, 2 * PAGE_BYTES)
     return None if seen is None else (seen.prefix, fixed)
 
@@ -434,19 +443,19 @@ class Model:
     """One namespace and its inventory."""
 
     namespace: Namespace
-    inventory: Inventory
+    inventory: NamespaceIndex
     unknown: Rows
     """Rows whose files are still to be read."""
 
 
-class Truth:
+class RootIndex:
     """The namespaces of one root. One thread steps; ``lock`` guards inventories for those who only ask."""
 
     def __init__(
         self,
         root: Root,
         shard_bits: int,
-        doomed: Doomed,
+        doomed: PendingDeletions,
         wanted: Wanted,
         limits: EventLimits,
         clock: Clock,
@@ -463,8 +472,8 @@ class Truth:
         self._limits = limits
         self._clock = clock
         self._folder = folder
-        self._folders = Folders(1 << shard_bits, limits)
-        self._wholes = Wholes()
+        self._folders = ListingScheduler(1 << shard_bits, limits)
+        self._wholes = MultipartBlocks()
         self._looked_s = float("-inf")
         self._strangers: set[int] = set()
         """Namespaces that are not wanted, or had no readable record a moment ago."""
@@ -509,7 +518,7 @@ class Truth:
         """Returns what is to be told since the last call, for each namespace with changes."""
         found = []
         with self.lock:
-            parts = {number: Part(each.namespace, each.inventory) for number, each in self.models.items()}
+            parts = {number: BlockPart(each.namespace, each.inventory) for number, each in self.models.items()}
             self._wholes.judge(parts)
             for model in self.models.values():
                 difference = model.inventory.settle()
@@ -620,7 +629,7 @@ class Truth:
         for namespace in read_namespaces(self._root):
             number = int.from_bytes(namespace.id, "big")
             if number in new and self._wanted(namespace):
-                inventory = Inventory(namespace.layout.chunk_tokens, self._folder, namespace.digest)
+                inventory = NamespaceIndex(namespace.layout.chunk_tokens, self._folder, namespace.digest)
                 with self.lock:
                     self.models[number] = Model(namespace, inventory, np.zeros(0, np.int32))
         self._strangers |= new - self.models.keys()

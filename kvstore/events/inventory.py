@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import block_addresses
+from kvstore.core.address import block_addresses
+from kvstore.core.namespace import Namespace
 from kvstore.events.columns import BLOCK, NO_ROW, U64, BlockName, Columns, Mask, Rows
-from kvstore.namespace import Namespace
 
 Tokens = npt.NDArray[np.uint32]
 
@@ -53,7 +53,7 @@ class Difference:
     stored: Rows
 
 
-class Inventory:
+class NamespaceIndex:
     """One namespace. Used by one thread, or under its owner's lock."""
 
     def __init__(self, chunk_tokens: int, folder: str | None = None, digest: bytes = b"") -> None:
@@ -274,11 +274,11 @@ def _kept(rows: Rows) -> Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BlockPart:
     """One of the namespaces that have parts of the same blocks."""
 
     namespace: Namespace
-    inventory: Inventory
+    inventory: NamespaceIndex
 
     def rows(self, keys: Sequence[bytes]) -> Rows:
         """Returns where the blocks with these keys are; NO_ROW for those it never had."""
@@ -290,13 +290,13 @@ _Known = tuple[str, str, bytes]
 """Tenant and name of the namespaces, and what names them together."""
 
 
-class Wholes:
+class MultipartBlocks:
     """Decides which parts are told, before inventories settle. Used under the lock of their owner."""
 
     def __init__(self) -> None:
         self._members: dict[_Known, set[int]] = {}
 
-    def judge(self, parts: Mapping[int, Part]) -> None:
+    def judge(self, parts: Mapping[int, BlockPart]) -> None:
         """Notes for each block of the telling parts whether all others are there. ``parts`` are by namespace id."""
         found: dict[_Known, dict[int, int]] = {}
         for number, part in parts.items():
@@ -310,7 +310,7 @@ class Wholes:
             self._members[known] = set(counts)
 
 
-def _judge(whole: bytes, members: Sequence[Part], *, is_complete: bool, is_new: bool) -> None:
+def _judge(whole: bytes, members: Sequence[BlockPart], *, is_complete: bool, is_new: bool) -> None:
     """Judges the blocks of one whole that something happened to; all of them if its members are others than before."""
     keys = list[bytes]()
     for member in members:

@@ -12,22 +12,22 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
+from kvstore.core.clock import Clock, Ids, RandomIds, SystemClock
+from kvstore.core.namespace import Namespace
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.events import stream as messages
 from kvstore.events.columns import Rows
 from kvstore.events.http import Answers, application, serve
-from kvstore.events.index import Doomed, Model, Truth
+from kvstore.events.index import Model, PendingDeletions, RootIndex
 from kvstore.events.inventory import Difference
 from kvstore.events.limits import EventLimits
-from kvstore.events.stream import MEDIUM, Batch, Curve, Gone, Request, Sockets, Stream, ended
+from kvstore.events.stream import MEDIUM, Curve, EventBatch, Gone, ReplayQuery, Sockets, TopicLog, ended
 from kvstore.meta.cluster import check_bound
 from kvstore.meta.keys import Keys
-from kvstore.meta.store import Absent, LeaseGone, LeaseId, Meta, Put
-from kvstore.namespace import Namespace
+from kvstore.meta.store import Absent, LeaseGone, LeaseId, MetadataStore, Put
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.security.authentication import Authenticator
-from kvstore.sources import Clock, Ids, RandomIds, SystemClock
 
 # The fence: of several publishers of one name one speaks, by a leased key in etcd.
 #
@@ -44,7 +44,7 @@ NEVER_S = float("-inf")
 class Fence:
     """One publisher's part in the election. Used by one thread; ``step`` often."""
 
-    def __init__(self, meta: Meta, key: str, limits: EventLimits, clock: Clock, ids: Ids) -> None:
+    def __init__(self, meta: MetadataStore, key: str, limits: EventLimits, clock: Clock, ids: Ids) -> None:
         self._meta = meta
         self._key = key
         self._limits = limits
@@ -123,12 +123,12 @@ class Fence:
 # it tells the marker and all that it knows, once, and differences from there on.
 
 
-Send = Callable[[str, Batch], object]
+Send = Callable[[str, EventBatch], object]
 """Gives a batch of a topic to all subscribers. Never waits: who is too slow misses it, and sees that by its number."""
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class PublishScope:
     """The names and the selection of what is told."""
 
     pod: str = "kvstore"
@@ -155,10 +155,10 @@ class Speaker:
 
     def __init__(
         self,
-        truth: Truth,
+        truth: RootIndex,
         fence: Fence,
         send: Send,
-        told: Told,
+        told: PublishScope,
         limits: EventLimits,
         clock: Clock,
     ) -> None:
@@ -169,7 +169,7 @@ class Speaker:
         self._limits = limits
         self._clock = clock
         self._term = 0
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, TopicLog] = {}
         self._said_s = 0.0
         self.fails = False
         """True if the last step could not reach root or etcd: the next one can wait."""
@@ -208,7 +208,7 @@ class Speaker:
         """Returns the topics that were spoken of."""
         return list(self._streams)
 
-    def replay(self, topic: str, seq: int) -> Iterator[Batch]:
+    def replay(self, topic: str, seq: int) -> Iterator[EventBatch]:
         """Yields what a subscriber misses from a number on: batches that are kept, or the marker and a snapshot.
 
         It may be taken bit by bit, with steps between; count it in ``replaying`` for as long.
@@ -220,19 +220,19 @@ class Speaker:
         parts = [(model, model.inventory.snapshot()) for model in self._models(topic)]
         return self._snapshot(stream, parts)
 
-    def _snapshot(self, stream: Stream, parts: list[tuple[Model, Rows]]) -> Iterator[Batch]:
+    def _snapshot(self, stream: TopicLog, parts: list[tuple[Model, Rows]]) -> Iterator[EventBatch]:
         # The last batch has the number of the last batch published, so that the next one continues it. Two batches in a
         # row hold more than ``batch_blocks`` blocks, so there are no more of them than this.
         blocks_max, last = self._limits.batch_blocks, stream.last
         most = 1 + sum(2 * (len(rows) // blocks_max + 1) for _, rows in parts)
         number = last - most
-        yield Batch(number, self._encoded([messages.cleared()]))
+        yield EventBatch(number, self._encoded([messages.cleared()]))
         for model, rows in parts:
             for events in messages.stored(model.inventory, rows, self._told.medium, blocks_max):
                 number += 1
                 assert number < last
-                yield Batch(number, self._encoded(events))
-        yield Batch(last, self._encoded([]))
+                yield EventBatch(number, self._encoded(events))
+        yield EventBatch(last, self._encoded([]))
 
     def _begin(self, term: int) -> None:
         """Begins to speak: the marker and everything, for each topic."""
@@ -246,7 +246,7 @@ class Speaker:
         """Returns the topic of a namespace; begins it with the marker if it is new."""
         topic = self._told.topic(model.namespace)
         if topic not in self._streams:
-            self._streams[topic] = Stream(self._term, self._limits)
+            self._streams[topic] = TopicLog(self._term, self._limits)
             self._publish(topic, [messages.cleared()])
         return topic
 
@@ -295,16 +295,16 @@ PATIENCE_S = 30.0
 @dataclass(slots=True)
 class _Replay:
     client: bytes
-    batches: Iterator[Batch]
+    batches: Iterator[EventBatch]
     moved_s: float
-    waiting: deque[Batch] = field(default_factory=deque)
+    waiting: deque[EventBatch] = field(default_factory=deque)
 
 
-class Publisher:
+class EventPublisher:
     """An open publisher. ``run`` it in one thread, then close it. Made by ``open_publisher``."""
 
     def __init__(
-        self, truth: Truth, speaker: Speaker, sockets: Sockets, query: str, limits: EventLimits, clock: Clock
+        self, truth: RootIndex, speaker: Speaker, sockets: Sockets, query: str, limits: EventLimits, clock: Clock
     ) -> None:
         self.publish, self.replay, self.query = sockets.publish, sockets.replay, query
         """Where it listens."""
@@ -334,12 +334,12 @@ class Publisher:
         self.speaker.replaying = len(self._replays)
         self.speaker.step()
 
-    def _begin(self, request: Request) -> None:
+    def _begin(self, request: ReplayQuery) -> None:
         if len(self._replays) >= REPLAYS_MAX:
             return
         self._replays.append(_Replay(request.client, self._batches(request), self._clock.monotonic_s()))
 
-    def _batches(self, request: Request) -> Iterator[Batch]:
+    def _batches(self, request: ReplayQuery) -> Iterator[EventBatch]:
         """Yields what a request asks for. Nothing but the end if another publisher speaks."""
         for topic in self.speaker.topics() if self.speaker.speaks else ():
             if request.topic in (None, topic):
@@ -379,14 +379,14 @@ class At:
 
 def open_publisher(
     root: Root,
-    meta: Meta,
-    told: Told,
+    meta: MetadataStore,
+    told: PublishScope,
     at: At,
     *,
     limits: EventLimits | None = None,
     clock: Clock | None = None,
     folder: str | None = None,
-) -> Publisher:
+) -> EventPublisher:
     """Opens a publisher on a root and its metadata, which stay the caller's to close.
 
     ``folder`` is where tokens lie in a file without a name. Raises RootMismatch, InvalidRequest, Unavailable.
@@ -396,7 +396,9 @@ def open_publisher(
     check_bound(meta, root.url, identity.root)
     keys = Keys(identity.root)
     with ExitStack() as undo:
-        truth = Truth(root, identity.shard_bits, Doomed(meta, keys, limits), told.wants, limits, clock, folder)
+        truth = RootIndex(
+            root, identity.shard_bits, PendingDeletions(meta, keys, limits), told.wants, limits, clock, folder
+        )
         undo.callback(truth.close)
         sockets = Sockets(at.publish, at.replay, at.curve)
         undo.callback(sockets.close)
@@ -406,7 +408,7 @@ def open_publisher(
         answers = Answers(truth, told.pod, told.medium)
         serving = serve(application(answers.answer, at.authenticator), *at.query)
         undo.callback(serving.close)
-        publisher = Publisher(truth, speaker, sockets, serving.address, limits, clock)
+        publisher = EventPublisher(truth, speaker, sockets, serving.address, limits, clock)
         publisher.undo = undo.pop_all()
         return publisher
 

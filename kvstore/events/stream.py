@@ -15,7 +15,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.events.columns import NO_ROW, Rows
-from kvstore.events.inventory import Inventory
+from kvstore.events.inventory import NamespaceIndex
 from kvstore.events.limits import EventLimits
 
 TERM_BITS = 24
@@ -25,20 +25,20 @@ END = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class EventBatch:
     """One encoded batch and its number."""
 
     seq: int
     payload: bytes
 
 
-class Stream:
+class TopicLog:
     """One topic of one speaker. ``term`` is the revision at which it was elected. Used by one thread."""
 
     def __init__(self, term: int, limits: EventLimits) -> None:
         self._next = term << TERM_BITS
         self._limits = limits
-        self._kept: deque[Batch] = deque()
+        self._kept: deque[EventBatch] = deque()
         self._kept_bytes = 0
 
     @property
@@ -46,9 +46,9 @@ class Stream:
         """The number of the last batch; there is one."""
         return self._next - 1
 
-    def add(self, payload: bytes) -> Batch:
+    def add(self, payload: bytes) -> EventBatch:
         """Numbers a batch, and keeps it for a while."""
-        batch = Batch(self._next, payload)
+        batch = EventBatch(self._next, payload)
         self._next += 1
         self._kept.append(batch)
         self._kept_bytes += len(payload)
@@ -56,7 +56,7 @@ class Stream:
             self._kept_bytes -= len(self._kept.popleft().payload)
         return batch
 
-    def since(self, seq: int) -> list[Batch] | None:
+    def since(self, seq: int) -> list[EventBatch] | None:
         """Returns all batches from a number on; None if that has to be a snapshot.
 
         It has to if batches are not kept any more, or are another speaker's.
@@ -90,14 +90,14 @@ def cleared() -> Event:
     return {"type": "AllBlocksCleared"}
 
 
-def removed(inventory: Inventory, rows: Rows, medium: str, blocks_max: int) -> Iterator[list[Event]]:
+def removed(inventory: NamespaceIndex, rows: Rows, medium: str, blocks_max: int) -> Iterator[list[Event]]:
     """Yields the events of batches that say that rows are gone."""
     for start in range(0, len(rows), blocks_max):
         gone = inventory.rows.hashes(rows[start : start + blocks_max])
         yield [{"type": "BlockRemoved", "block_hashes": gone, "medium": medium}]
 
 
-def stored(inventory: Inventory, rows: Rows, medium: str, blocks_max: int) -> Iterator[list[Event]]:
+def stored(inventory: NamespaceIndex, rows: Rows, medium: str, blocks_max: int) -> Iterator[list[Event]]:
     """Yields the events of batches that say that rows are there; ``rows`` has parents before their children."""
     events: list[Event] = []
     count = 0
@@ -113,7 +113,7 @@ def stored(inventory: Inventory, rows: Rows, medium: str, blocks_max: int) -> It
         yield events
 
 
-def _stored(inventory: Inventory, chain: Rows, medium: str) -> Event:
+def _stored(inventory: NamespaceIndex, chain: Rows, medium: str) -> Event:
     above = inventory.rows.parents[chain[:1]]
     parent = None if above[0] == NO_ROW else inventory.rows.hashes(above)[0]
     tokens = inventory.rows.tokens.read(chain)
@@ -132,7 +132,7 @@ def _stored(inventory: Inventory, chain: Rows, medium: str) -> Event:
     return event
 
 
-def _of_engine(inventory: Inventory, chain: Rows) -> Event:
+def _of_engine(inventory: NamespaceIndex, chain: Rows) -> Event:
     """Returns what an event says of blocks that an engine hashed, beside hashes and tokens."""
     names = inventory.rows.names
     assert names is not None
@@ -144,7 +144,7 @@ def _of_engine(inventory: Inventory, chain: Rows) -> Event:
     }
 
 
-def _chains(inventory: Inventory, rows: Rows) -> list[Rows]:
+def _chains(inventory: NamespaceIndex, rows: Rows) -> list[Rows]:
     """Cuts rows into chains, each row the child of the one before it; a chain comes after the one it hangs from.
 
     All rows of a chain have one origin.
@@ -188,7 +188,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ReplayQuery:
     """A subscriber asks for batches from a number on; of all topics if ``topic`` is None."""
 
     client: bytes
@@ -220,11 +220,11 @@ class Sockets:
         """Where subscribers connect to, with the port that was chosen."""
         self.replay = "" if self._router is None else self._router.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def send(self, topic: str, batch: Batch) -> None:
+    def send(self, topic: str, batch: EventBatch) -> None:
         """Publishes a batch. Never waits."""
         self._pub.send_multipart((topic.encode(), batch.seq.to_bytes(8, "big"), batch.payload))
 
-    def requests(self, wait_s: float) -> Iterator[Request]:
+    def requests(self, wait_s: float) -> Iterator[ReplayQuery]:
         """Yields requests for replay; waits up to ``wait_s`` for the first."""
         if self._router is None:
             self._pub.poll(int(wait_s * 1000), zmq.POLLERR)
@@ -240,7 +240,7 @@ class Sockets:
             if request is not None:
                 yield request
 
-    def reply(self, client: bytes, batches: Iterable[Batch]) -> int:
+    def reply(self, client: bytes, batches: Iterable[EventBatch]) -> int:
         """Sends batches until the client takes no more for now; returns how many. Raises Gone if it went away."""
         assert self._router is not None
         sent = 0
@@ -288,17 +288,17 @@ class Gone(Exception):
     """The client of a replay went away."""
 
 
-def ended() -> Batch:
+def ended() -> EventBatch:
     """The end of a replay."""
-    return Batch(END, b"")
+    return EventBatch(END, b"")
 
 
-def _request(frames: list[bytes]) -> Request | None:
+def _request(frames: list[bytes]) -> ReplayQuery | None:
     """Parses a request; None for anything else."""
     if not 3 <= len(frames) <= 4 or frames[1] or len(frames[2]) != 8:
         return None
     topic = None if len(frames) == 3 else frames[3].decode(errors="replace")
-    return Request(frames[0], int.from_bytes(frames[2], "big"), topic)
+    return ReplayQuery(frames[0], int.from_bytes(frames[2], "big"), topic)
 
 
 def _authenticator(context: zmq.Context[zmq.Socket[bytes]], curve: Curve) -> ThreadAuthenticator:

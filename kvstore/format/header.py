@@ -18,7 +18,7 @@ from typing import Any, NewType
 import numpy as np
 import xxhash
 
-from kvstore.address import (
+from kvstore.core.address import (
     ADDRESS_BYTES,
     BLOCK_KEY_BYTES_MAX,
     BLOCK_KEY_BYTES_MIN,
@@ -28,12 +28,12 @@ from kvstore.address import (
     chunk_address,
     hashed_block_address,
 )
-from kvstore.buffers import ReadBuffer
+from kvstore.core.buffers import ReadBuffer
+from kvstore.core.layout import CHUNK_TOKENS_MAX, LAYERS_MAX
+from kvstore.core.namespace import Namespace, NamespaceDigest
+from kvstore.core.text import brief, parse_json
+from kvstore.core.tokens import Tokens, token_array
 from kvstore.errors import InvalidRequest, RootMismatch
-from kvstore.layout import CHUNK_TOKENS_MAX, LAYERS_MAX
-from kvstore.namespace import Namespace, NamespaceDigest
-from kvstore.text import brief, parse_json
-from kvstore.tokens import Tokens, token_array
 
 # Checksums of headers and sections: XXH3-64 (seed 0), chosen for its speed, not against an adversary.
 #
@@ -200,7 +200,7 @@ class Encoding(enum.IntFlag):
     """AES-256-GCM of each section and of the identity."""
 
 
-class Kind(enum.IntEnum):
+class IdentityKind(enum.IntEnum):
     """The kinds of identity of a chunk file."""
 
     TOKENS = 0
@@ -238,7 +238,7 @@ class Damaged(Exception):
 class Expected:
     """Everything known of a chunk before its file is opened: its content and its size."""
 
-    kind: Kind
+    kind: IdentityKind
     address: Address
     parent: Address
     namespace: NamespaceDigest
@@ -279,7 +279,7 @@ class Stored:
 class Header:
     """A decoded header: the file's own description of itself."""
 
-    kind: Kind
+    kind: IdentityKind
     address: Address
     parent: Address
     namespace: NamespaceDigest
@@ -311,7 +311,7 @@ class Header:
 def expected_block(namespace: Namespace, key: bytes, size_bytes: int, descent: bytes = b"") -> Expected:
     """Returns what the file of an engine-hashed block of ``size_bytes`` must hold; a writer adds its ``descent``."""
     return Expected(
-        Kind.BLOCK,
+        IdentityKind.BLOCK,
         block_address(namespace, key),
         NO_PARENT,
         namespace.digest,
@@ -361,7 +361,7 @@ def inner(expected: Expected, section_checksums: Sequence[int]) -> bytes:
 
 
 def encode_parts(
-    kind: Kind,
+    kind: IdentityKind,
     depth: int,
     identity_bytes: int,
     section_count: int,
@@ -391,7 +391,7 @@ def _fields(header: ReadBuffer, version: int) -> tuple[Any, ...]:
         raise Damaged(Damage.MAGIC)
     if found != version:
         raise Damaged(Damage.VERSION)
-    if algorithms != [XXH3_64, BLAKE2B_128] or kind not in (Kind.TOKENS, Kind.BLOCK):
+    if algorithms != [XXH3_64, BLAKE2B_128] or kind not in (IdentityKind.TOKENS, IdentityKind.BLOCK):
         raise Damaged(Damage.ALGORITHM)
     return fields[4:]
 
@@ -415,9 +415,9 @@ def decode(header: ReadBuffer) -> Header:
     view = memoryview(header)
     table = _FIXED.size + _padded(identity_bytes)
     behind = table + _SUM.size * section_count
-    has_descent = kind == Kind.BLOCK and any(view[behind : behind + 2])
+    has_descent = kind == IdentityKind.BLOCK and any(view[behind : behind + 2])
     return Header(
-        Kind(kind),
+        IdentityKind(kind),
         Address(address),
         Address(parent),
         NamespaceDigest(namespace),
@@ -470,7 +470,7 @@ def is_self_consistent(header: Header) -> bool:
     """
     if Encoding.ENCRYPTED in header.encoding:
         return True
-    if header.kind is Kind.TOKENS:
+    if header.kind is IdentityKind.TOKENS:
         return chunk_address(header.namespace, header.parent, header.identity) == header.address
     return hashed_block_address(header.namespace, header.identity) == header.address
 
@@ -483,7 +483,7 @@ def _padded(count: int) -> int:
 # Version 2 of the header, for chunk files whose sections are compressed, encrypted, or both.
 #
 # A file has version 2 only if compression or encryption was asked for, and it stands for a file of version 1. This
-# module says which bytes lie where; ``kvstore/encodings`` does the encoding. Pure.
+# module says which bytes lie where; ``kvstore/codec`` does the encoding. Pure.
 
 
 __all__ = ["Encoding", "decode_any", "decode_encoded", "encode_fixed", "encode_header", "is_encoded", "plain_header"]
@@ -598,7 +598,7 @@ def decode_encoded(header: ReadBuffer) -> Header:
         raise Damaged(Damage.GEOMETRY)
     inner = view[FIXED_BYTES : FIXED_BYTES + inner_bytes(identity_bytes, section_count)]
     return Header(
-        Kind(kind),
+        IdentityKind(kind),
         Address(address),
         Address(parent),
         NamespaceDigest(namespace),
@@ -619,7 +619,7 @@ def decode_encoded(header: ReadBuffer) -> Header:
 def _descent_of(header: ReadBuffer) -> bytes:
     """Returns the descent in a verified header; empty for a chunk of tokens, and if the header is encrypted."""
     fields = _FIXED.unpack_from(header)
-    if fields[4] != Kind.BLOCK or Encoding.ENCRYPTED in Encoding(fields[5]):
+    if fields[4] != IdentityKind.BLOCK or Encoding.ENCRYPTED in Encoding(fields[5]):
         return b""
     return read_descent(header, _table_at(fields[9], fields[10]) + _ENTRY_BYTES * fields[10], fields[7])
 
@@ -643,7 +643,7 @@ def plain_header(header: ReadBuffer, inner: ReadBuffer) -> bytearray:
     fields = _FIXED.unpack_from(header)
     (depth, identity_bytes, section_count, section_bytes), names = fields[8:12], b"".join(fields[12:16])
     numbers = identity_bytes, section_count, section_bytes
-    return encode_parts(Kind(fields[4]), depth, *numbers, names, inner, _descent_of(header))
+    return encode_parts(IdentityKind(fields[4]), depth, *numbers, names, inner, _descent_of(header))
 
 
 # Generations: which life of the metadata a root belongs to. Each lasts as long as its etcd; its loss begins the next.
@@ -700,7 +700,7 @@ _U32 = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class IncarnationRecord:
     """The content of an incarnation. It means nothing if the writer has no record: then it may be 16 random bytes."""
 
     lineage: LineageId
@@ -709,7 +709,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Writer:
+class WriterRecord:
     """The writer of a lineage: one session of one node."""
 
     session: str
@@ -731,7 +731,7 @@ class Writer:
         return json.dumps(asdict(self), sort_keys=True).encode() + b"\n"
 
     @classmethod
-    def from_json(cls, content: bytes) -> Writer:
+    def from_json(cls, content: bytes) -> WriterRecord:
         """Parses what ``to_json`` returned; ignores newer fields. Raises InvalidRequest for anything else."""
         try:
             fields = parse_json(content)
@@ -751,7 +751,7 @@ class Writer:
         return lineage_id(bytes.fromhex(self.session))
 
 
-Writers = Mapping[LineageId, Writer]
+Writers = Mapping[LineageId, WriterRecord]
 
 
 def check_label(label: str) -> None:
@@ -770,12 +770,12 @@ def incarnation(lineage: LineageId, written_s: float, number: int) -> Incarnatio
     return Incarnation(_PARTS.pack(lineage, int(written_s) & _U32, number & _U32))
 
 
-def written(found: Incarnation) -> Written | None:
+def written(found: Incarnation) -> IncarnationRecord | None:
     """Decodes an incarnation; None for one that was cut short."""
     if len(found) != _PARTS.size:
         return None
     lineage, written_s, _ = _PARTS.unpack(found)
-    return Written(LineageId(lineage), written_s)
+    return IncarnationRecord(LineageId(lineage), written_s)
 
 
 def renewed(found: Incarnation, number: int) -> Incarnation:

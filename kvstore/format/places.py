@@ -15,8 +15,8 @@ from typing import NewType
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import ADDRESS_BYTES, Address
-from kvstore.namespace import NamespaceId
+from kvstore.core.address import ADDRESS_BYTES, Address
+from kvstore.core.namespace import NamespaceId
 
 Name = NewType("Name", str)
 

@@ -4,6 +4,6 @@
 """
 
 from kvstore.fsck.adopt import Adopted, adopt
-from kvstore.fsck.check import Action, Finding, Kind, Options, Report, fsck
+from kvstore.fsck.check import Action, Finding, FindingKind, FsckReport, Options, fsck
 
-__all__ = ["Action", "Adopted", "Finding", "Kind", "Options", "Report", "adopt", "fsck"]
+__all__ = ["Action", "Adopted", "Finding", "FindingKind", "FsckReport", "Options", "adopt", "fsck"]

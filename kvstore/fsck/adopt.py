@@ -10,6 +10,8 @@ import math
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from kvstore.core.clock import Clock, RandomIds, SystemClock
+from kvstore.core.namespace import Namespace
 from kvstore.errors import InvalidRequest, KVStoreError, LayoutMismatch, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.format.header import Generation
@@ -17,14 +19,22 @@ from kvstore.format.places import Name
 from kvstore.fsck.check import read_record
 from kvstore.meta.keys import Keys
 from kvstore.meta.namespaces import Namespaces
-from kvstore.meta.pins import PinRecord
-from kvstore.meta.store import OPERATIONS_MAX, Absent, Compare, Delete, KeyValue, LeaseGone, Meta, ModifiedAt, Put
+from kvstore.meta.pins import StoredPin
+from kvstore.meta.store import (
+    OPERATIONS_MAX,
+    Absent,
+    Compare,
+    Delete,
+    KeyValue,
+    LeaseGone,
+    MetadataStore,
+    ModifiedAt,
+    Put,
+)
 from kvstore.meta.sweeps import NO_NONCE, Seq
-from kvstore.namespace import Namespace
 from kvstore.root.fences import lift, list_twins, read_twin
 from kvstore.root.identity import RootIdentity, newest_number, publish, read_claim
 from kvstore.root.interface import Root
-from kvstore.sources import Clock, RandomIds, SystemClock
 
 ROUNDS_MAX = 20
 """Sweeps that begin while we undo others are undone in another round; collectors of the old generation end by then."""
@@ -59,7 +69,7 @@ class Adopted:
 def adopt(
     root: Root,
     identity: RootIdentity,
-    meta: Meta,
+    meta: MetadataStore,
     *,
     clock: Clock | None = None,
 ) -> Adopted:
@@ -78,7 +88,7 @@ def adopt(
 class _Adoption:
     """One adoption; a method per step, in their order."""
 
-    def __init__(self, root: Root, identity: RootIdentity, meta: Meta, clock: Clock) -> None:
+    def __init__(self, root: Root, identity: RootIdentity, meta: MetadataStore, clock: Clock) -> None:
         self._root = root
         self._shard_bits = identity.shard_bits
         self._meta = meta
@@ -181,7 +191,7 @@ class _Adoption:
             if content is None:
                 continue  # unpinned meanwhile
             try:
-                record = PinRecord.from_bytes(content, name)
+                record = StoredPin.from_bytes(content, name)
                 key = self._keys.ref(record.owner, record.id)
                 if places.twin(record.owner, record.id) != name:
                     raise RootMismatch(f"{name} is the twin of pin {record.owner}/{record.id.hex()}")

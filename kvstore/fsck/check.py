@@ -16,15 +16,17 @@ from hashlib import blake2b
 
 import numpy as np
 
-from kvstore.address import ADDRESS_BYTES, NO_PARENT, Address
+from kvstore.core.address import ADDRESS_BYTES, NO_PARENT, Address
+from kvstore.core.clock import Clock, RandomIds, SystemClock
+from kvstore.core.namespace import Namespace, NamespaceId
+from kvstore.core.recency import NS_PER_S, was_never_stamped
+from kvstore.core.text import parse_json
 from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch
 from kvstore.format import places
 from kvstore.format.header import Header, LineageId, written
-from kvstore.format.header import Kind as HeaderKind
+from kvstore.format.header import IdentityKind as HeaderKind
 from kvstore.format.places import Name
 from kvstore.meta.keys import parse_id
-from kvstore.namespace import Namespace, NamespaceId
-from kvstore.recency import NS_PER_S, was_never_stamped
 from kvstore.root.fences import remove_tree
 from kvstore.root.identity import (
     FILE_SYSTEMS_OWN,
@@ -38,14 +40,12 @@ from kvstore.root.identity import (
     read_writer,
 )
 from kvstore.root.inspect import Broken, Inspector
-from kvstore.root.interface import Entry, Root
-from kvstore.sources import Clock, RandomIds, SystemClock
-from kvstore.text import parse_json
+from kvstore.root.interface import FolderEntry, Root
 
 FINDINGS_MAX = 10_000
 
 
-class Kind(enum.Enum):
+class FindingKind(enum.Enum):
     """The kind of a finding."""
 
     DAMAGED = "damaged"
@@ -78,13 +78,13 @@ class Kind(enum.Enum):
 
 HOUSEKEEPING = frozenset(
     {
-        Kind.ORPHAN_STAGING,
-        Kind.YOUNG_STAGING,
-        Kind.QUARANTINED,
-        Kind.NO_RECORD,
-        Kind.UNREACHABLE,
-        Kind.OLD_WRITER,
-        Kind.LEFTOVER,
+        FindingKind.ORPHAN_STAGING,
+        FindingKind.YOUNG_STAGING,
+        FindingKind.QUARANTINED,
+        FindingKind.NO_RECORD,
+        FindingKind.UNREACHABLE,
+        FindingKind.OLD_WRITER,
+        FindingKind.LEFTOVER,
     }
 )
 """Findings of a sound root, which collectors, ``--repair`` or the next use tidy; they do not make a check fail."""
@@ -113,7 +113,7 @@ REPAIRED = frozenset({Action.QUARANTINED, Action.RESTORED, Action.REMOVED})
 class Finding:
     """One thing found. ``name`` is relative to the root; ``action`` is None if nothing was to be done."""
 
-    kind: Kind
+    kind: FindingKind
     name: Name
     detail: str = ""
     action: Action | None = None
@@ -130,7 +130,7 @@ class Finding:
 
 
 @dataclass(slots=True)
-class Report:
+class FsckReport:
     """The whole outcome; the counts are of all findings.
 
     ``findings`` keeps the first ``findings_max`` that are housekeeping, and as many that are not.
@@ -138,7 +138,7 @@ class Report:
 
     findings_max: int = FINDINGS_MAX
     findings: list[Finding] = field(default_factory=list)
-    counts: Counter[Kind] = field(default_factory=Counter)
+    counts: Counter[FindingKind] = field(default_factory=Counter)
     actions: Counter[Action] = field(default_factory=Counter)
     problems_count: int = 0
     housekeeping_count: int = 0
@@ -214,7 +214,7 @@ def fsck(
     progress: Callable[[int], object] = lambda shards_done: None,
     clock: Clock | None = None,
     pause: Callable[[float], object] = time.sleep,
-) -> Report:
+) -> FsckReport:
     """Checks every file of a root, while nodes use it.
 
     ``found`` is called with each finding, ``progress`` after each file. If a folder cannot be read, that is one
@@ -255,7 +255,7 @@ class _Walk:
         found: Callable[[Finding], object],
         progress: Callable[[int], object],
     ) -> None:
-        self.report = Report(options.findings_max)
+        self.report = FsckReport(options.findings_max)
         self._root = root
         self._shard_bits = shard_bits
         self._options = options
@@ -264,7 +264,7 @@ class _Walk:
         self._now_s = now_s
         self._found = found
         self._progress = progress
-        self._reach = Reach()
+        self._reach = ParentIndex()
         self._recorded: set[NamespaceId] = set()
         self._undescribed: set[NamespaceId] = set()
         self._lineages: set[LineageId] = set()
@@ -277,9 +277,9 @@ class _Walk:
             if entry.name in _FILES or entry.name in FILE_SYSTEMS_OWN:
                 continue
             if entry.stat is None and SCRATCH_FOLDER.fullmatch(entry.name):
-                self._add(Kind.LEFTOVER, name, "", partial(self._repairer.remove_tree, name))
+                self._add(FindingKind.LEFTOVER, name, "", partial(self._repairer.remove_tree, name))
             elif entry.stat is not None or entry.name not in places.FOLDERS:
-                self._add(Kind.FOREIGN, name)
+                self._add(FindingKind.FOREIGN, name)
 
     def namespaces(self) -> None:
         """Every record and claim must be readable."""
@@ -287,7 +287,7 @@ class _Walk:
             name = Name(f"{places.NAMESPACES}/{entry.name}")
             stem, _, suffix = entry.name.rpartition(".")
             if entry.stat is None or suffix not in ("json", "claim") or not _is_hex(stem):
-                self._add(Kind.FOREIGN, name)
+                self._add(FindingKind.FOREIGN, name)
                 continue
             try:
                 if suffix == "claim":
@@ -296,9 +296,9 @@ class _Walk:
                     self._recorded.add(namespace.id)
             except (InvalidRequest, RootMismatch) as wrong:
                 # Taken away, the next node that opens the namespace writes it again; the digest guards what it says.
-                self._add(Kind.BAD_RECORD, name, str(wrong), partial(self._repairer.set_aside, name))
+                self._add(FindingKind.BAD_RECORD, name, str(wrong), partial(self._repairer.set_aside, name))
             except KVStoreError as error:
-                self._add(Kind.UNREADABLE, name, str(error))
+                self._add(FindingKind.UNREADABLE, name, str(error))
         self.report.namespaces_count = len(self._recorded)
 
     def chunks(self) -> None:
@@ -306,7 +306,7 @@ class _Walk:
         for folder in self._entries(places.CHUNKS):
             name = Name(f"{places.CHUNKS}/{folder.name}")
             if folder.stat is not None or len(folder.name) != 4 or not _is_hex(folder.name):
-                self._add(Kind.FOREIGN, name)
+                self._add(FindingKind.FOREIGN, name)
                 continue
             for entry in self._entries(name):
                 self._chunk(Name(f"{name}/{entry.name}"), entry)
@@ -320,7 +320,7 @@ class _Walk:
             name = Name(f"{places.STAGING}/{folder.name}")
             session = parse_id(folder.name)
             if folder.stat is not None or session is None:
-                self._add(Kind.FOREIGN, name)
+                self._add(FindingKind.FOREIGN, name)
                 continue
             if live is not None and session in live:
                 continue
@@ -329,16 +329,16 @@ class _Walk:
             for entry in self._entries(name):
                 file = Name(f"{name}/{entry.name}")
                 if entry.stat is None:
-                    self._add(Kind.FOREIGN, file)
+                    self._add(FindingKind.FOREIGN, file)
                     continue
                 detail = f"{entry.stat.size_bytes} bytes"
                 mtime_ns = entry.stat.mtime_ns
                 is_old = now_s - mtime_ns / NS_PER_S >= wanted_age_s or was_never_stamped(mtime_ns, now_s)
                 if is_old:
-                    self._add(Kind.ORPHAN_STAGING, file, detail, partial(self._repairer.remove, file))
+                    self._add(FindingKind.ORPHAN_STAGING, file, detail, partial(self._repairer.remove, file))
                 else:
                     young = True
-                    self._add(Kind.YOUNG_STAGING, file, detail)
+                    self._add(FindingKind.YOUNG_STAGING, file, detail)
             if self._options.repair and live is not None and not young:
                 # An empty folder of a dead session is no finding. If it lives after all it makes the folder again.
                 self._repairer.remove_folder(name)
@@ -348,16 +348,16 @@ class _Walk:
         for entry in self._entries(places.QUARANTINE):
             name = Name(f"{places.QUARANTINE}/{entry.name}")
             if entry.stat is None:
-                self._add(Kind.FOREIGN, name)
+                self._add(FindingKind.FOREIGN, name)
                 continue
             try:
                 verdict = self._inspector.look(name, thorough=True)
             except KVStoreError as error:
-                self._add(Kind.UNREADABLE, name, str(error))
+                self._add(FindingKind.UNREADABLE, name, str(error))
                 continue
             if verdict is not None:
                 detail = verdict.damage.value if isinstance(verdict, Broken) else "whole"
-                self._add(Kind.QUARANTINED, name, detail, partial(self._repairer.settle, name))
+                self._add(FindingKind.QUARANTINED, name, detail, partial(self._repairer.settle, name))
             self._progress(self._shards_done)
 
     def lineage(self) -> None:
@@ -366,47 +366,49 @@ class _Walk:
         for entry in self._entries(places.LINEAGE):
             name, session = Name(f"{places.LINEAGE}/{entry.name}"), places.parse_writer(entry.name)
             if entry.stat is None or session is None:
-                self._add(Kind.FOREIGN, name)
+                self._add(FindingKind.FOREIGN, name)
                 continue
             try:
                 writer = read_writer(self._root, name)
             except KVStoreError as error:
-                self._add(Kind.UNREADABLE, name, str(error))
+                self._add(FindingKind.UNREADABLE, name, str(error))
                 continue
             is_old = self._now_s - entry.stat.mtime_ns / NS_PER_S >= WRITER_AGE_S and session not in (live or ())
             if writer is None:
-                self._add(Kind.BAD_RECORD, name, "", partial(self._repairer.remove, name))
+                self._add(FindingKind.BAD_RECORD, name, "", partial(self._repairer.remove, name))
             elif is_old and len(self._lineages) < LINEAGES_MAX and writer.lineage not in self._lineages:
-                self._add(Kind.OLD_WRITER, name, writer.label or writer.host, partial(self._repairer.remove, name))
+                self._add(
+                    FindingKind.OLD_WRITER, name, writer.label or writer.host, partial(self._repairer.remove, name)
+                )
 
     def reach(self) -> None:
         """Finds chunks without their parent."""
         lost = self._reach.unreachable(self._shard_bits)
         self.report.unreachable_count = None if lost is None else len(lost)
         for name, parent in lost or ():
-            self._add(Kind.UNREACHABLE, name, f"its parent {parent.hex()} does not exist")
+            self._add(FindingKind.UNREACHABLE, name, f"its parent {parent.hex()} does not exist")
 
-    def _chunk(self, name: Name, entry: Entry) -> None:
+    def _chunk(self, name: Name, entry: FolderEntry) -> None:
         parsed = places.parse_chunk(entry.name)
         if entry.stat is None or parsed is None:
-            self._add(Kind.FOREIGN, name)
+            self._add(FindingKind.FOREIGN, name)
             return
         try:
             verdict = self._inspector.look(name)
         except KVStoreError as error:
-            self._add(Kind.UNREADABLE, name, str(error))
+            self._add(FindingKind.UNREADABLE, name, str(error))
             return
         self._progress(self._shards_done)
         if verdict is None:
             return  # removed since it was listed
         if isinstance(verdict, Broken):
-            self._add(Kind.DAMAGED, name, verdict.damage.value, partial(self._repairer.take, name))
+            self._add(FindingKind.DAMAGED, name, verdict.damage.value, partial(self._repairer.take, name))
             return
         header = verdict.header
         right = self._repairer.right_name(header)
         if right != name:
             own_name = (header.address, NamespaceId(header.namespace[:8])) == parsed
-            kind = Kind.WRONG_SHARD if own_name else Kind.MISPLACED
+            kind = FindingKind.WRONG_SHARD if own_name else FindingKind.MISPLACED
             self._add(kind, name, f"belongs at {right}", partial(self._repairer.take, name))
             return
         self.report.chunks_count += 1
@@ -418,17 +420,17 @@ class _Walk:
         self._reach.add(header.address, parsed[1], parent)
         if parsed[1] not in self._recorded and parsed[1] not in self._undescribed:
             self._undescribed.add(parsed[1])
-            self._add(Kind.NO_RECORD, name, f"namespace {header.namespace.hex()} has no record")
+            self._add(FindingKind.NO_RECORD, name, f"namespace {header.namespace.hex()} has no record")
 
-    def _entries(self, folder: Name) -> list[Entry]:
+    def _entries(self, folder: Name) -> list[FolderEntry]:
         """Lists a folder completely before any entry is acted upon: repairing changes the folder."""
         try:
             return list(self._root.list(folder))
         except KVStoreError as error:
-            self._add(Kind.UNREADABLE, folder, str(error))
+            self._add(FindingKind.UNREADABLE, folder, str(error))
             return []
 
-    def _add(self, kind: Kind, name: Name, detail: str = "", act: Callable[[], Outcome] | None = None) -> None:
+    def _add(self, kind: FindingKind, name: Name, detail: str = "", act: Callable[[], Outcome] | None = None) -> None:
         finding = Finding(kind, name, detail)
         if self._options.repair and act is not None:
             try:
@@ -555,7 +557,7 @@ _ROW = np.dtype([("address", f"S{ADDRESS_BYTES}"), ("parent", f"S{ADDRESS_BYTES}
 """One chunk. numpy ignores zeros at the end of such items, which is harmless where all have the same length."""
 
 
-class Reach:
+class ParentIndex:
     """Collects chunks while they are walked over; gives up, and frees what it has, beyond ``REACH_MAX``."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 
-from kvstore.children import Program, gc_command
+from kvstore.core.process import Program, gc_command
 from kvstore.errors import Unavailable
 from kvstore.host.tables import COLLECTOR
 from kvstore.root.posix import FILE_MODE

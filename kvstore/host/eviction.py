@@ -21,23 +21,23 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import NO_PARENT, Address
 from kvstore.census.walk import read_fixed
+from kvstore.core.address import NO_PARENT, Address
+from kvstore.core.clock import Clock
+from kvstore.core.namespace import NamespaceId
 from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES
 from kvstore.format.places import Name
 from kvstore.host.pins import PinnedPrints
 from kvstore.host.tables import BATCH_MAX, EVICTING, SHARED, Number, Shared, live_tables
-from kvstore.namespace import NamespaceId
 from kvstore.root.posix import FILE_MODE, PosixRoot, translated
-from kvstore.sources import Clock
 
 Truths = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Victim:
+class EvictionVictim:
     """A chunk to be evicted."""
 
     address: Address
@@ -58,7 +58,7 @@ class Evicted:
     failed_count: int = 0
     lacking_bytes: int = 0
     """Bytes that a caller still needs."""
-    held: list[Victim] = field(default_factory=list)
+    held: list[EvictionVictim] = field(default_factory=list)
     """Those that stay because they, or descendants of theirs, are held."""
 
     def __iadd__(self, other: Evicted) -> Evicted:
@@ -104,7 +104,7 @@ class Eviction:
         self._pins = PinnedPrints(root, clock)
         self._kept: set[Address] = set()
 
-    def evict(self, victims: Sequence[Victim], *, even_pinned: bool = False) -> Evicted:
+    def evict(self, victims: Sequence[EvictionVictim], *, even_pinned: bool = False) -> Evicted:
         """Evicts chunks, children before their parents. Raises Unavailable and the root's errors."""
         done = Evicted()
         for start in range(0, len(victims), BATCH_MAX):
@@ -125,7 +125,7 @@ class Eviction:
         with self._batch([]):
             pass
 
-    def _in_use(self, victims: Sequence[Victim], even_pinned: bool) -> tuple[Truths, Truths]:
+    def _in_use(self, victims: Sequence[EvictionVictim], even_pinned: bool) -> tuple[Truths, Truths]:
         """Reads which victims are held, *then* which are pinned."""
         prints = np.frombuffer(b"".join(victim.address for victim in victims), "<u8")[::2]
         held = np.zeros(len(victims), np.bool_)
@@ -136,7 +136,7 @@ class Eviction:
         return held, np.isin(prints, self._pins.read()) & (not even_pinned)
 
     @contextmanager
-    def _batch(self, batch: Sequence[Victim]) -> Iterator[None]:
+    def _batch(self, batch: Sequence[EvictionVictim]) -> Iterator[None]:
         """Appends a batch, and settles it. One process at a time."""
         shared = self._shared
         with settled(self._root.path, shared):
@@ -147,7 +147,7 @@ class Eviction:
             finally:
                 shared[Number.SETTLED] = shared[Number.TAIL]
 
-    def _delete(self, victim: Victim, is_held: bool, is_pinned: bool, done: Evicted) -> None:
+    def _delete(self, victim: EvictionVictim, is_held: bool, is_pinned: bool, done: Evicted) -> None:
         name = places.chunk(victim.address, victim.namespace, self._shard_bits)
         path = f"{self._root.path}/{name}"
         try:
@@ -172,7 +172,7 @@ class Eviction:
         done.count += 1
         done.size_bytes += status.st_size
 
-    def _stays(self, victim: Victim, done: Evicted, *, is_pinned: bool, was_used: bool = False) -> None:
+    def _stays(self, victim: EvictionVictim, done: Evicted, *, is_pinned: bool, was_used: bool = False) -> None:
         """Counts a victim that stays."""
         if is_pinned:
             done.pinned_count += 1
@@ -182,7 +182,7 @@ class Eviction:
             done.held.append(victim)
         self._keep(victim)
 
-    def _keep(self, victim: Victim) -> None:
+    def _keep(self, victim: EvictionVictim) -> None:
         """Keeps the ancestors of a chunk that stays. Their addresses are in the headers."""
         address, namespace = victim.address, victim.namespace
         while (parent := self._parent(places.chunk(address, namespace, self._shard_bits))) is not None:

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import Address
+from kvstore.core.address import Address
+from kvstore.core.clock import Clock, Ids
+from kvstore.core.namespace import NamespaceDigest
 from kvstore.errors import RootMismatch
 from kvstore.meta.keys import PinId
-from kvstore.meta.pins import PinQuota, PinRecord, check_pin, packed
-from kvstore.namespace import NamespaceDigest
+from kvstore.meta.pins import PinQuota, StoredPin, check_pin, packed
 from kvstore.root.fences import list_twins, read_twin, remove_twin, write_twin
 from kvstore.root.interface import Root
-from kvstore.sources import Clock, Ids
 
 OnRoot = Callable[[Callable[[], Any]], Any]
 
@@ -44,7 +44,7 @@ class HostPins:
         tokens_count: int,
         namespace: NamespaceDigest,
         timeout_s: float | None = None,
-    ) -> PinRecord:
+    ) -> StoredPin:
         """Pins ``addresses`` for ``ttl_s``. Raises InvalidRequest over a limit, Overloaded over a quota, and the
         root's errors: then there is no pin.
         """
@@ -53,7 +53,7 @@ class HostPins:
         live = self.list()
         self.quota.check(owner, sum(pin.owner == owner for pin in live), len(live))
         expires_s = round(self._clock.now_s() + ttl_s, 3)
-        record = PinRecord(PinId(self._ids.fresh()), owner, namespace, tokens_count, ttl_s, expires_s, content)
+        record = StoredPin(PinId(self._ids.fresh()), owner, namespace, tokens_count, ttl_s, expires_s, content)
         write = partial(write_twin, self._root, owner, record.id, record.to_bytes(), ids=self._ids, clock=self._clock)
         self._on_root(write)
         return record
@@ -62,7 +62,7 @@ class HostPins:
         """Removes a pin; False if it does not exist (any more). Raises the root's errors."""
         return bool(self._on_root(lambda: remove_twin(self._root, owner, pin)))
 
-    def list(self, owner: str | None = None, timeout_s: float | None = None) -> tuple[PinRecord, ...]:
+    def list(self, owner: str | None = None, timeout_s: float | None = None) -> tuple[StoredPin, ...]:
         """Returns all live pins, or one owner's. Raises RootMismatch if one cannot be understood."""
         found = self._on_root(lambda: _records(self._root, self._clock.now_s()))
         return tuple(record for _, record in found if owner is None or record.owner == owner)
@@ -78,7 +78,7 @@ class PinnedPrints:
     def __init__(self, root: Root, clock: Clock) -> None:
         self._root = root
         self._clock = clock
-        self._seen: dict[str, PinRecord] = {}
+        self._seen: dict[str, StoredPin] = {}
         self._prints: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
 
     def read(self) -> npt.NDArray[np.uint64]:
@@ -96,9 +96,9 @@ class PinnedPrints:
 
 
 def _records(
-    root: Root, now_s: float, seen: dict[str, PinRecord] | None = None, *, removes_ended: bool = False
-) -> list[tuple[str, PinRecord]]:
-    found: list[tuple[str, PinRecord]] = []
+    root: Root, now_s: float, seen: dict[str, StoredPin] | None = None, *, removes_ended: bool = False
+) -> list[tuple[str, StoredPin]]:
+    found: list[tuple[str, StoredPin]] = []
     for name in list_twins(root):
         record = (seen or {}).get(name)
         if record is None:
@@ -106,7 +106,7 @@ def _records(
             if content is None:
                 continue  # removed meanwhile
             try:
-                record = PinRecord.from_bytes(content, name)
+                record = StoredPin.from_bytes(content, name)
             except RootMismatch as mismatch:
                 raise RootMismatch(f"{mismatch} Nobody knows what it protects (gc/RUNBOOK.md)") from mismatch
         if record.expires_s > now_s:

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
+from kvstore.core.text import size
 from kvstore.errors import Overloaded, StoreFull
 from kvstore.host.tables import HoldTable, Number, Own, Shared, live_tables
 from kvstore.root.posix import DiskFull, PosixRoot
-from kvstore.text import size
 
 WAIT_S = 2.0
 """A put waits so long for a collector to make room,"""
@@ -49,10 +49,10 @@ def limit_on(root: PosixRoot, max_bytes: int, shared: Shared) -> int:
 
 
 @dataclass(slots=True)
-class Reserved:
+class HostReservation:
     """Room for one put. Its owner releases it once nothing of the put is on its way any more."""
 
-    room: Room
+    room: HostRoom
     size_bytes: int
 
     def release(self) -> None:
@@ -64,7 +64,7 @@ class Reserved:
 
     __del__ = release
 
-    def __enter__(self) -> Reserved:
+    def __enter__(self) -> HostReservation:
         return self
 
     def __exit__(
@@ -73,7 +73,7 @@ class Reserved:
         self.release()
 
 
-class Room:
+class HostRoom:
     """Counts of one process. Thread-safe."""
 
     def __init__(
@@ -117,13 +117,13 @@ class Room:
 
     def reserve(
         self, size_bytes: int = 1, missing_bytes: Callable[[], int] | None = None, wait_s: float = START_S
-    ) -> Reserved:
+    ) -> HostReservation:
         """Reserves the room that a put may take; waits for it up to WAIT_S, at most ``wait_s``. Raises StoreFull then.
 
         ``missing_bytes`` is called before that, and returns how much of the put is not stored already.
         """
         if self._take(size_bytes):
-            return Reserved(self, size_bytes)
+            return HostReservation(self, size_bytes)
         if missing_bytes is not None:
             size_bytes = missing_bytes()
         began_s, beats = time.monotonic(), self._shared[Number.BEATS]
@@ -141,7 +141,7 @@ class Room:
                 time.sleep(POLL_S)
         finally:
             self._wait_for(-size_bytes)
-        return Reserved(self, size_bytes)
+        return HostReservation(self, size_bytes)
 
     def wrote(self, size_bytes: int) -> None:
         """Counts a published file."""

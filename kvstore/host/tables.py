@@ -30,14 +30,14 @@ from weakref import WeakSet
 
 import numpy as np
 
-from kvstore.address import ADDRESS_BYTES
+from kvstore.core.address import ADDRESS_BYTES
+from kvstore.core.clock import Clock, Ids
 from kvstore.errors import RootMismatch, Unavailable
 from kvstore.format.header import Generation
 from kvstore.native import library as native
 from kvstore.root.identity import newest_number, publish
 from kvstore.root.interface import Root
 from kvstore.root.posix import FILE_MODE, FOLDER_MODE, PosixRoot, translated
-from kvstore.sources import Clock, Ids
 
 # The folder ``host`` of a root, through which the processes of one host share it; and whether they may.
 #
@@ -54,7 +54,7 @@ COLLECTOR = f"{FOLDER}/collector.lock"
 CLEARS = f"{FOLDER}/clears"
 
 
-class Lock(Protocol):
+class FileLock(Protocol):
     """A file that this process has locked."""
 
     def forget(self) -> None:
@@ -62,7 +62,7 @@ class Lock(Protocol):
         ...
 
 
-FORGOTTEN_BY_CHILDREN: WeakSet[Lock] = WeakSet()
+FORGOTTEN_BY_CHILDREN: WeakSet[FileLock] = WeakSet()
 """The locks of this process: its forked children must not keep them."""
 
 

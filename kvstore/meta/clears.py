@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvstore.core.clock import Clock
 from kvstore.errors import PermissionDenied, Unavailable
 from kvstore.meta.keys import Keys, SessionId, parse_id
 from kvstore.meta.session import Session, live_sessions
-from kvstore.meta.store import NO_LEASE, KeyValue, LeaseGone, LeaseId, Meta, Snapshot, Watch
-from kvstore.sources import Clock
+from kvstore.meta.store import NO_LEASE, KeyValue, LeaseGone, LeaseId, MetadataStore, Snapshot, Watch
 
 ORDERS_MAX = 256
 """Limit on orders that are kept; beyond it, the oldest are removed."""
@@ -41,7 +41,7 @@ class OrderTold:
 class Clears:
     """The orders of one root."""
 
-    def __init__(self, meta: Meta, keys: Keys) -> None:
+    def __init__(self, meta: MetadataStore, keys: Keys) -> None:
         self._meta = meta
         self._keys = keys
 
@@ -121,7 +121,7 @@ class Clears:
 class Barrier:
     """A barrier that was put up. Call ``check`` before each deletion."""
 
-    def __init__(self, meta: Meta, lease: LeaseId, sent_s: float, clock: Clock) -> None:
+    def __init__(self, meta: MetadataStore, lease: LeaseId, sent_s: float, clock: Clock) -> None:
         self._meta = meta
         self._lease = lease
         self._clock = clock
@@ -156,7 +156,7 @@ class Barrier:
 class Barriers:
     """The barriers of one root."""
 
-    def __init__(self, meta: Meta, keys: Keys, clock: Clock) -> None:
+    def __init__(self, meta: MetadataStore, keys: Keys, clock: Clock) -> None:
         self._meta = meta
         self._keys = keys
         self._clock = clock

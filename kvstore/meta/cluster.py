@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvstore.core.clock import Ids
 from kvstore.errors import RootMismatch, Unavailable
 from kvstore.format.header import Generation
 from kvstore.meta.keys import ID_BYTES, ROOTS, Keys, root_binding
-from kvstore.meta.store import TRIES_MAX, Absent, Deadline, Meta, Put
-from kvstore.sources import Ids
+from kvstore.meta.store import TRIES_MAX, Absent, EtcdDeadline, MetadataStore, Put
 
 # Writes keys that the first writer makes and all others accept. A lost reply is settled by reading back.
 
 
-def put_first(meta: Meta, key: str, value: bytes, deadline: Deadline, what: str) -> bytes:
+def put_first(meta: MetadataStore, key: str, value: bytes, deadline: EtcdDeadline, what: str) -> bytes:
     """Writes ``value`` unless the key exists; returns the value that it has afterwards.
 
     Raises Unavailable, naming ``what``, if that stays unknown: the call may be repeated.
@@ -38,13 +38,13 @@ def put_first(meta: Meta, key: str, value: bytes, deadline: Deadline, what: str)
 # Records which root is at a URL: a node that finds another root there refuses it, such as an empty mount point.
 
 
-def bind_root(meta: Meta, url: str, root_id: bytes, timeout_s: float | None = None) -> None:
+def bind_root(meta: MetadataStore, url: str, root_id: bytes, timeout_s: float | None = None) -> None:
     """Records that the root at ``url`` has ``root_id``, or checks it if that is recorded already.
 
     Raises RootMismatch if another root was found there before, Unavailable if the store did not answer.
     """
     key = root_binding(url)
-    known = put_first(meta, key, root_id, Deadline(timeout_s), f"the root at {url}")
+    known = put_first(meta, key, root_id, EtcdDeadline(timeout_s), f"the root at {url}")
     if known != root_id:
         raise RootMismatch(
             f"{url} has root {root_id.hex()}, but this cluster knows root {known.hex()} there: is the right file "
@@ -58,13 +58,13 @@ def forget_command(url: str, endpoints: str | Sequence[str] = ()) -> str:
     return f"etcdctl {f'--endpoints={joined} ' if joined else ''}del {root_binding(url)}"
 
 
-def bound_root(meta: Meta, url: str, timeout_s: float | None = None) -> bytes | None:
+def bound_root(meta: MetadataStore, url: str, timeout_s: float | None = None) -> bytes | None:
     """Returns the id of the root that this cluster knows at ``url``; None if it knows none. Raises Unavailable."""
     found = meta.get(root_binding(url), timeout_s)
     return found.value if found else None
 
 
-def check_bound(meta: Meta, url: str, root_id: bytes) -> None:
+def check_bound(meta: MetadataStore, url: str, root_id: bytes) -> None:
     """Raises RootMismatch if this cluster knows another root at ``url``, Unavailable if its etcd does not answer."""
     if bound_root(meta, url) not in (None, root_id):
         raise RootMismatch(
@@ -73,7 +73,7 @@ def check_bound(meta: Meta, url: str, root_id: bytes) -> None:
         )
 
 
-def known_roots(meta: Meta, timeout_s: float | None = None) -> list[bytes]:
+def known_roots(meta: MetadataStore, timeout_s: float | None = None) -> list[bytes]:
     """The ids of all roots that this cluster knows, sorted. Raises Unavailable."""
     return sorted({kv.value for kv in meta.list(ROOTS, timeout_s).items if len(kv.value) == ID_BYTES})
 
@@ -113,7 +113,7 @@ Standing = Agreed | Foreign
 
 
 def join_generation(
-    meta: Meta,
+    meta: MetadataStore,
     keys: Keys,
     ids: Ids,
     *,
@@ -129,7 +129,7 @@ def join_generation(
     (``kvstore.root.identity``). Their errors are raised, except RootMismatch, which means Foreign. ``timeout_s`` is
     for the calls to ``meta`` only. Raises Unavailable if the answer stays unknown, PermissionDenied.
     """
-    deadline = Deadline(timeout_s)
+    deadline = EtcdDeadline(timeout_s)
     why = ""
     for _ in range(LOOKS_MAX):
         try:
@@ -157,7 +157,7 @@ def difference(on_root: Generation, in_meta: Generation | None) -> str:
     return f"the root is of generation {on_root}, etcd {f'of {in_meta}' if in_meta else 'has none'}: {ADVICE}"
 
 
-def read_generation(meta: Meta, keys: Keys, timeout_s: float | None = None) -> Generation | None:
+def read_generation(meta: MetadataStore, keys: Keys, timeout_s: float | None = None) -> Generation | None:
     """Returns etcd's generation; None if it has none. Raises RootMismatch if it cannot be read."""
     found = meta.get(keys.generation, timeout_s)
     return None if found is None else Generation.from_json(found.value, keys.generation)

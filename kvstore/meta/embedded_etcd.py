@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from kvstore.children import Program
+from kvstore.core.process import Program
 from kvstore.errors import InvalidRequest, Unavailable
 
 HOST = "127.0.0.1"

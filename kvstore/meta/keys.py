@@ -30,8 +30,8 @@ from hashlib import blake2b
 from typing import NewType
 from urllib.parse import quote
 
+from kvstore.core.namespace import NamespaceDigest
 from kvstore.errors import InvalidRequest
-from kvstore.namespace import NamespaceDigest
 
 SessionId = NewType("SessionId", bytes)
 PinId = NewType("PinId", bytes)

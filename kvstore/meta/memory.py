@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvstore.core.clock import Clock, SystemClock
 from kvstore.errors import Unavailable
 from kvstore.meta.store import (
     NO_LEASE,
@@ -29,7 +30,6 @@ from kvstore.meta.store import (
     check_request,
     check_ttl,
 )
-from kvstore.sources import Clock, SystemClock
 
 # A metadata history in memory with etcd's semantics: revisions, compare-and-set, leases, watches from the past.
 
@@ -233,7 +233,7 @@ class MemoryWatch:
         self._store.wake()
 
 
-class MemoryMeta:
+class MemoryMetadata:
     """One client of a MemoryStore (its own one unless given). Never waits, so it meets every deadline."""
 
     def __init__(self, store: MemoryStore | None = None, clock: Clock | None = None) -> None:

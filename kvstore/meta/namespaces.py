@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from kvstore.core.layout import Layout
+from kvstore.core.namespace import Namespace, NamespaceDigest
+from kvstore.core.text import parse_json
 from kvstore.errors import InvalidRequest, LayoutMismatch, RootMismatch, Unavailable
-from kvstore.layout import Layout
 from kvstore.meta.keys import Keys
-from kvstore.meta.store import TRIES_MAX, Absent, Deadline, Meta, ModifiedAt, Put
-from kvstore.namespace import Namespace, NamespaceDigest
-from kvstore.text import parse_json
+from kvstore.meta.store import TRIES_MAX, Absent, EtcdDeadline, MetadataStore, ModifiedAt, Put
 
 VARIANTS_MAX = 1024
 
@@ -45,7 +45,7 @@ class _Claim:
 class Namespaces:
     """The namespaces of one root."""
 
-    def __init__(self, meta: Meta, keys: Keys) -> None:
+    def __init__(self, meta: MetadataStore, keys: Keys) -> None:
         self._meta = meta
         self._keys = keys
 
@@ -56,7 +56,7 @@ class Namespaces:
         Unavailable if the store did not answer. May be repeated: a record that is found counts as
         success, so a lost reply needs no more than reading back.
         """
-        deadline = Deadline(timeout_s)
+        deadline = EtcdDeadline(timeout_s)
         name_key = self._keys.namespace_name(namespace.tenant, namespace.name)
         digest_key = self._keys.namespace_digest(namespace.digest)
         tries_left = TRIES_MAX

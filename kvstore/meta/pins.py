@@ -12,7 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from kvstore.address import ADDRESS_BYTES, Address
+from kvstore.core.address import ADDRESS_BYTES, Address
+from kvstore.core.clock import Clock, Ids, RandomIds, SystemClock
+from kvstore.core.namespace import NamespaceDigest
+from kvstore.core.text import parse_json
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, PermissionDenied, RootMismatch, Unavailable
 from kvstore.format.header import checksum
 from kvstore.meta.keys import Keys, PinId
@@ -20,18 +23,15 @@ from kvstore.meta.session import Session
 from kvstore.meta.store import (
     NO_LEASE,
     TRIES_MAX,
-    Deadline,
     Delete,
+    EtcdDeadline,
     KeyValue,
     LeaseGone,
     LeaseId,
-    Meta,
+    MetadataStore,
     ModifiedAt,
     Put,
 )
-from kvstore.namespace import NamespaceDigest
-from kvstore.sources import Clock, Ids, RandomIds, SystemClock
-from kvstore.text import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ _HEADER_SIZE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class PinRecord:
+class StoredPin:
     """One pin. ``packed`` is its addresses one after the other, parents first; ``revision`` that of its key.
 
     ``expires_s`` is when it ends by the wall clock of the node that took it: for people, the lease decides.
@@ -92,12 +92,12 @@ class PinRecord:
         return _MAGIC + len(header).to_bytes(_HEADER_SIZE_BYTES, "little") + header + self.packed
 
     @classmethod
-    def of(cls, kv: KeyValue) -> PinRecord:
+    def of(cls, kv: KeyValue) -> StoredPin:
         """Parses a ref as read. Raises RootMismatch if it cannot be understood: then nobody knows what it protects."""
         return replace(cls.from_bytes(kv.value, kv.key), lease=kv.lease, revision=kv.mod_revision)
 
     @classmethod
-    def from_bytes(cls, value: bytes, where: str) -> PinRecord:
+    def from_bytes(cls, value: bytes, where: str) -> StoredPin:
         """Parses what ``to_bytes`` returned, for example a twin. Raises RootMismatch, naming ``where``."""
         try:
             if not value.startswith(_MAGIC):
@@ -163,7 +163,7 @@ class Pins:
 
     def __init__(
         self,
-        meta: Meta,
+        meta: MetadataStore,
         keys: Keys,
         session: Callable[[], Session],
         ids: Ids | None = None,
@@ -189,7 +189,7 @@ class Pins:
         tokens_count: int,
         namespace: NamespaceDigest,
         timeout_s: float | None = None,
-    ) -> PinRecord:
+    ) -> StoredPin:
         """Pins ``addresses`` (16 bytes each, at most 65,536) for ``ttl_s`` (1 s to 30 days).
 
         Hold them while this runs, verify them afterwards (rule P1). Raises InvalidRequest over a limit, Overloaded over
@@ -199,16 +199,16 @@ class Pins:
         content = packed(addresses)
         check_pin(ttl_s, tokens_count)
         session = self._session()
-        deadline = Deadline(timeout_s)
+        deadline = EtcdDeadline(timeout_s)
         of_owner = self._meta.count(self._keys.refs_of(owner), deadline.left_s(0.5))
         self.quota.check(owner, of_owner, self._meta.count(self._keys.refs, deadline.left_s(0.5)))
         expires_s = round(self._clock.now_s() + ttl_s, 3)
-        record = PinRecord(PinId(self._ids.fresh()), owner, namespace, tokens_count, ttl_s, expires_s, content)
+        record = StoredPin(PinId(self._ids.fresh()), owner, namespace, tokens_count, ttl_s, expires_s, content)
         try:
             if self._twins is not None:
                 # Before the key (rule C5): a collector that does not find the key finds the twin.
                 self._twins.write(owner, record.id, record.to_bytes())
-            return self._put(session, record, Deadline(timeout_s))
+            return self._put(session, record, EtcdDeadline(timeout_s))
         except BaseException:
             self._remove_twin_quietly(record)
             raise
@@ -219,12 +219,12 @@ class Pins:
         Also removes a leftover twin, whose owner died or whose key etcd lost; that counts as removed.
         """
         key = self._keys.ref(owner, pin)
-        deadline = Deadline(timeout_s)
+        deadline = EtcdDeadline(timeout_s)
         removed = False
         tries_left = TRIES_MAX
         while (kv := self._meta.get(key, deadline.left_s(0.5))) is not None:
             # Delete only the ref that was looked at (rule P3): a removal that arrives late must not delete another one.
-            if PinRecord.of(kv).id != pin:
+            if StoredPin.of(kv).id != pin:
                 return False
             try:
                 result = self._meta.txn((ModifiedAt(key, kv.mod_revision),), (Delete(key),), deadline.left_s(0.5))
@@ -247,12 +247,12 @@ class Pins:
         """Counts the live refs that contain ``address``. Reads all refs: for people and tests, not for a request."""
         return sum(record.contains(address) for record in self.list(timeout_s=timeout_s))
 
-    def list(self, owner: str | None = None, timeout_s: float | None = None) -> tuple[PinRecord, ...]:
+    def list(self, owner: str | None = None, timeout_s: float | None = None) -> tuple[StoredPin, ...]:
         """Returns all live pins, or one owner's. Raises RootMismatch if one cannot be understood."""
         prefix = self._keys.refs if owner is None else self._keys.refs_of(owner)
-        return tuple(PinRecord.of(kv) for kv in self._meta.list(prefix, timeout_s).items)
+        return tuple(StoredPin.of(kv) for kv in self._meta.list(prefix, timeout_s).items)
 
-    def _put(self, session: Session, record: PinRecord, deadline: Deadline) -> PinRecord:
+    def _put(self, session: Session, record: StoredPin, deadline: EtcdDeadline) -> StoredPin:
         """Puts the key of a pin under a lease of its own (rule P2)."""
         lease = self._meta.grant(record.ttl_s, deadline.left_s(0.4))
         put = Put(self._keys.ref(record.owner, record.id), record.to_bytes(), lease)
@@ -269,7 +269,7 @@ class Pins:
         assert result.succeeded, "only the session's own compare was made, and a broken one raises"
         return replace(record, lease=lease, revision=result.revision)
 
-    def _remove_twin_quietly(self, record: PinRecord) -> None:
+    def _remove_twin_quietly(self, record: StoredPin) -> None:
         """Removes the twin of a pin that failed. If that fails too, it protects chunks until collectors remove it."""
         if self._twins is None:
             return
@@ -278,7 +278,7 @@ class Pins:
         except KVStoreError as error:
             log.debug("pin.twin_left %s/%s: %s", record.owner, record.id.hex(), error)
 
-    def _drop(self, lease: LeaseId, deadline: Deadline) -> None:
+    def _drop(self, lease: LeaseId, deadline: EtcdDeadline) -> None:
         try:
             self._meta.revoke(lease, deadline.left_s())
         except (Unavailable, PermissionDenied):

@@ -15,25 +15,25 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvstore.address import ADDRESS_BYTES
+from kvstore.core.address import ADDRESS_BYTES
+from kvstore.core.clock import Clock, Ids, RandomIds, SystemClock
+from kvstore.core.text import parse_json
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, SessionLost, Unavailable
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.store import (
     TIMEOUT_S,
     Absent,
     Compare,
-    Deadline,
     Delete,
+    EtcdDeadline,
     LeaseGone,
     LeaseId,
-    Meta,
+    MetadataStore,
     ModifiedAt,
     Put,
     TxnResult,
     WatchLost,
 )
-from kvstore.sources import Clock, Ids, RandomIds, SystemClock
-from kvstore.text import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def check_session_ttl(ttl_s: int) -> None:
         raise InvalidRequest(f"session ttl_s={ttl_s!r}: expected a whole number from {TTL_S_MIN} to {TTL_S_MAX}")
 
 
-def live_sessions(meta: Meta, keys: Keys, timeout_s: float) -> set[SessionId]:
+def live_sessions(meta: MetadataStore, keys: Keys, timeout_s: float) -> set[SessionId]:
     """The sessions of a root that live now. Raises Unavailable."""
     found = (keys.parse_session(kv.key) for kv in meta.list(keys.sessions, timeout_s).items)
     return {session for session in found if session is not None}
@@ -96,7 +96,7 @@ class Session:
 
     def __init__(
         self,
-        meta: Meta,
+        meta: MetadataStore,
         keys: Keys,
         session: SessionId,
         *,
@@ -130,14 +130,21 @@ class Session:
 
     @classmethod
     def open(
-        cls, meta: Meta, keys: Keys, *, clock: Clock, ids: Ids, ttl_s: int = TTL_S, timeout_s: float | None = None
+        cls,
+        meta: MetadataStore,
+        keys: Keys,
+        *,
+        clock: Clock,
+        ids: Ids,
+        ttl_s: int = TTL_S,
+        timeout_s: float | None = None,
     ) -> Session:
         """Opens a new session with a fresh id, its key written under its lease with announced = 0.
 
         Raises InvalidRequest for a ttl outside 2 to 3600 s, Unavailable if the store did not answer.
         """
         check_session_ttl(ttl_s)
-        deadline = Deadline(timeout_s, clock)
+        deadline = EtcdDeadline(timeout_s, clock)
         session, sent_s = SessionId(ids.fresh()), clock.monotonic_s()
         lease = meta.grant(ttl_s, deadline.left_s())
         key = keys.session(session)
@@ -229,7 +236,7 @@ class Session:
         """
         if announced is not None and not 0 <= announced <= ANNOUNCED_MAX:
             raise InvalidRequest(f"announced={announced!r}: expected a revision")
-        deadline = Deadline(timeout_s, self._clock)
+        deadline = EtcdDeadline(timeout_s, self._clock)
         if not self._chain.acquire(timeout=deadline.left_s()):
             raise Unavailable("the session is busy with another transaction: the call may be repeated")
         try:
@@ -257,7 +264,7 @@ class Session:
 
         Raises SessionLost if it has not (the session is then dead), Unavailable if that stays unknown.
         """
-        deadline = Deadline(timeout_s, self._clock)
+        deadline = EtcdDeadline(timeout_s, self._clock)
         if not self._chain.acquire(timeout=deadline.left_s()):
             raise Unavailable("the session is busy with another transaction: the call may be repeated")
         try:
@@ -271,7 +278,7 @@ class Session:
 
         Drop what depends on the session first: others may act on its end as soon as the lease is revoked.
         """
-        deadline = Deadline(timeout_s)
+        deadline = EtcdDeadline(timeout_s)
         self._end(_CLOSED)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(deadline.left_s(0.5))
@@ -288,7 +295,7 @@ class Session:
         compares: Sequence[Compare],
         operations: Sequence[Put | Delete],
         announcement: tuple[int, bytes] | None,
-        deadline: Deadline,
+        deadline: EtcdDeadline,
     ) -> TxnResult | None:
         """Tries once to write the next link; None if an earlier write of ours has landed instead: then try again."""
         before = self._written_at
@@ -317,7 +324,7 @@ class Session:
         self._settle(deadline)
         return result if self._written_at == before else None
 
-    def _settle(self, deadline: Deadline) -> int:
+    def _settle(self, deadline: EtcdDeadline) -> int:
         """Reads the session's key back; returns the number of the write that landed last. Raises SessionLost."""
         found = self._meta.get(self.key, deadline.left_s())
         if found is None:
@@ -380,7 +387,7 @@ class _Hook:
     on_lost: SessionCall | None
 
 
-class Presence:
+class SessionManager:
     """Always one session, as far as the store allows: after a lost one the next begins as soon as the store answers.
 
     Attach whatever depends on the session. ``on_new`` runs for every new session before ``current`` hands it out (rule
@@ -391,7 +398,7 @@ class Presence:
     """
 
     def __init__(
-        self, meta: Meta, keys: Keys, *, clock: Clock | None = None, ids: Ids | None = None, ttl_s: int = TTL_S
+        self, meta: MetadataStore, keys: Keys, *, clock: Clock | None = None, ids: Ids | None = None, ttl_s: int = TTL_S
     ) -> None:
         check_session_ttl(ttl_s)
         self._meta = meta
@@ -460,7 +467,7 @@ class Presence:
 
     def close(self, timeout_s: float | None = None) -> None:
         """Ends the session (without ``on_lost``) and the thread. Idempotent."""
-        deadline = Deadline(timeout_s)
+        deadline = EtcdDeadline(timeout_s)
         with self._changed:
             self._closed = True
             self._changed.notify_all()

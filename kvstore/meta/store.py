@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
+from kvstore.core.clock import Clock, SystemClock
 from kvstore.errors import InvalidRequest
-from kvstore.sources import Clock, SystemClock
 
 # The end of one call, shared out among the requests that it makes.
 
@@ -18,7 +18,7 @@ TRIES_MAX = 3  # of a transaction whose outcome stays unknown, before the caller
 _LEAST_S = 0.001
 
 
-class Deadline:
+class EtcdDeadline:
     """``timeout_s`` from now (5 s if None), on ``clock``. Raises InvalidRequest outside 0 to 3600 s."""
 
     def __init__(self, timeout_s: float | None, clock: Clock | None = None) -> None:
@@ -163,7 +163,7 @@ class LeaseGone(Exception):
     """A put named a lease that does not exist (any more); nothing was written."""
 
 
-class Meta(Protocol):
+class MetadataStore(Protocol):
     """Every call returns or raises within ``timeout_s``; if it is not given, a default from construction holds.
 
     Raises Unavailable if no member answered in time. A transaction may then have taken effect: its outcome is unknown,

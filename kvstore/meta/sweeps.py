@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import ADDRESS_BYTES, Address
+from kvstore.core.address import ADDRESS_BYTES, Address
+from kvstore.core.text import parse_json
 from kvstore.errors import RootMismatch
 from kvstore.meta.keys import ID_BYTES, SweepId
-from kvstore.text import parse_json
 
 EXACT_MAX = 1024
 """A sweep of up to this many victims lists packed addresses; a larger one has a filter."""
@@ -88,7 +88,7 @@ class Condemned:
         bits[_positions(packed, len(bits)).ravel()] = 1
         record = cls(sweep, plan_checksum, len(victims), True, np.packbits(bits, bitorder="little").tobytes())
         # A filter that does not cover the plan would let a node hold a victim.
-        members = Members(record)
+        members = CondemnedSet(record)
         assert all(victim in members for victim in victims)
         return record
 
@@ -114,7 +114,7 @@ class Condemned:
         return cls(sweep, checksum, count, bool(flags & _FILTER), members, bool(flags & _FINAL))
 
 
-class Members:
+class CondemnedSet:
     """The addresses that a sweep condemns. Asking for one is fast, because every match and hold asks."""
 
     __slots__ = ("_bits", "_bits_count", "_exact")
@@ -161,7 +161,7 @@ def _halves(address: bytes) -> tuple[int, int]:
 
 
 def _positions(packed: bytes, bits_count: int) -> npt.NDArray[np.intp]:
-    """Returns the positions of packed addresses in a filter, FILTER_HASHES each, as ``Members`` finds them."""
+    """Returns the positions of packed addresses in a filter, FILTER_HASHES each, as ``CondemnedSet`` finds them."""
     halves = np.frombuffer(packed, "<u8").reshape(-1, 2)
     steps = np.arange(FILTER_HASHES, dtype=np.uint64)
     with np.errstate(over="ignore"):

@@ -10,14 +10,14 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from kvstore.core.text import parse_json
 from kvstore.errors import InvalidRequest
-from kvstore.text import parse_json
 
 BYTES_MAX = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class UsageReport:
     """The value of ``usage/<session>``: bytes written to the root, and deleted from it, since the session began.
 
     All counts only grow, so of two records of one session the larger one is the later one.
@@ -33,13 +33,13 @@ class Usage:
         )
 
     @classmethod
-    def from_json(cls, value: bytes) -> Usage:
+    def from_json(cls, value: bytes) -> UsageReport:
         fields = _unpacked(value, "usage")
         return cls(*(_count(fields, name) for name in ("written", "removed", "largest_put")))
 
-    def latest(self, other: Usage) -> Usage:
+    def latest(self, other: UsageReport) -> UsageReport:
         """Returns the later of two records of one session: after etcd was restored it may hold the earlier one."""
-        return Usage(
+        return UsageReport(
             max(self.written_bytes, other.written_bytes),
             max(self.removed_bytes, other.removed_bytes),
             max(self.largest_put_bytes, other.largest_put_bytes),

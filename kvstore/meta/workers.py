@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from kvstore.core.namespace import NamespaceDigest
+from kvstore.core.text import parse_json
 from kvstore.errors import InvalidRequest, SessionLost
 from kvstore.meta.keys import Keys, SessionId, parse_id
 from kvstore.meta.session import Session
-from kvstore.meta.store import Delete, KeyValue, LeaseGone, Meta, Put, Snapshot, Watch
-from kvstore.namespace import NamespaceDigest
-from kvstore.text import parse_json
+from kvstore.meta.store import Delete, KeyValue, LeaseGone, MetadataStore, Put, Snapshot, Watch
 
 RECORD_BYTES_MAX = 4096
 
@@ -51,10 +51,10 @@ class WorkerRecord:
             raise InvalidRequest(f"not a worker record: {cause}") from cause
 
 
-class Workers:
+class WorkerRegistry:
     """The workers of one root."""
 
-    def __init__(self, meta: Meta, keys: Keys) -> None:
+    def __init__(self, meta: MetadataStore, keys: Keys) -> None:
         self._meta = meta
         self._keys = keys
 
@@ -122,7 +122,7 @@ Told = AddressTold | DigestTold | ClearedTold
 class Digests:
     """The peers of one root."""
 
-    def __init__(self, meta: Meta, keys: Keys) -> None:
+    def __init__(self, meta: MetadataStore, keys: Keys) -> None:
         self._meta = meta
         self._keys = keys
 

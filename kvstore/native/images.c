@@ -1,4 +1,4 @@
-/* Images: chunk files in memory, made of sections, copied back into them, or only verified (kvstore/memory/MEMORY.md).
+/* Images: chunk files in memory, made of sections, copied back into them, or only verified (kvstore/tiers/MEMORY.md).
  *
  * One pass over memory: each block of the hash is copied, then hashed while it is in the nearest cache. The copy comes
  * first: room that was given to another chunk never gets the old bytes back, so bytes that are right when they are

@@ -67,7 +67,7 @@ typedef struct {
     int32_t status;
 } kv_chunk;
 
-/* Permission to write into a caller's memory (kvstore/buffers.py), as native code asks for it. */
+/* Permission to write into a caller's memory (kvstore/core/buffers.py), as native code asks for it. */
 typedef struct {
     int32_t stop;  /* not 0 once the caller wants its memory back */
     int32_t users; /* threads that write into it now */
@@ -118,7 +118,7 @@ typedef struct {
     uint64_t sent; /* and summed */
 } kv_departure;
 
-/* A table of kvstore/node/known.py: its arrays, and the mask of a print that gives its entry. */
+/* A table of kvstore/engine/presence_cache.py: its arrays, and the mask of a print that gives its entry. */
 typedef struct {
     uint64_t *prints;
     uint32_t *marks;

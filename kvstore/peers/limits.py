@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.checks import check_limits
+from kvstore.core.validate import check_limits
 from kvstore.errors import InvalidRequest
 
 STEP_BYTES_MAX = 1_000_000

@@ -13,17 +13,17 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import ADDRESS_BYTES, Address
-from kvstore.background import Decision, Loop
-from kvstore.counts import NodeCount
+from kvstore.core.address import ADDRESS_BYTES, Address
+from kvstore.core.background import Decision, Loop
+from kvstore.core.clock import Clock
+from kvstore.core.metrics import NodeCount
+from kvstore.core.node_metrics import Counters
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format.header import checksum
 from kvstore.meta.keys import SessionId
 from kvstore.meta.session import Session
 from kvstore.meta.workers import SHARDS, AddressTold, Digests, DigestTold, WorkerRecord
-from kvstore.node.counters import Counters
 from kvstore.peers.limits import STEP_BYTES_MAX, PeerLimits
-from kvstore.sources import Clock
 
 # A digest: the sorted 32-bit prints of a peer's chunks in memory, for one shard of the addresses, as one key's value.
 #
@@ -196,7 +196,7 @@ class _Speaker:
     digests: dict[int, Prints] = field(default_factory=dict)
 
 
-class Told:
+class PeerReports:
     """``own`` is this node's address. Reports from there are left out, also those of an earlier process."""
 
     def __init__(self, own: str | None, prints_max: int) -> None:
@@ -313,7 +313,7 @@ class Source(Protocol):
     def prints(self, shard: int) -> npt.NDArray[np.uint32]: ...
 
 
-class Publisher:
+class DigestPublisher:
     """Keeps etcd in step with ``source``, under the session that ``begin`` names, for the worker of ``record``.
 
     ``peers`` returns how many others there are, to share what etcd bears.

@@ -8,11 +8,11 @@ from collections.abc import Collection, Mapping
 from random import Random
 from typing import Any
 
-from kvstore.client.bulk.links import PLAIN, Bulk, Credentials
 from kvstore.client.endpoints import SERVING, Endpoint
 from kvstore.client.limits import ClientLimits
+from kvstore.client.pool import PLAIN, Bulk, Credentials
+from kvstore.core.clock import Clock
 from kvstore.peers.limits import PeerLimits
-from kvstore.sources import Clock
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Peer:
         self.probe: Any = None
 
 
-class Roster:
+class PeerSelector:
     """All peers that were ever chosen and are still there. Thread-safe."""
 
     def __init__(self, limits: PeerLimits, clock: Clock, chance: Random, credentials: Credentials = PLAIN) -> None:

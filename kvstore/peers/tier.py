@@ -15,30 +15,30 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from kvstore.address import Address
-from kvstore.background import Loop, Tasks
-from kvstore.client.bulk.links import PLAIN, BulkRefused, Credentials, Link
 from kvstore.client.endpoints import Endpoint
-from kvstore.counts import NodeCount
+from kvstore.client.pool import PLAIN, BulkRefused, Credentials, DataConnection
+from kvstore.core.address import Address
+from kvstore.core.background import Loop, Tasks
+from kvstore.core.clock import Clock
+from kvstore.core.executor import Deadline
+from kvstore.core.metrics import NodeCount
+from kvstore.core.namespace import NamespaceDigest
+from kvstore.core.node_metrics import Counters, TierName
 from kvstore.errors import KVStoreError
-from kvstore.keyset import ChunkKeys, KeySet
-from kvstore.meta.session import Presence, Session
+from kvstore.format.keyset import ChunkKeys, KeySet
+from kvstore.meta.session import Session, SessionManager
 from kvstore.meta.store import KeyValue, Watch, WatchLost
 from kvstore.meta.workers import ClearedTold, Digests, WorkerRecord
-from kvstore.namespace import NamespaceDigest
-from kvstore.node.counters import Counters, TierName
-from kvstore.node.lanes import Deadline
 from kvstore.peers.limits import PeerLimits
-from kvstore.peers.reports import EMPTY, Directory, Publisher, Source, Told
-from kvstore.peers.selection import Peer, Roster
-from kvstore.sources import Clock
+from kvstore.peers.reports import EMPTY, DigestPublisher, Directory, PeerReports, Source
+from kvstore.peers.selection import Peer, PeerSelector
+from kvstore.transport.frames import SPAN_BYTES, FrameKind, Mode, decode_slots, decode_span, encode_request
+from kvstore.transport.messages import pack_tokens, traced
+from kvstore.transport.status import UnknownNamespace
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.frames import SPAN_BYTES, Kind, Mode, decode_slots, decode_span, encode_request
-from kvstore.wire.messages import pack_tokens, traced
-from kvstore.wire.statuses import UnknownNamespace
 
 if TYPE_CHECKING:
-    from kvstore.node.member import Member
+    from kvstore.engine.coordination import ClusterMember
 
 # Asks one peer for chunks in its memory: one GET of the bulk protocol, whole images straight into the given memory.
 #
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PeerAnswer:
     """The number of leading images that came whole, and, if the peer must be left alone for a while, the reason."""
 
     count: int
@@ -57,7 +57,7 @@ class Answer:
 
 def ask(
     endpoint: Endpoint, chain: ChunkKeys, first: int, images: Sequence[memoryview], idle_s: float, most_s: float
-) -> Answer:
+) -> PeerAnswer:
     """Fills ``images``, each of the size of its file, with the chunks from index ``first`` on, unverified.
 
     Returns after ``idle_s`` without a byte, and after ``most_s`` in all.
@@ -66,7 +66,7 @@ def ask(
     try:
         with endpoint.calling(), endpoint.bulk.link(min(idle_s, most_s)) as link:
             if link is None:
-                return Answer(0)  # all its connections are in use, or it was closed
+                return PeerAnswer(0)  # all its connections are in use, or it was closed
             began_s = time.monotonic()
             link.channel.limit(idle_s, most_s)
             for count in _received(link, chain, first, images, most_s):  # noqa: B007  what came before it broke counts
@@ -74,16 +74,16 @@ def ask(
     except BulkRefused as refused:
         error = refused.failed.error
         # Nobody has opened the namespace there, so the peer has no chunk of it: nothing is wrong with the peer.
-        return Answer(count, None if isinstance(error, UnknownNamespace) else str(error))
+        return PeerAnswer(count, None if isinstance(error, UnknownNamespace) else str(error))
     except grpc.RpcError as error:
-        return Answer(count, f"gRPC: {error.code().name}")
+        return PeerAnswer(count, f"gRPC: {error.code().name}")
     except (KVStoreError, grpc.FutureCancelledError, ValueError) as error:
-        return Answer(count, str(error) or type(error).__name__)  # gRPC raises a ValueError for a closed channel
-    return Answer(count, took_s=time.monotonic() - began_s)
+        return PeerAnswer(count, str(error) or type(error).__name__)  # gRPC raises a ValueError for a closed channel
+    return PeerAnswer(count, took_s=time.monotonic() - began_s)
 
 
 def _received(
-    link: Link, chain: ChunkKeys, first: int, images: Sequence[memoryview], timeout_s: float
+    link: DataConnection, chain: ChunkKeys, first: int, images: Sequence[memoryview], timeout_s: float
 ) -> Iterator[int]:
     """Yields after each image how many have come. Raises LinkBroken, LinkLate, BulkRefused."""
     stop = first + len(images)
@@ -96,12 +96,12 @@ def _received(
         memory_only=True,
     )
     channel, number = link.channel, link.next_number()
-    channel.send(Kind.GET, number, [encode_request(timeout_s, Mode.STREAM, traced(request))])
-    left = decode_slots(link.receive(Kind.SLOTS)[1]).found - first
+    channel.send(FrameKind.GET, number, [encode_request(timeout_s, Mode.STREAM, traced(request))])
+    left = decode_slots(link.receive(FrameKind.SLOTS)[1]).found - first
     at = 0
     while at < left:
-        head = link.receive_head(Kind.IMAGES, Kind.END)
-        if head.kind is Kind.END:
+        head = link.receive_head(FrameKind.IMAGES, FrameKind.END)
+        if head.kind is FrameKind.END:
             channel.receive(head.length)
             return
         start, count = decode_span(channel.receive(SPAN_BYTES))
@@ -117,11 +117,11 @@ def _received(
 # One fetch: chooses which peer to ask for which run of chunks, and continues after a failure.
 
 
-class Fetch:
+class PeerRead:
     """Reads runs of one chain, one after the other, until ``ends``."""
 
     def __init__(
-        self, directory: Directory, roster: Roster, limits: PeerLimits, chain: ChunkKeys, ends: Deadline
+        self, directory: Directory, roster: PeerSelector, limits: PeerLimits, chain: ChunkKeys, ends: Deadline
     ) -> None:
         self.failures = 0
         """Number of peers that failed."""
@@ -154,16 +154,16 @@ class Fetch:
                 self._passed.add(peer.address)
                 self._tries_left -= 1
 
-    def _ask(self, peer: Peer, first: int, images: Sequence[memoryview]) -> Answer:
+    def _ask(self, peer: Peer, first: int, images: Sequence[memoryview]) -> PeerAnswer:
         try:
             if not peer.turn.acquire(timeout=min(self._limits.answer_s, self._ends.left_s())):
-                return Answer(0)  # busy with other fetches of this node
+                return PeerAnswer(0)  # busy with other fetches of this node
             try:
                 if peer.address in self._roster.aside:
-                    return Answer(0)  # it failed while this one waited
+                    return PeerAnswer(0)  # it failed while this one waited
                 left_s = self._ends.left_s()
                 if not left_s:
-                    return Answer(0)
+                    return PeerAnswer(0)
                 idle_s = min(self._limits.answer_s, left_s)
                 answer = ask(peer.endpoint, self._chain, first, images, idle_s, left_s)
             finally:
@@ -204,7 +204,7 @@ REST = 4
 """Wait this multiple of the last build time before rebuilding: with many peers there is always news."""
 
 
-class Follower:
+class PeerFollower:
     """``directory`` is always the newest there is. ``own`` is this node's address, whose digests are left out.
 
     ``on_cleared`` is called for each namespace cleared since its last call, and at the start for all that ever were, in
@@ -219,7 +219,7 @@ class Follower:
         counters: Counters,
         clock: Clock,
         on_cleared: Callable[[NamespaceDigest], None],
-        roster: Roster,
+        roster: PeerSelector,
     ) -> None:
         self.directory: Directory = EMPTY
         self._digests = digests
@@ -237,7 +237,7 @@ class Follower:
         self._own_marks: deque[bytes] = deque(maxlen=OWN_MARKS_MAX)
         # Only the thread uses the fields below.
         self._followed: Session | None = None
-        self._told = Told(own, limits.prints_max)
+        self._told = PeerReports(own, limits.prints_max)
         self._show_at_s = 0.0
 
     def start(self) -> None:
@@ -304,7 +304,7 @@ class Follower:
                 watch.close()
                 return
             self._watch = watch
-        self._followed, self._told = session, Told(self._own, self._limits.prints_max)
+        self._followed, self._told = session, PeerReports(self._own, self._limits.prints_max)
         self._hear((each.key, each) for each in snapshot.items)
         self._counters.add(NodeCount.PEERS_READS_AFRESH)
 
@@ -374,7 +374,7 @@ GIVEN_MAX = 4096
 
 
 class Peers:
-    """A ``kvstore.node.tier_stack.Tier``. Knows nothing, and reports nothing, before ``start``. Thread-safe.
+    """A ``kvstore.tiers.stack.Tier``. Knows nothing, and reports nothing, before ``start``. Thread-safe.
 
     ``source`` is this node's memory. ``on_cleared`` is called when a namespace was cleared, mostly in a thread of this
     tier's own: drop the namespace from memory and disk. After ``start`` it is called for every namespace that was ever
@@ -386,9 +386,9 @@ class Peers:
     def __init__(
         self,
         digests: Digests,
-        presence: Presence,
+        presence: SessionManager,
         source: Source,
-        roster: Roster,
+        roster: PeerSelector,
         counters: Counters,
         clock: Clock,
         limits: PeerLimits,
@@ -402,8 +402,8 @@ class Peers:
         self._clock = clock
         self._on_cleared = on_cleared
         self._roster = roster
-        self._publisher: Publisher | None = None
-        self._follower: Follower | None = None
+        self._publisher: DigestPublisher | None = None
+        self._follower: PeerFollower | None = None
         self._lock = Lock()  # guards who gave which chunk, and the cleared namespaces
         self._given: OrderedDict[Address, str] = OrderedDict()
         self._cleared: dict[NamespaceDigest, float] = {}
@@ -413,14 +413,14 @@ class Peers:
     def start(self, address: str | None) -> None:
         """Follows others from now on, and tells them where they can read this node's memory; None: nowhere."""
         assert self._follower is None, "peers are started once"
-        follower = self._follower = Follower(
+        follower = self._follower = PeerFollower(
             self._digests, address, self.limits, self._counters, self._clock, self._clear_soon, self._roster
         )
         follower.start()
         self._presence.attach(follower.begin, follower.end)
         if address is not None:
             record = WorkerRecord(address, pid=os.getpid())
-            publisher = self._publisher = Publisher(
+            publisher = self._publisher = DigestPublisher(
                 self._digests,
                 self._source,
                 record,
@@ -454,7 +454,7 @@ class Peers:
             return came
         slowest_s = self.limits.answer_s + sum(map(len, images)) / self.limits.bytes_per_s_min
         ends = Deadline(self._clock, min(slowest_s, deadline.left_s()))
-        fetch = Fetch(self._follower.directory, self._roster, self.limits, prompt, ends)
+        fetch = PeerRead(self._follower.directory, self._roster, self.limits, prompt, ends)
         for start, stop in runs(indexes):
             for at, address in fetch.run(indexes[start], images[start:stop]):
                 came[start + at] = True
@@ -536,7 +536,7 @@ class Peers:
 # Adds the tier of peers to a worker: over its memory, under its session, between its memory and its disk.
 
 
-def join_peers(member: Member, credentials: Credentials = PLAIN) -> Peers | None:
+def join_peers(member: ClusterMember, credentials: Credentials = PLAIN) -> Peers | None:
     """Adds a tier of peers to the member and returns it; None without memory, because such a node reads from no peer.
 
     Call ``start`` with the address that others reach it at, once it is served, and ``close`` before that ends.
@@ -549,7 +549,7 @@ def join_peers(member: Member, credentials: Credentials = PLAIN) -> Peers | None
         Digests(member.meta, member.keys),
         member.presence,
         tiers.memory,
-        Roster(limits, clock, Random(), credentials),
+        PeerSelector(limits, clock, Random(), credentials),
         member.node.counters,
         clock,
         limits,

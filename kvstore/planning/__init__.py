@@ -3,21 +3,21 @@ and its bounds.
 """
 
 from kvstore.planning.plan import Plan, Rest, make_plan
-from kvstore.planning.prompts import Group, Prompts
-from kvstore.planning.run import Handing, Run, SharedRun, Taken
+from kvstore.planning.prompts import Group, PromptSet
+from kvstore.planning.run import GroupStates, LeasedGroup, Run, SharedRun
 from kvstore.planning.storage import KeyStorage, Storage, TokenStorage
 
 __all__ = [
     "Group",
-    "Handing",
+    "GroupStates",
     "KeyStorage",
+    "LeasedGroup",
     "Plan",
-    "Prompts",
+    "PromptSet",
     "Rest",
     "Run",
     "SharedRun",
     "Storage",
-    "Taken",
     "TokenStorage",
     "make_plan",
 ]

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvstore.checks import is_whole
+from kvstore.core.text import brief
+from kvstore.core.validate import is_whole
 from kvstore.errors import InvalidRequest
-from kvstore.planning.ordering import Order, agreed, depth_first, serving_nodes, stored_tokens, tokens_found
-from kvstore.planning.prompts import Counts, Group, Prompts, Trie
+from kvstore.planning.order import PromptOrder, agreed, depth_first, serving_nodes, stored_tokens, tokens_found
+from kvstore.planning.prompts import Counts, Group, PromptSet, Trie
 from kvstore.planning.run import Run
 from kvstore.planning.storage import Storage
-from kvstore.text import brief
 
 COUNT_MAX = (1 << 63) - 1
 """Limit on a number of tokens that a caller names."""
@@ -89,7 +89,7 @@ class Plan:
 
 
 def make_plan(
-    prompts: Prompts,
+    prompts: PromptSet,
     *,
     memory_tokens: int,
     decode_tokens: int | Sequence[int | None] | None = None,
@@ -122,7 +122,7 @@ def make_plan(
 class _Planning:
     """The values that all steps of one plan use. Arrays are by position or by node."""
 
-    def __init__(self, prompts: Prompts, trie: Trie, stored: Counts, memory_tokens: int) -> None:
+    def __init__(self, prompts: PromptSet, trie: Trie, stored: Counts, memory_tokens: int) -> None:
         self._prompts = prompts
         self._trie = trie
         self._memory_tokens = memory_tokens
@@ -177,7 +177,7 @@ class _Planning:
         own = int(np.maximum(0, self._behind(np.maximum(exact, np.append(exact[1:], 0)))).sum())
         return Rest(own, distinct - own, optimum - distinct, computed - optimum)
 
-    def _groups(self, order: Order, computed: Counts) -> tuple[Group, ...]:
+    def _groups(self, order: PromptOrder, computed: Counts) -> tuple[Group, ...]:
         """The runs of prompts behind one open node; those that share nothing are alone."""
         serving = self._serving[self._trie.deepest[order.positions]]
         is_first = (serving == 0) | (serving != np.append(-1, serving[:-1])[: len(serving)])

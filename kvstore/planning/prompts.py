@@ -13,10 +13,10 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.checks import is_whole
+from kvstore.core.text import brief
+from kvstore.core.tokens import TokenArray, Tokens, token_array
+from kvstore.core.validate import is_whole
 from kvstore.errors import InvalidRequest
-from kvstore.text import brief
-from kvstore.tokens import TokenArray, Tokens, token_array
 
 # A group of a plan.
 
@@ -54,7 +54,7 @@ ITEMS_MAX = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
-class Prompts:
+class PromptSet:
     """All prompts of a batch. Made by ``of_tokens`` and ``of_blocks``, which check."""
 
     packed: list[bytes]
@@ -66,10 +66,10 @@ class Prompts:
     """Tokens of a block, which prompts share as a whole or not at all; a multiple of ``item_tokens``."""
 
     @classmethod
-    def of_tokens(cls, prompts: Iterable[Tokens], block_tokens: int = 1) -> Prompts:
+    def of_tokens(cls, prompts: Iterable[Tokens], block_tokens: int = 1) -> PromptSet:
         """Prompts as token ids. Raises InvalidRequest, naming the prompt, for one that is empty or no tokens."""
         _check_block(block_tokens)
-        packing = _Packing()
+        packing = _PromptPacker()
         for tokens in checked_prompts(prompts):
             try:
                 array = token_array(tokens)
@@ -81,14 +81,14 @@ class Prompts:
     @classmethod
     def of_blocks(
         cls, prompts: Iterable[Sequence[Hashable]], block_tokens: int, lengths: Iterable[int] | None = None
-    ) -> Prompts:
+    ) -> PromptSet:
         """Prompts as names of their full blocks, any hashable values: equal names are equal blocks.
 
         ``lengths`` are the tokens of each prompt, by default those of its blocks. Raises InvalidRequest for a prompt
         without tokens, a length that does not fit its blocks, or another number of lengths.
         """
         _check_block(block_tokens)
-        packing, known = _Packing(), dict[Hashable, int]()
+        packing, known = _PromptPacker(), dict[Hashable, int]()
         given = iter(lengths) if lengths is not None else None
         for names in prompts:
             if isinstance(names, bytes | str):
@@ -118,8 +118,8 @@ class Prompts:
         return np.frombuffer(self.packed[index], ITEM, -1 if count is None else count).astype("<u4")
 
 
-class _Packing:
-    """Prompts on their way into ``Prompts``, under the limits."""
+class _PromptPacker:
+    """Prompts on their way into ``PromptSet``, under the limits."""
 
     def __init__(self) -> None:
         self._packed: list[bytes] = []
@@ -142,8 +142,8 @@ class _Packing:
         self._packed.append(items.astype(ITEM).tobytes())
         self._lengths.append(length)
 
-    def packed(self, item_tokens: int, block_tokens: int) -> Prompts:
-        return Prompts(self._packed, np.array(self._lengths, np.int64), item_tokens, block_tokens)
+    def packed(self, item_tokens: int, block_tokens: int) -> PromptSet:
+        return PromptSet(self._packed, np.array(self._lengths, np.int64), item_tokens, block_tokens)
 
 
 def checked_prompts(prompts: Iterable[T]) -> Iterator[T]:
@@ -191,7 +191,7 @@ class Trie:
     """By position: the deepest node above the prompt."""
 
     @classmethod
-    def of(cls, prompts: Prompts) -> Trie:
+    def of(cls, prompts: PromptSet) -> Trie:
         """Sorts the prompts and builds the trie, in O(n log n) comparisons."""
         packed = prompts.packed
         order = sorted(range(len(packed)), key=packed.__getitem__)

@@ -25,11 +25,11 @@ from heapq import heappop, heappush
 from multiprocessing.connection import Client, Connection
 from typing import TYPE_CHECKING
 
-from kvstore.checks import is_whole
+from kvstore.core.text import brief
+from kvstore.core.validate import is_whole
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.planning.prompts import Group
-from kvstore.planning.storage import Held, Prefetch
-from kvstore.text import brief
+from kvstore.planning.storage import GroupHold, Prefetch
 
 if TYPE_CHECKING:
     from kvstore.planning.plan import Plan
@@ -55,7 +55,7 @@ class State(Enum):
 ENDS = (State.DONE, State.FAILED)
 
 
-class Handing:
+class GroupStates:
     """The states of all groups, by index in the plan. Not thread-safe.
 
     The prefixes of groups that are taken or prefetched never sum to more than ``memory_tokens``, but for one group that
@@ -160,7 +160,7 @@ class _Taker:
     """The consumer of a group, and what the store holds for it."""
 
     is_alive: Callable[[], bool]
-    held: Held | None = None
+    held: GroupHold | None = None
 
 
 class Run:
@@ -185,7 +185,7 @@ class Run:
         self._storage = plan.storage
         self._ahead = int(ahead)
         self._changed = threading.Condition()
-        self._handing = Handing(plan.groups, plan.memory_tokens, int(attempts))
+        self._handing = GroupStates(plan.groups, plan.memory_tokens, int(attempts))
         self._takers: dict[int, _Taker] = {}
         self._prefetches: dict[int, Sequence[Prefetch]] = {}
         self._is_closed = False
@@ -208,7 +208,7 @@ class Run:
             with taken:
                 yield taken.group
 
-    def take(self) -> Taken | None:
+    def take(self) -> LeasedGroup | None:
         """Takes the next group, for this thread; None once all groups are done. Use it as a context.
 
         Waits while others run the last groups, because one of them may give its group back. What this thread took and
@@ -221,7 +221,7 @@ class Run:
                 return taken
         return None
 
-    def try_take(self, wait_s: float, is_alive: Callable[[], bool]) -> Taken | None:
+    def try_take(self, wait_s: float, is_alive: Callable[[], bool]) -> LeasedGroup | None:
         """Takes the next group if one is there within ``wait_s``; the consumer lives as long as ``is_alive``."""
         self._check_process()
         self._give_back_of_dead()
@@ -247,16 +247,16 @@ class Run:
         except BaseException:
             self._leave(index, taker, is_done=False)
             raise
-        return Taken(self._groups[index], lambda is_done: self._leave(index, taker, is_done=is_done))
+        return LeasedGroup(self._groups[index], lambda is_done: self._leave(index, taker, is_done=is_done))
 
-    def share(self) -> Sharing:
+    def share(self) -> GroupServer:
         """Shares the run with other processes of this host: ``with run.share() as shared: ...``.
 
         ``shared`` can be sent to them, as an argument of multiprocessing, say; each takes groups by ``for group in
         shared``. A process that dies gives its group back. Threads of this process may take groups as well.
         """
         self._check_process()
-        return Sharing(self)
+        return GroupServer(self)
 
     def close(self) -> None:
         """Ends the run: releases what is held, and cancels what is being brought. Idempotent."""
@@ -334,7 +334,7 @@ def _cancel(prefetches: Iterable[Prefetch]) -> None:
             each.cancel()
 
 
-class Taken:
+class LeasedGroup:
     """A group in the hands of one consumer. As a context it is done at the end, or given back if the block raises."""
 
     def __init__(self, group: Group, leave: Callable[[bool], None]) -> None:
@@ -349,7 +349,7 @@ class Taken:
         """The group goes out again. Does nothing if it is done."""
         self._leave(False)
 
-    def __enter__(self) -> Taken:
+    def __enter__(self) -> LeasedGroup:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -390,7 +390,7 @@ class SharedRun:
                 yield group
 
 
-class Sharing(AbstractContextManager[SharedRun]):
+class GroupServer(AbstractContextManager[SharedRun]):
     """Hands the groups of a run to other processes while its context lasts."""
 
     def __init__(self, run: Run) -> None:
@@ -454,7 +454,7 @@ class Sharing(AbstractContextManager[SharedRun]):
             if self._run.is_over:
                 link.send(None)
 
-    def _take(self, link: Connection) -> Taken | None:
+    def _take(self, link: Connection) -> LeasedGroup | None:
         me = threading.current_thread()
         # A consumer that waits sends nothing, so what there is to read is its end.
         while not (self._run.is_over or self._ended.is_set() or link.poll()):

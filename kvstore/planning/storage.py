@@ -11,9 +11,9 @@ from contextlib import suppress
 from itertools import takewhile
 from typing import TYPE_CHECKING, Protocol
 
+from kvstore.core.tokens import TokenArray
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.planning.prompts import Group, Prompts
-from kvstore.tokens import TokenArray
+from kvstore.planning.prompts import Group, PromptSet
 
 if TYPE_CHECKING:
     from kvstore.client.cache import BlockCache, Cache
@@ -26,7 +26,7 @@ KEYS_S = 60.0
 """Limit for all calls about keys; past it, the others count as not stored."""
 
 
-class Held(Protocol):
+class GroupHold(Protocol):
     """A hold."""
 
     def release(self) -> None:
@@ -49,7 +49,7 @@ class Storage:
         """Returns how many of the leading chunks it has, of each prompt by index and number of chunks."""
         return [0] * len(wanted)
 
-    def hold(self, group: Group) -> Held | None:
+    def hold(self, group: Group) -> GroupHold | None:
         """Holds what is stored of a group's prefix; None if there is nothing to hold."""
         return None
 
@@ -64,7 +64,7 @@ class Storage:
 class TokenStorage(Storage):
     """Prompts given as tokens."""
 
-    def __init__(self, cache: Cache, prompts: Prompts) -> None:
+    def __init__(self, cache: Cache, prompts: PromptSet) -> None:
         self._cache = cache
         self._prompts = prompts
         self._has_memory = True
@@ -74,7 +74,7 @@ class TokenStorage(Storage):
         counts = self._cache.match_each(self._prompts.tokens(at, chunks * size) for at, chunks in wanted)
         return [count // size for count in counts]
 
-    def hold(self, group: Group) -> Held | None:
+    def hold(self, group: Group) -> GroupHold | None:
         with suppress(KVStoreError):
             return self._cache.hold(self._prefix(group)) if _leading(group) else None
         return None
@@ -127,7 +127,7 @@ class KeyStorage(Storage):
             present.update(key for key, found in zip(some, self._blocks.present(some), strict=True) if found)
         return [sum(1 for _ in takewhile(present.__contains__, self._prompts[at][:count])) for at, count in wanted]
 
-    def hold(self, group: Group) -> Held | None:
+    def hold(self, group: Group) -> GroupHold | None:
         count = _leading(group) // self._chunk_tokens
         with suppress(KVStoreError):
             return self._blocks.hold(self._prompts[group.members[0]][:count]) if count else None

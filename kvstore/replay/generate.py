@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.errors import InvalidRequest
-from kvstore.replay.trace import BLOCK_TOKENS, Request
+from kvstore.replay.trace import BLOCK_TOKENS, TraceRequest
 
 LIVE_MAX = 64
 """Number of conversations at once."""
@@ -20,7 +20,7 @@ BLOCKS_MAX = 250
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class TrafficKind:
     """A kind of traffic. ``turns`` is the mean number of requests of a conversation; lengths are medians in tokens."""
 
     turns: float
@@ -35,9 +35,9 @@ class Kind:
 
 KINDS = {
     # About 37 % of all blocks are repeats, prompts of 12,000 tokens on average: people and long documents.
-    "conversation": Kind(1.6, 1, 512, 5000, 2600, 340, 1.05, 294.0),
+    "conversation": TrafficKind(1.6, 1, 512, 5000, 2600, 340, 1.05, 294.0),
     # About 64 %: agents that call tools many times, with one of a few long system prompts.
-    "agents": Kind(2.2, 24, 4096, 4500, 2600, 150, 0.9, 256.0),
+    "agents": TrafficKind(2.2, 24, 4096, 4500, 2600, 150, 0.9, 256.0),
 }
 
 
@@ -49,7 +49,7 @@ class _Conversation:
         self.tokens = tokens
 
 
-def generate(requests: int, *, seed: int = 0, kind: str = "conversation") -> list[Request]:
+def generate(requests: int, *, seed: int = 0, kind: str = "conversation") -> list[TraceRequest]:
     """Returns ``requests`` requests of one ``kind`` (conversation, agents). Equal arguments give equal traces.
 
     Raises InvalidRequest for an unknown kind or no requests.
@@ -61,7 +61,7 @@ def generate(requests: int, *, seed: int = 0, kind: str = "conversation") -> lis
     return list(_requests(requests, np.random.Generator(np.random.PCG64(seed)), KINDS[kind]))
 
 
-def _requests(count: int, random: np.random.Generator, kind: Kind) -> Iterator[Request]:
+def _requests(count: int, random: np.random.Generator, kind: TrafficKind) -> Iterator[TraceRequest]:
     fresh = iter(range(1 << 62))
     system = [[next(fresh) for _ in range(kind.system_tokens // BLOCK_TOKENS)] for _ in range(kind.system_prompts)]
     live: list[_Conversation] = []
@@ -85,7 +85,7 @@ def _requests(count: int, random: np.random.Generator, kind: Kind) -> Iterator[R
             speaker.ids.append(next(fresh))
         part = [next(fresh)] if speaker.tokens % BLOCK_TOKENS else []
         output = _length(random, kind.output_tokens, 0.5)
-        yield Request(number, int(timestamp), speaker.tokens, output, (*speaker.ids, *part))
+        yield TraceRequest(number, int(timestamp), speaker.tokens, output, (*speaker.ids, *part))
         speaker.tokens += output
         if speaker.tokens >= BLOCKS_MAX * BLOCK_TOKENS:
             live.remove(speaker)

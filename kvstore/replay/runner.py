@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.client.store import Store
+from kvstore.core.layout import Layout
+from kvstore.core.results import PutResult
+from kvstore.core.tokens import TokenArray
+from kvstore.core.write_mode import WriteModeName
 from kvstore.errors import InvalidRequest, Overloaded
-from kvstore.layout import Layout
-from kvstore.replay.trace import BLOCK_TOKENS, Request
-from kvstore.results import PutResult
-from kvstore.tokens import TokenArray
-from kvstore.writes import WriteModeName
+from kvstore.replay.trace import BLOCK_TOKENS, TraceRequest
 
 # Tokens and KV of a trace: pure functions of its hash ids, so that a store's answers can be checked byte by byte.
 #
@@ -71,7 +71,7 @@ class Content:
         """Number of 8-byte words in the KV of one block."""
         return SECTIONS * self._words
 
-    def tokens(self, request: Request) -> TokenArray:
+    def tokens(self, request: TraceRequest) -> TokenArray:
         """Returns all ``input_length`` tokens of a prompt, including a part block."""
         ids = np.array(request.hash_ids, dtype=np.uint64)[:, None]
         mixed = ids * np.uint64(BLOCK_TOKENS) + _POSITIONS
@@ -83,7 +83,7 @@ class Content:
         mixed >>= _VOCABULARY_SHIFT
         return mixed.astype(np.uint32).reshape(-1)[: request.input_length]
 
-    def seeds(self, request: Request) -> Words:
+    def seeds(self, request: TraceRequest) -> Words:
         """Returns one pair of words per full block, of shape ``(full_blocks, 2)``, chained over the ids up to it."""
         state, packed = self._key, bytearray()
         for hash_id in request.hash_ids[: request.full_blocks]:
@@ -151,7 +151,7 @@ class Expectation:
         return sum(self.hits.values())
 
 
-def expect(requests: Iterable[Request]) -> Expectation:
+def expect(requests: Iterable[TraceRequest]) -> Expectation:
     """Returns the hits of each request, an unbroken run of full blocks from the first on, and the chunks stored."""
     nodes: dict[tuple[int, int], int] = {}
     hits: dict[int, int] = {}
@@ -191,7 +191,7 @@ class ReplayCache(Protocol):
 
 
 @dataclass(slots=True)
-class Tally:
+class ReplayCounts:
     """Counts of one caller. ``differences`` are the first few hits that were not as expected.
 
     ``tokens`` are those of full blocks, as in the counters of a store: no store has the rest of a prompt.
@@ -217,7 +217,7 @@ class Tally:
     put_s: float = 0.0
     differences: list[str] = field(default_factory=list)
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: ReplayCounts) -> None:
         """Adds another caller's counts."""
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
@@ -240,7 +240,7 @@ class Lane:
         pause_s: float = OVERLOADED_PAUSE_S,
     ) -> None:
         """``expected`` are the hits of each request in blocks; None if other callers make them undefined."""
-        self.tally = Tally()
+        self.tally = ReplayCounts()
         self._cache = cache
         self._content = content
         self._expected = expected
@@ -248,14 +248,14 @@ class Lane:
         self._got = Scratch(content)
         self._put = Scratch(content)
 
-    def run(self, requests: Iterable[Request], done: Callable[[], bool]) -> None:
+    def run(self, requests: Iterable[TraceRequest], done: Callable[[], bool]) -> None:
         """Serves all requests; ``done`` is called after each and says whether to go on."""
         for request in requests:
             self.serve(request)
             if not done():
                 return
 
-    def serve(self, request: Request) -> None:
+    def serve(self, request: TraceRequest) -> None:
         """Serves one request."""
         tally, content = self.tally, self._content
         tokens, seeds = content.tokens(request), content.seeds(request)
@@ -269,7 +269,7 @@ class Lane:
         if got < len(seeds) * BLOCK_TOKENS:
             self._write(request, tokens, seeds, got)
 
-    def find(self, request: Request) -> None:
+    def find(self, request: TraceRequest) -> None:
         """Counts the request if a full block of it is not in the store; called after all requests were put."""
         matched = self._cache.match(self._content.tokens(request), counts=False)
         if matched != request.full_blocks * BLOCK_TOKENS:
@@ -279,7 +279,7 @@ class Lane:
                 f"expected {request.full_blocks * BLOCK_TOKENS}"
             )
 
-    def _check_hits(self, request: Request, matched: int) -> None:
+    def _check_hits(self, request: TraceRequest, matched: int) -> None:
         if self._expected is None:
             return
         expected = self._expected[request.number] * BLOCK_TOKENS
@@ -287,7 +287,7 @@ class Lane:
             self.tally.hit_differences += 1
             self.tally.note(f"request {request.number}: {matched} tokens matched, expected {expected}")
 
-    def _read(self, request: Request, tokens: TokenArray, seeds: Words, matched: int) -> int:
+    def _read(self, request: TraceRequest, tokens: TokenArray, seeds: Words, matched: int) -> int:
         """Reads and compares the matched tokens; returns their number."""
         if not matched:
             return 0
@@ -309,7 +309,7 @@ class Lane:
             tally.note(f"request {request.number}: {wrong} wrong bytes in {got} tokens")
         return blocks * BLOCK_TOKENS
 
-    def _write(self, request: Request, tokens: TokenArray, seeds: Words, prefix: int) -> None:
+    def _write(self, request: TraceRequest, tokens: TokenArray, seeds: Words, prefix: int) -> None:
         tally, content = self.tally, self._content
         missing = seeds[prefix // BLOCK_TOKENS :]
         memory = self._put.blocks(len(missing))
@@ -358,7 +358,7 @@ Progress = Callable[[int], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ReplayPlan:
     """The namespace and the callers of a replay. Raises InvalidRequest for values out of range."""
 
     namespace: str
@@ -372,7 +372,9 @@ class Plan:
             raise InvalidRequest(f"threads={self.threads}: expected 1 to {THREADS_MAX}")
 
 
-def run_threads(lane: Callable[[], Lane], requests: Sequence[Request], threads: int, progress: Progress) -> Tally:
+def run_threads(
+    lane: Callable[[], Lane], requests: Sequence[TraceRequest], threads: int, progress: Progress
+) -> ReplayCounts:
     """Serves ``requests`` by this many callers, each taking every n-th. Raises the first error of any of them."""
     lanes = [lane() for _ in range(threads)]
     lock, stop = threading.Lock(), threading.Event()
@@ -389,7 +391,7 @@ def run_threads(lane: Callable[[], Lane], requests: Sequence[Request], threads: 
                 job.result()
         finally:
             stop.set()
-    total = Tally()
+    total = ReplayCounts()
     for each in lanes:
         total.add(each.tally)
     return total
@@ -402,10 +404,10 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ReplayReport:
     """The outcome of a replay by ``threads`` callers; with one, hits are compared request by request."""
 
-    tally: Tally
+    tally: ReplayCounts
     threads: int
     chunks_unique: int
     tokens_expected: int | None
@@ -478,8 +480,8 @@ def _rate(size_bytes: int, seconds: float) -> float:
 
 
 def replay(
-    requests: Sequence[Request], open_store: OpenStore, plan: Plan, progress: Progress = lambda count: None
-) -> Report:
+    requests: Sequence[TraceRequest], open_store: OpenStore, plan: ReplayPlan, progress: Progress = lambda count: None
+) -> ReplayReport:
     """Replays ``requests``; the namespace must hold none of them, so that expected hits are exact.
 
     Raises InvalidRequest if it holds some, and the store's error if the store could not go on.
@@ -504,4 +506,4 @@ def replay(
                 finder.find(request)
             tally.add(finder.tally)
     tokens_expected = expected.blocks * BLOCK_TOKENS if plan.threads == 1 else None
-    return Report(tally, plan.threads, expected.chunks_unique, tokens_expected, seconds)
+    return ReplayReport(tally, plan.threads, expected.chunks_unique, tokens_expected, seconds)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvstore.core.text import parse_json
+from kvstore.core.tokens import TOKENS_MAX
 from kvstore.errors import InvalidRequest
-from kvstore.text import parse_json
-from kvstore.tokens import TOKENS_MAX
 
 BLOCK_TOKENS = 512
 LINE_BYTES_MAX = 1 << 20
@@ -23,7 +23,7 @@ HASH_ID_MAX = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TraceRequest:
     """One request of a trace. ``number`` is its place in the trace, from 0."""
 
     number: int
@@ -49,14 +49,14 @@ class Request:
         )
 
 
-def load_trace(path: str | Path, requests_max: int | None = None) -> list[Request]:
+def load_trace(path: str | Path, requests_max: int | None = None) -> list[TraceRequest]:
     """Loads the first ``requests_max`` requests of a trace (None: all).
 
     Raises InvalidRequest, naming the line, for a file that cannot be read, a line that is not a request, or an empty
     file.
     """
     most = REQUESTS_MAX if requests_max is None else requests_max
-    found: list[Request] = []
+    found: list[TraceRequest] = []
     line_number = 0
     try:
         with open(path, "rb") as file:
@@ -76,13 +76,13 @@ def load_trace(path: str | Path, requests_max: int | None = None) -> list[Reques
     return found
 
 
-def write_trace(path: str | Path, requests: Iterable[Request]) -> None:
+def write_trace(path: str | Path, requests: Iterable[TraceRequest]) -> None:
     """Writes a trace that ``load_trace`` reads."""
     with open(path, "w", encoding="utf-8") as file:
         file.writelines(f"{request.to_json()}\n" for request in requests)
 
 
-def _parse(line: bytes, number: int) -> Request:
+def _parse(line: bytes, number: int) -> TraceRequest:
     if len(line) > LINE_BYTES_MAX:
         raise InvalidRequest(f"longer than {LINE_BYTES_MAX} bytes")
     try:
@@ -92,7 +92,7 @@ def _parse(line: bytes, number: int) -> Request:
     return parse_request(fields, number)
 
 
-def parse_request(fields: Any, number: int) -> Request:
+def parse_request(fields: Any, number: int) -> TraceRequest:
     """The request in a line that was parsed as JSON. Raises InvalidRequest."""
     try:
         ids = fields["hash_ids"]
@@ -110,4 +110,4 @@ def parse_request(fields: Any, number: int) -> Request:
         raise InvalidRequest(
             f"{len(ids)} hash_ids for {lengths[0]} tokens: expected {expected}, one for each block of {BLOCK_TOKENS}"
         )
-    return Request(number, lengths[2], lengths[0], lengths[1], tuple(ids))
+    return TraceRequest(number, lengths[2], lengths[0], lengths[1], tuple(ids))

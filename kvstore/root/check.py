@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from kvstore.buffers import Borrowed
+from kvstore.core.buffers import BufferLoan
+from kvstore.core.clock import RandomIds
 from kvstore.errors import KVStoreError
 from kvstore.format.places import Name
 from kvstore.root.fences import remove_tree
 from kvstore.root.interface import Root
 from kvstore.root.posix import FILE_SYSTEMS as NFS
 from kvstore.root.posix import PosixRoot, file_system_type, mount_of
-from kvstore.sources import RandomIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ class _Tries:
             return None
         with reader:
             memory = bytearray(size)
-            return bytes(memory[: reader.read([memoryview(memory)], offset, Borrowed())])
+            return bytes(memory[: reader.read([memoryview(memory)], offset, BufferLoan())])
 
     def first_writer_wins(self) -> Probe:
         again = self.write("first", b"other")
@@ -284,7 +284,7 @@ class _Tries:
         with reader:
             self._root.remove(self.name("held"))
             memory = bytearray(len(content))
-            count = reader.read([memoryview(memory)], 0, Borrowed())
+            count = reader.read([memoryview(memory)], 0, BufferLoan())
         wrong = memory[:count] != content[:count]
         return Probe(
             "reading an open file that was deleted",

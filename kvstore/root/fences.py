@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Set
 from functools import partial
 from typing import TypeVar
 
+from kvstore.core.clock import Clock, Ids
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.root.identity import publish_small, read_small
 from kvstore.root.interface import Root
 from kvstore.root.posix import DiskFull
-from kvstore.sources import Clock, Ids
 
 # The folder of one sweep as a fence: chunks can be renamed into it while it exists, and never again afterwards.
 #

@@ -12,17 +12,17 @@ import re
 from dataclasses import dataclass
 from typing import NewType
 
-from kvstore.buffers import Borrowed
+from kvstore.core.buffers import BufferLoan
+from kvstore.core.clock import Clock, Ids, SystemClock
+from kvstore.core.layout import Layout
+from kvstore.core.namespace import Namespace, NamespaceDigest
+from kvstore.core.recency import NS_PER_S
+from kvstore.core.text import brief, parse_json
 from kvstore.errors import InvalidRequest, LayoutMismatch, Overloaded, RootMismatch, Unavailable
 from kvstore.format import places
-from kvstore.format.header import RECORD_BYTES_MAX, Generation, LineageId, Writer
+from kvstore.format.header import RECORD_BYTES_MAX, Generation, LineageId, WriterRecord
 from kvstore.format.places import GENERATIONS, Name
-from kvstore.layout import Layout
-from kvstore.namespace import Namespace, NamespaceDigest
-from kvstore.recency import NS_PER_S
 from kvstore.root.interface import Root
-from kvstore.sources import Clock, Ids, SystemClock
-from kvstore.text import brief, parse_json
 
 RootId = NewType("RootId", bytes)
 
@@ -162,7 +162,7 @@ def read_small(root: Root, name: Name, bytes_max: int) -> bytes | None:
         return None
     with reader:
         content = bytearray(min(reader.stat.size_bytes, bytes_max + 1))
-        count = reader.read([memoryview(content)], 0, Borrowed()) if content else 0
+        count = reader.read([memoryview(content)], 0, BufferLoan()) if content else 0
     if count < max(1, len(content)) and root.stat(name) is None:
         return None  # removed while it was read, which GlusterFS shows as an empty file
     return bytes(content[:count])
@@ -320,14 +320,14 @@ def _read_bound(root: Root) -> int | None:
 # The records of writers on a root: who wrote under each lineage. Written once, like ``FORMAT``; never changed.
 
 
-def publish_writer(root: Root, writer: Writer, *, ids: Ids, clock: Clock) -> None:
+def publish_writer(root: Root, writer: WriterRecord, *, ids: Ids, clock: Clock) -> None:
     """Publishes the record of a session, unless it is there. Synced. Raises the root's errors."""
     publish_small(root, places.writer(bytes.fromhex(writer.session)), writer.to_json(), ids=ids, clock=clock)
 
 
-def read_writers(root: Root) -> dict[LineageId, Writer]:
+def read_writers(root: Root) -> dict[LineageId, WriterRecord]:
     """Returns all writers that the root knows, except unreadable records. Raises the root's errors."""
-    found: dict[LineageId, Writer] = {}
+    found: dict[LineageId, WriterRecord] = {}
     for entry in root.list(places.LINEAGE):
         writer = read_writer(root, Name(f"{places.LINEAGE}/{entry.name}")) if entry.stat is not None else None
         if writer is not None:
@@ -335,13 +335,13 @@ def read_writers(root: Root) -> dict[LineageId, Writer]:
     return found
 
 
-def read_writer(root: Root, name: Name) -> Writer | None:
+def read_writer(root: Root, name: Name) -> WriterRecord | None:
     """Returns the writer of a record; None if it is gone, damaged, or another session's. Raises the root's errors."""
     content = read_small(root, name, RECORD_BYTES_MAX)
     if content is None:
         return None
     try:
-        writer = Writer.from_json(content)
+        writer = WriterRecord.from_json(content)
     except InvalidRequest:
         return None
     return writer if places.writer(bytes.fromhex(writer.session)) == name else None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from kvstore.buffers import Borrowed
+from kvstore.core.buffers import BufferLoan
 from kvstore.format.header import (
     HEADER_BYTES_MAX,
     PAGE_BYTES,
@@ -24,7 +24,7 @@ from kvstore.format.header import (
     is_self_consistent,
 )
 from kvstore.format.places import Name
-from kvstore.root.interface import Reader, Root
+from kvstore.root.interface import FileReader, Root
 
 READ_BYTES = 4 << 20
 
@@ -97,7 +97,7 @@ class Inspector:
                 return Broken(damaged.damage)
         return Whole(header)
 
-    def _header(self, reader: Reader) -> Header:
+    def _header(self, reader: FileReader) -> Header:
         page = self._read(reader, 0, PAGE_BYTES)
         try:
             return decode_any(page)
@@ -108,7 +108,7 @@ class Inspector:
                 raise
         return decode_any(self._read(reader, 0, size))
 
-    def _payload(self, reader: Reader, header: Header) -> None:
+    def _payload(self, reader: FileReader, header: Header) -> None:
         offset = header.header_bytes
         # Verify an encoded file as it is stored: that shows what its writer wrote, and takes no key.
         plain = [Stored(each, header.section_bytes) for each in header.checksums]
@@ -123,9 +123,9 @@ class Inspector:
             if state.intdigest() != expected.checksum:
                 raise Damaged(Damage.SECTION_CHECKSUM)
 
-    def _read(self, reader: Reader, offset: int, size: int) -> memoryview:
+    def _read(self, reader: FileReader, offset: int, size: int) -> memoryview:
         view = memoryview(self._buffer)[:size]
-        count = reader.read([view], offset, Borrowed())
+        count = reader.read([view], offset, BufferLoan())
         self.read_bytes += count
         if self._bytes_per_s is not None:
             ahead_s = self.read_bytes / self._bytes_per_s - (self._monotonic_s() - self._started_s)

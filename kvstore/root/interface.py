@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvstore.buffers import Borrowed, Pieces, ReadBuffer
+from kvstore.core.buffers import BufferLoan, Pieces, ReadBuffer
 from kvstore.format.places import Name
 
 
@@ -60,7 +60,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FolderEntry:
     """One entry of a folder; ``name`` is its last part. ``stat`` is None for a folder."""
 
     name: str
@@ -68,7 +68,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
+class StorageSpace:
     """Total and free bytes of the storage that holds the root; None if unknown (object stores)."""
 
     total_bytes: int | None
@@ -108,12 +108,12 @@ def fill(pieces: Pieces, content: ReadBuffer) -> None:
             start += size
 
 
-class Reader(Protocol):
+class FileReader(Protocol):
     """An open file; used by one thread at a time. Close it, or use it as a context."""
 
     stat: Stat
 
-    def read(self, pieces: Pieces, offset: int, borrowed: Borrowed) -> int:
+    def read(self, pieces: Pieces, offset: int, borrowed: BufferLoan) -> int:
         """Fills ``pieces`` from ``offset`` on; returns the bytes read, fewer at the end of the file or if it vanished.
 
         Writes into ``pieces`` only inside ``borrowed.writing()``, and never in a step that may block on the device.
@@ -128,7 +128,7 @@ class Reader(Protocol):
         """Closes the file. Idempotent."""
         ...
 
-    def __enter__(self) -> Reader: ...
+    def __enter__(self) -> FileReader: ...
 
     def __exit__(self, *_: object) -> None: ...
 
@@ -158,7 +158,7 @@ class Root(Protocol):
         """Removes a staged file, if it exists."""
         ...
 
-    def open(self, name: Name) -> Reader | None:
+    def open(self, name: Name) -> FileReader | None:
         """Opens a file for reading; None if there is none."""
         ...
 
@@ -205,7 +205,7 @@ class Root(Protocol):
         """
         ...
 
-    def list(self, folder: Name) -> Iterator[Entry]:
+    def list(self, folder: Name) -> Iterator[FolderEntry]:
         """Yields the entries of a folder in no order, streamed; none if there is no such folder."""
         ...
 
@@ -213,7 +213,7 @@ class Root(Protocol):
         """Makes all that was published before durable; raises Unavailable if something of it was lost."""
         ...
 
-    def space(self) -> Space:
+    def space(self) -> StorageSpace:
         """Returns total and free room."""
         ...
 

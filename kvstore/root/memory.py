@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kvstore.buffers import Borrowed, Pieces, byte_length
+from kvstore.core.buffers import BufferLoan, Pieces, byte_length
 from kvstore.errors import InvalidRequest, StoreFull, Unavailable
 from kvstore.format.places import Name
-from kvstore.root.interface import Entry, Seen, Space, Stat, Traits, fill
+from kvstore.root.interface import FolderEntry, Seen, Stat, StorageSpace, Traits, fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,10 @@ class MemoryFiles:
         del self._folders[name], self._folders[folder][last]
         return True
 
-    def entries(self, folder: str) -> list[Entry]:
+    def entries(self, folder: str) -> list[FolderEntry]:
         return [
-            Entry(name, None if file is None else file.stat) for name, file in self._folders.get(folder, {}).items()
+            FolderEntry(name, None if file is None else file.stat)
+            for name, file in self._folders.get(folder, {}).items()
         ]
 
     def has_folder(self, name: str) -> bool:
@@ -206,7 +207,7 @@ class MemoryRoot:
         with self.files.lock:
             return self.files.delete_folder(name)
 
-    def list(self, folder: Name) -> Iterator[Entry]:
+    def list(self, folder: Name) -> Iterator[FolderEntry]:
         with self.files.lock:
             entries = self.files.entries(folder)
         return iter(entries)
@@ -214,9 +215,9 @@ class MemoryRoot:
     def sync(self) -> None:
         """Does nothing: memory survives no crash."""
 
-    def space(self) -> Space:
+    def space(self) -> StorageSpace:
         total = self.files.capacity_bytes
-        return Space(total, None if total is None else max(0, total - self.files.used_bytes))
+        return StorageSpace(total, None if total is None else max(0, total - self.files.used_bytes))
 
     def close(self) -> None:
         """Releases nothing: the files belong to the caller that made them."""
@@ -245,7 +246,7 @@ class MemoryReader:
         self._mapped = mapped
         self.stat = stat
 
-    def read(self, pieces: Pieces, offset: int, borrowed: Borrowed) -> int:
+    def read(self, pieces: Pieces, offset: int, borrowed: BufferLoan) -> int:
         file = self._find()
         end = offset + byte_length(pieces)
         content = b"" if file is None else memoryview(file.content)[: self.stat.size_bytes][offset:end]

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from kvstore.buffers import Borrowed, Pieces, byte_length, skip
+from kvstore.core.buffers import BufferLoan, Pieces, byte_length, skip
+from kvstore.core.clock import Ids, RandomIds
 from kvstore.errors import (
     InvalidRequest,
     KVStoreError,
@@ -22,9 +23,8 @@ from kvstore.errors import (
 )
 from kvstore.format import places
 from kvstore.format.places import Name
-from kvstore.root.interface import Entry, Seen, Space, Stat, Traits, fill
+from kvstore.root.interface import FolderEntry, Seen, Stat, StorageSpace, Traits, fill
 from kvstore.root.posix import FULL_ERRORS, MISSING_ERRORS, REFUSED_ERRORS, SHORT_ERRORS
-from kvstore.sources import Ids, RandomIds
 
 # The few calls that ObjectRoot makes of fsspec, and the translation of their errors.
 #
@@ -95,7 +95,7 @@ class Remote:
         """Deletes the version ``tag`` of a file; False if it has another version by now. True if it is gone."""
         raise NotImplementedError("fsspec has no conditional delete")
 
-    def pages(self, folder: str) -> Iterator[list[Entry]]:
+    def pages(self, folder: str) -> Iterator[list[FolderEntry]]:
         """Yields the entries of a folder, as many at a time as the file system gives; none if there is no folder."""
         self.fs.invalidate_cache(folder)
         try:
@@ -137,10 +137,10 @@ def stat_of(found: Mapping[str, Any]) -> Stat:
     return Stat(int(found.get("size") or 0), _mtime_ns(found))
 
 
-def entry_of(found: Mapping[str, Any]) -> Entry:
+def entry_of(found: Mapping[str, Any]) -> FolderEntry:
     """Returns a folder's entry from fsspec's description."""
     name = str(found["name"]).rstrip("/").rpartition("/")[2]
-    return Entry(name, None if found.get("type") == "directory" else stat_of(found))
+    return FolderEntry(name, None if found.get("type") == "directory" else stat_of(found))
 
 
 def _mtime_ns(found: Mapping[str, Any]) -> int:
@@ -357,16 +357,18 @@ class S3Remote(Remote):
             return self.stat(path) is None
         return True
 
-    def pages(self, folder: str) -> Iterator[list[Entry]]:
+    def pages(self, folder: str) -> Iterator[list[FolderEntry]]:
         bucket, key = self._split(folder)
         prefix = f"{key}/" if key else ""
         more: dict[str, Any] = {}
         while True:
             # fsspec's ls collects a folder of any size before it returns.
             page = self.fs.call_s3("list_objects_v2", Bucket=bucket, Prefix=prefix, Delimiter="/", **more)
-            found = [Entry(item["Prefix"][len(prefix) : -1], None) for item in page.get("CommonPrefixes", ())]
+            found = [FolderEntry(item["Prefix"][len(prefix) : -1], None) for item in page.get("CommonPrefixes", ())]
             found += [
-                Entry(item["Key"][len(prefix) :], stat_of({"size": item["Size"], "LastModified": item["LastModified"]}))
+                FolderEntry(
+                    item["Key"][len(prefix) :], stat_of({"size": item["Size"], "LastModified": item["LastModified"]})
+                )
                 for item in page.get("Contents", ())
                 if item["Key"] != prefix
             ]
@@ -544,7 +546,7 @@ class ObjectRoot:
         with translated("remove", self._at(name)):
             return self._remote.remove_folder(self._at(name))
 
-    def list(self, folder: Name) -> Iterator[Entry]:
+    def list(self, folder: Name) -> Iterator[FolderEntry]:
         with translated("list", self._at(folder)):
             for page in self._remote.pages(self._at(folder)):
                 yield from page
@@ -552,8 +554,8 @@ class ObjectRoot:
     def sync(self) -> None:
         """Does nothing: what an object store acknowledged is durable."""
 
-    def space(self) -> Space:
-        return Space(None, None)
+    def space(self) -> StorageSpace:
+        return StorageSpace(None, None)
 
     def close(self) -> None:
         with self._lock:
@@ -612,7 +614,7 @@ class ObjectReader:
         self._path = path
         self.stat = stat
 
-    def read(self, pieces: Pieces, offset: int, borrowed: Borrowed) -> int:
+    def read(self, pieces: Pieces, offset: int, borrowed: BufferLoan) -> int:
         end = min(offset + byte_length(pieces), self.stat.size_bytes)
         start = offset
         while start < end:

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from kvstore.core.text import brief, kind_of
 from kvstore.errors import InvalidRequest, PermissionDenied, RootMismatch, Unavailable
 from kvstore.format.places import FOLDERS
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import FOLDER_MODE, PosixRoot
-from kvstore.text import brief, kind_of
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _KNOWN = "a path, file:///path, memory://name, s3://bucket/prefix, or any URL of fsspec (gs://, az://, sftp://, ...)"

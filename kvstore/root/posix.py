@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from stat import S_IMODE, S_ISREG
 
-from kvstore.buffers import Borrowed, Pieces, byte_length, skip
+from kvstore.core.buffers import BufferLoan, Pieces, byte_length, skip
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, PermissionDenied, StoreFull, Unavailable
 from kvstore.format.places import FORMAT, QUARANTINE, Name
-from kvstore.root.interface import Entry, LocalFiles, Root, Seen, Space, Stat, Traits, fill, local_files
+from kvstore.root.interface import FolderEntry, LocalFiles, Root, Seen, Stat, StorageSpace, Traits, fill, local_files
 
 # The kernel's word on the file system of a path.
 
@@ -169,7 +169,7 @@ def error_of(action: str, path: str, cause: OSError) -> KVStoreError:
 # An open file of a mounted root: read straight into the caller's memory if that cannot block.
 #
 # A system call that hangs on a dead mount cannot be taken back: it would write into the caller's array long after the
-# caller has given up (``Borrowed``). So a read that may block fills memory of ours first.
+# caller has given up (``BufferLoan``). So a read that may block fills memory of ours first.
 
 
 IOV_MAX = os.sysconf("SC_IOV_MAX")
@@ -192,7 +192,7 @@ class PosixReader:
         self._never_blocks = never_blocks
         self.stat = stat
 
-    def read(self, pieces: Pieces, offset: int, borrowed: Borrowed) -> int:
+    def read(self, pieces: Pieces, offset: int, borrowed: BufferLoan) -> int:
         wanted, done = byte_length(pieces), 0
         try:
             while done < wanted:
@@ -220,7 +220,7 @@ class PosixReader:
                 raise error_of("read", self._path, cause) from cause
         return found
 
-    def _read_cached(self, pieces: Pieces, offset: int, borrowed: Borrowed) -> int | None:
+    def _read_cached(self, pieces: Pieces, offset: int, borrowed: BufferLoan) -> int | None:
         """Reads cached bytes straight into ``pieces``; None if nothing is cached, 0 at the end."""
         if not (self._never_blocks or RWF_NOWAIT):
             return None
@@ -233,7 +233,7 @@ class PosixReader:
                     return None
                 raise
 
-    def _read_blocking(self, pieces: Pieces, offset: int, borrowed: Borrowed, wanted: int) -> int:
+    def _read_blocking(self, pieces: Pieces, offset: int, borrowed: BufferLoan, wanted: int) -> int:
         """Reads up to BOUNCE_BYTES through memory of ours, and copies them on while they are in the cache."""
         with suppress(OSError):
             os.posix_fadvise(self._fd, offset, wanted, os.POSIX_FADV_WILLNEED)
@@ -468,7 +468,7 @@ class PosixRoot:
                     _sync_folder(os.path.dirname(path))
         return True
 
-    def list(self, folder: Name) -> Iterator[Entry]:
+    def list(self, folder: Name) -> Iterator[FolderEntry]:
         path = self._at(folder)
         with translated("list", path):
             if folder and os.path.islink(path):
@@ -490,18 +490,18 @@ class PosixRoot:
                         if cause.errno not in MISSING_ERRORS:
                             raise
                         # Listed, but the look fails for the moment: it is there all the same.
-                        yield Entry(entry.name, Stat(0, 0))
+                        yield FolderEntry(entry.name, Stat(0, 0))
                         continue
-                    yield Entry(entry.name, status and Stat(status.st_size, status.st_mtime_ns))
+                    yield FolderEntry(entry.name, status and Stat(status.st_size, status.st_mtime_ns))
 
     def sync(self) -> None:
         with translated("sync", self.path):
             sync_file_system(self.path)
 
-    def space(self) -> Space:
+    def space(self) -> StorageSpace:
         with translated("look at", self.path):
             status = os.statvfs(self.path)
-        return Space(status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize)
+        return StorageSpace(status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize)
 
     def close(self) -> None:
         """Does nothing: no file is kept open between calls."""

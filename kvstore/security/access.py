@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from kvstore.core.text import parse_json
 from kvstore.errors import InvalidRequest, Overloaded, PermissionDenied, Unauthenticated
-from kvstore.text import parse_json
 
 # The one table of the role that each method needs (rule X5).
 
@@ -104,7 +104,7 @@ TENANTS_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Quota:
+class TenantQuota:
     """Limits of one tenant on one worker; for pins, on all workers together. None: no limit."""
 
     requests_per_s: float | None = None
@@ -147,7 +147,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TenantUsage:
     """A tenant's use of this worker since it was first heard of."""
 
     calls: int
@@ -159,7 +159,7 @@ class Usage:
 class Meter:
     """One tenant's use. Its fields belong to ``Meters``, under its lock."""
 
-    def __init__(self, quota: Quota, now_s: float) -> None:
+    def __init__(self, quota: TenantQuota, now_s: float) -> None:
         self.quota = quota
         self.inside = 0
         self.calls = 0
@@ -211,7 +211,7 @@ class Meters:
         self._lock = threading.Lock()  # guards all meters
         self._meters: OrderedDict[str, Meter] = OrderedDict()
 
-    def begin(self, tenant: str, quotas: Mapping[str, Quota]) -> Meter:
+    def begin(self, tenant: str, quotas: Mapping[str, TenantQuota]) -> Meter:
         """Begins one call of a tenant; the caller owes ``end``. Raises OverQuota."""
         quota = quota_of(tenant, quotas)
         with self._lock:
@@ -242,11 +242,13 @@ class Meters:
             current = self._meters.get(tenant, meter)
             current.inside = max(0, current.inside - 1)
 
-    def usage(self, tenant: str) -> Usage | None:
+    def usage(self, tenant: str) -> TenantUsage | None:
         """Returns what a tenant has used here; None for one that was never heard of."""
         with self._lock:
             meter = self._meters.get(tenant)
-            return Usage(meter.calls, meter.bytes_in, meter.bytes_out, meter.inside) if meter is not None else None
+            return (
+                TenantUsage(meter.calls, meter.bytes_in, meter.bytes_out, meter.inside) if meter is not None else None
+            )
 
     def tenants(self) -> list[str]:
         """Returns the tenants heard of."""
@@ -254,12 +256,12 @@ class Meters:
             return list(self._meters)
 
 
-def quota_of(tenant: str, quotas: Mapping[str, Quota]) -> Quota:
+def quota_of(tenant: str, quotas: Mapping[str, TenantQuota]) -> TenantQuota:
     """Returns the quota of a tenant: its own, else the one for all others (EVERY), else none."""
     return quotas.get(tenant) or quotas.get(EVERY) or NO_QUOTA
 
 
-NO_QUOTA = Quota()
+NO_QUOTA = TenantQuota()
 
 
 def _bucket(rate: float | None, now_s: float) -> Bucket | None:
@@ -325,7 +327,7 @@ NAME_BYTES_MAX = 256
 KEYS_MAX = 16
 
 _TOP = {"identities", "quotas", "token_keys"}
-_QUOTA = {each.name for each in fields(Quota)}
+_QUOTA = {each.name for each in fields(TenantQuota)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +335,7 @@ class Rules:
     """The content of an access file. Without identities nobody may do anything."""
 
     identities: Mapping[str, Mapping[str, Role]] = field(default_factory=dict)
-    quotas: Mapping[str, Quota] = field(default_factory=dict)
+    quotas: Mapping[str, TenantQuota] = field(default_factory=dict)
     token_keys: tuple[str, ...] = ()
     """Files with public keys, relative to the folder of the access file."""
 
@@ -352,7 +354,7 @@ class Rules:
         if len(identities) > IDENTITIES_MAX:
             raise InvalidRequest(f"the access file has {len(identities)} identities: expected at most {IDENTITIES_MAX}")
         quotas = {
-            tenant: Quota(**_object(f"quotas of {tenant!r}", values, _QUOTA))
+            tenant: TenantQuota(**_object(f"quotas of {tenant!r}", values, _QUOTA))
             for tenant, values in _object("quotas", top.get("quotas", {})).items()
         }
         keys = top.get("token_keys", [])
@@ -397,7 +399,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # Denials: errors with the reason under which they are counted and written to the audit log.
 
 
-class Reason(enum.Enum):
+class DenialReason(enum.Enum):
     """The reasons of denials; each has a counter, ``denied_<value>``."""
 
     UNAUTHENTICATED = "unauthenticated"
@@ -421,7 +423,7 @@ class Reason(enum.Enum):
 class NotKnown(Unauthenticated):
     """The caller's identity is not proved. ``claimed`` is the one that its token names, if the signature is right."""
 
-    def __init__(self, reason: Reason, message: str, claimed: str | None = None) -> None:
+    def __init__(self, reason: DenialReason, message: str, claimed: str | None = None) -> None:
         super().__init__(message)
         self.reason = reason
         self.claimed = claimed
@@ -430,7 +432,7 @@ class NotKnown(Unauthenticated):
 class Denied(PermissionDenied):
     """The caller's identity is proved, and may not do this. ``claimed`` is it, if the access file does not name it."""
 
-    def __init__(self, reason: Reason, message: str, claimed: str | None = None) -> None:
+    def __init__(self, reason: DenialReason, message: str, claimed: str | None = None) -> None:
         super().__init__(message)
         self.reason = reason
         self.claimed = claimed

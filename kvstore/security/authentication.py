@@ -20,20 +20,20 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from kvstore.core.text import parse_json
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.security.access import (
     ACCOUNT,
     CERTIFICATE,
     NAME_BYTES_MAX,
+    DenialReason,
     Denied,
     Identity,
     NotKnown,
     Presented,
-    Reason,
     Rules,
 )
-from kvstore.security.tls import LOOK_S, Watched, read_secret, read_trusted
-from kvstore.text import parse_json
+from kvstore.security.tls import LOOK_S, WatchedFiles, read_secret, read_trusted
 
 # The account that a worker on loopback runs as: its clients prove that they run as it too (rule X12).
 #
@@ -287,7 +287,9 @@ def _key_id(public_key: Any) -> str:
 
 
 def _invalid(why: str) -> NotKnown:
-    return NotKnown(Reason.TOKEN_INVALID, f"the token is not valid: {why}; issue another one (kvstore token issue)")
+    return NotKnown(
+        DenialReason.TOKEN_INVALID, f"the token is not valid: {why}; issue another one (kvstore token issue)"
+    )
 
 
 def _library(name: str) -> Any:
@@ -326,7 +328,7 @@ class _Loaded:
     rules: Rules
     keys: dict[str, PublicKey]
     revoked: frozenset[str]
-    watched: Watched
+    watched: WatchedFiles
     seen: OrderedDict[str, Claims] = field(default_factory=OrderedDict)
 
 
@@ -374,7 +376,7 @@ class Authenticator:
             names = tuple(CERTIFICATE + name for name in presented.names)
         if not names:
             raise NotKnown(
-                Reason.UNAUTHENTICATED,
+                DenialReason.UNAUTHENTICATED,
                 "the call has neither a token nor a client certificate with a name: give one (--token-file, or "
                 "--tls-cert and --tls-key)",
             )
@@ -382,7 +384,7 @@ class Authenticator:
             if name in loaded.rules.identities:
                 return Identity(name, loaded.rules.identities[name])
         raise Denied(
-            Reason.UNKNOWN_IDENTITY,
+            DenialReason.UNKNOWN_IDENTITY,
             f"identity {names[0]!r} is not in the access file: ask the operator to add it",
             names[0],
         )
@@ -401,19 +403,19 @@ class Authenticator:
             raise NotKnown(*refused, claims.identity)
         return claims.identity
 
-    def _refused(self, claims: Claims, presented: Presented, loaded: _Loaded) -> tuple[Reason, str] | None:
+    def _refused(self, claims: Claims, presented: Presented, loaded: _Loaded) -> tuple[DenialReason, str] | None:
         """The reason why a token with a right signature does not count now, and what to do; None if it counts."""
         now_s = self._now_s()
         if claims.issued_s - SKEW_S > now_s:
             # Its life is limited from then on, so it would count for longer than any token may.
             said = "the token is issued in the future: compare the clocks of its issuer and of this worker"
-            return Reason.TOKEN_INVALID, said
+            return DenialReason.TOKEN_INVALID, said
         if claims.expires_s + SKEW_S <= now_s:
-            return Reason.TOKEN_EXPIRED, "the token has expired: issue another one (kvstore token issue)"
+            return DenialReason.TOKEN_EXPIRED, "the token has expired: issue another one (kvstore token issue)"
         if claims.id in loaded.revoked:
-            return Reason.TOKEN_REVOKED, "the token was revoked: issue another one (kvstore token issue)"
+            return DenialReason.TOKEN_REVOKED, "the token was revoked: issue another one (kvstore token issue)"
         if claims.thumbprint and not hmac.compare_digest(claims.thumbprint, presented.thumbprint):
-            return Reason.TOKEN_BINDING, "the token is bound to a client certificate, which did not come with it"
+            return DenialReason.TOKEN_BINDING, "the token is bound to a client certificate, which did not come with it"
         return None
 
     def _current(self) -> _Loaded:
@@ -450,7 +452,7 @@ class Authenticator:
         revoked = folder / REVOKED
         rules = Rules.parse(read_trusted(self.path, "access file", ACCESS_BYTES_MAX))
         files = [folder / name for name in rules.token_keys]
-        watched = Watched([self.path, revoked, *files])
+        watched = WatchedFiles([self.path, revoked, *files])
         watched.changed()
         # Parse again, now that the watched files are known: a later change is then seen.
         rules = Rules.parse(read_trusted(self.path, "access file", ACCESS_BYTES_MAX))

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
-from kvstore.counts import WorkerCount
+from kvstore.core.metrics import WorkerCount
 from kvstore.security.access import (
     ANYONE,
     CERTIFICATE,
     EVERY,
     PERMISSIONS,
+    DenialReason,
     Denied,
     Identity,
     Meter,
@@ -24,22 +25,21 @@ from kvstore.security.access import (
     OverQuota,
     Permission,
     Presented,
-    Quota,
-    Reason,
     Role,
     Scope,
-    Usage,
+    TenantQuota,
+    TenantUsage,
     quota_of,
 )
 from kvstore.security.audit import AuditLog
 from kvstore.security.authentication import Account, Authenticator, said_account
 from kvstore.security.tls import Certificate
 
-_DENIED = {reason: WorkerCount[f"DENIED_{reason.name}"] for reason in Reason}
+_DENIED = {reason: WorkerCount[f"DENIED_{reason.name}"] for reason in DenialReason}
 _OVER_QUOTA = {quota: WorkerCount[f"REFUSED_{quota.upper()}_QUOTA"] for quota in ("requests", "bytes", "calls", "pins")}
 
 
-class Guard:
+class AccessGuard:
     """Thread-safe. Without ``authenticator`` every caller may do everything, and only certificates name a caller.
 
     ``account`` is the only one whose callers are let in then; None for every account.
@@ -94,7 +94,7 @@ class Guard:
             return self._authenticator.identify(presented)
         if self._account is not None and not self._account.is_proved_by(presented.account):
             raise NotKnown(
-                Reason.UNAUTHENTICATED,
+                DenialReason.UNAUTHENTICATED,
                 f"this worker serves only the account that it runs as, {said_account()}: run as that account, or start "
                 "the worker with --any-account",
             )
@@ -109,21 +109,21 @@ class Guard:
         visit = Visit(self, method, permission or _NEVER, identity, peer, request_id)
         if self._authenticator is not None:
             if permission is None:
-                visit.deny(Reason.METHOD, f"method {method!r} is not open to any caller")
+                visit.deny(DenialReason.METHOD, f"method {method!r} is not open to any caller")
             if permission.scope is Scope.EVERY:
                 visit.allow_every()
             elif not identity.may_somewhere(permission.role):
                 visit.deny(
-                    Reason.ROLE,
+                    DenialReason.ROLE,
                     f"identity {identity.name!r} has role {permission.role.name.lower()} for no tenant, which {method} "
                     "needs: ask the operator",
                 )
         return visit
 
-    def quota(self, tenant: str) -> Quota:
+    def quota(self, tenant: str) -> TenantQuota:
         return quota_of(tenant, self._authenticator.rules.quotas if self._authenticator is not None else {})
 
-    def usage(self, identity: Identity) -> dict[str, Usage]:
+    def usage(self, identity: Identity) -> dict[str, TenantUsage]:
         """Returns what each tenant that the caller may read has used of this worker."""
         found = {
             tenant: self.meters.usage(tenant) for tenant in self.meters.tenants() if identity.may(Role.READ, tenant)
@@ -150,7 +150,7 @@ class Guard:
 
     def _note(
         self,
-        reason: Reason,
+        reason: DenialReason,
         method: str,
         identity: str | None,
         peer: str,
@@ -176,7 +176,7 @@ class Visit:
 
     def __init__(
         self,
-        guard: Guard,
+        guard: AccessGuard,
         method: str,
         permission: Permission,
         identity: Identity,
@@ -227,7 +227,7 @@ class Visit:
         if self._metered is not None:
             self._guard.meters.moved(self._metered[1], bytes_in, bytes_out)
 
-    def deny(self, reason: Reason, message: str, tenant: str | None = None) -> NoReturn:
+    def deny(self, reason: DenialReason, message: str, tenant: str | None = None) -> NoReturn:
         """Raises Denied, counted and written to the audit log."""
         self._denied = True
         self._guard._note(
@@ -258,9 +258,13 @@ class Visit:
         whom = "every tenant" if tenant == EVERY else f"tenant {tenant!r}"
         needs = f"{self._method} needs role {role.name.lower()} for {whom}"
         if not self.identity.role_in(tenant):
-            self.deny(Reason.TENANT, f"identity {self.identity.name!r} has no role for {whom}, and {needs}", tenant)
+            self.deny(
+                DenialReason.TENANT, f"identity {self.identity.name!r} has no role for {whom}, and {needs}", tenant
+            )
         self.deny(
-            Reason.ROLE, f"identity {self.identity.name!r} has a lower role, and {needs}: ask the operator", tenant
+            DenialReason.ROLE,
+            f"identity {self.identity.name!r} has a lower role, and {needs}: ask the operator",
+            tenant,
         )
 
 

@@ -1,4 +1,4 @@
-"""TLS: the files, their present content, and contexts for sockets of our own. gRPC uses them through kvstore/wire.
+"""TLS: the files, their present content, and contexts for sockets of our own. gRPC uses them through kvstore/transport.
 
 Certificates are read again when their files change. A wrong change is logged, and the old ones stay (rule X2).
 """
@@ -65,7 +65,7 @@ def read_trusted(path: str | Path, what: str, bytes_max: int = FILE_BYTES_MAX) -
     return _read(path, what, bytes_max, _check_trusted)
 
 
-class Watched:
+class WatchedFiles:
     """Some files, and whether any of them has changed since the last question. Thread-safe; follows links."""
 
     def __init__(self, paths: Iterable[str | Path], look_s: float = LOOK_S) -> None:
@@ -195,7 +195,7 @@ class Certificate:
 
     def __init__(self, ca_file: str | Path | None, cert_file: str | Path | None, key_file: str | Path | None) -> None:
         self._files = (ca_file, cert_file, key_file)
-        self._watched = Watched([file for file in self._files if file is not None])
+        self._watched = WatchedFiles([file for file in self._files if file is not None])
         self._lock = threading.Lock()  # guards the certificate and its contexts
         self._pems: Pems | None = None
         self._version = 0

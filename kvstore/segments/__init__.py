@@ -4,9 +4,9 @@
 cache alone.
 """
 
-from kvstore.segments.finding import Match
 from kvstore.segments.gate import Bounds, Measured, Rule, Verdict
 from kvstore.segments.rope import Rope, Style, rotate
+from kvstore.segments.search import Match
 from kvstore.segments.segments import CHUNK_TOKENS, Held, Segments
 
 __all__ = [

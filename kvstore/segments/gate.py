@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from kvstore.checks import FLOAT_MAX, number
+from kvstore.core.layout import Layout
+from kvstore.core.namespace import Namespace
+from kvstore.core.text import brief, kind_of, parse_json
+from kvstore.core.validate import FLOAT_MAX, number
 from kvstore.errors import InvalidRequest
-from kvstore.layout import Layout
-from kvstore.namespace import Namespace
-from kvstore.text import brief, kind_of, parse_json
 
 # The namespaces of segments and of verdicts, derived from a model's exact one (SEGMENTS.md, S2).
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.core.clock import Clock, SystemClock
+from kvstore.core.tokens import TokenArray
 from kvstore.errors import KVStoreError
-from kvstore.segments.finding import Index, windows
-from kvstore.sources import Clock, SystemClock
-from kvstore.tokens import TokenArray
+from kvstore.segments.search import Index, windows
 
 if TYPE_CHECKING:
     from kvstore.client.cache import BlockCache

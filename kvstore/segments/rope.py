@@ -20,9 +20,9 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.core.text import brief, kind_of
 from kvstore.errors import InvalidRequest
 from kvstore.native import library as native
-from kvstore.text import brief, kind_of
 
 # RoPE settings in the configurations of models, in Hugging Face's names, and the models whose keys cannot be moved.
 
@@ -160,14 +160,14 @@ REFUSED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
+class ScaledAngles:
     """Radians per position of each pair, and the factor of rotated keys."""
 
     frequencies: tuple[float, ...]
     magnitude: float = 1.0
 
 
-def scaled(theta: float, dims: int, scaling: Mapping[str, Any]) -> Scaled:
+def scaled(theta: float, dims: int, scaling: Mapping[str, Any]) -> ScaledAngles:
     """The frequencies of ``dims`` / 2 pairs; ``scaling`` has the names of a ``rope_scaling``. Raises InvalidRequest."""
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     if scaling.get("mrope_section"):
@@ -182,7 +182,7 @@ def scaled(theta: float, dims: int, scaling: Mapping[str, Any]) -> Scaled:
         raise InvalidRequest(f"RoPE scaling {kind!r} has no {cause.args[0]}: expected it in rope_scaling") from cause
     except (TypeError, ValueError, ZeroDivisionError, OverflowError) as cause:
         raise InvalidRequest(f"RoPE scaling {dict(scaling)!r} has a wrong value: {cause}") from cause
-    return Scaled(tuple(frequencies.tolist()), magnitude)
+    return ScaledAngles(tuple(frequencies.tolist()), magnitude)
 
 
 def _powers(theta: float, dims: int) -> Float32s:
@@ -290,7 +290,7 @@ class Rope:
             object.__setattr__(self, "style", Style(self.style))
         except ValueError as cause:
             raise InvalidRequest(f"rope style={self.style!r}: expected half or interleaved") from cause
-        found: Scaled = scaled(float(self.theta), self.dims, self.scaling or {})
+        found: ScaledAngles = scaled(float(self.theta), self.dims, self.scaling or {})
         frequencies = np.asarray(self.frequencies or found.frequencies, np.float32)
         if frequencies.shape != (self.dims // 2,) or not np.isfinite(frequencies).all():
             raise InvalidRequest(

@@ -14,20 +14,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore import tracing
-from kvstore.checks import is_whole
+from kvstore.core import tracing
+from kvstore.core.hints import Preset
+from kvstore.core.namespace import Namespace
+from kvstore.core.results import PutResult
+from kvstore.core.text import kind_of
+from kvstore.core.tokens import Tokens, token_array
+from kvstore.core.validate import is_whole
+from kvstore.core.write_mode import WriteMode, WriteModeName
 from kvstore.errors import HoldBroken, InvalidRequest
-from kvstore.hints import Preset
-from kvstore.namespace import Namespace
-from kvstore.results import PutResult
-from kvstore.segments import finding, gate
-from kvstore.segments.finding import Match, Range, Search
+from kvstore.segments import gate
+from kvstore.segments import search as finding
 from kvstore.segments.gate import Verdict
 from kvstore.segments.log import Log
 from kvstore.segments.rope import Rope, check_keys, rotate, rotate_planes
-from kvstore.text import kind_of
-from kvstore.tokens import Tokens, token_array
-from kvstore.writes import WriteMode, WriteModeName
+from kvstore.segments.search import Match, Range, Search
 
 if TYPE_CHECKING:
     from kvstore.client.cache import BlockCache, Cache, Hold

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from kvstore.core.clock import Clock
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.meta.keys import Keys
 from kvstore.meta.store import (
@@ -19,14 +20,13 @@ from kvstore.meta.store import (
     Event,
     LeaseGone,
     LeaseId,
-    Meta,
+    MetadataStore,
     ModifiedAt,
     Put,
     ValueIs,
     Watch,
     WatchLost,
 )
-from kvstore.sources import Clock
 
 PATIENCE_S = 30.0
 
@@ -35,8 +35,8 @@ PATIENCE_S = 30.0
 class MetadataClients:
     """A store as two of its clients see it. ``pass_time`` ends leases of that many seconds."""
 
-    meta: Meta
-    other: Meta
+    meta: MetadataStore
+    other: MetadataStore
     compact: Callable[[int], None]
     pass_time: Callable[[float], None]
     clock: Clock
@@ -245,7 +245,7 @@ class MetadataStoreTests:
         store.meta.put(key, b"0")
         before = store.meta.operations_count
 
-        def count(meta: Meta) -> None:
+        def count(meta: MetadataStore) -> None:
             done_count = 0
             while done_count < 20:
                 found = meta.get(key)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvstore.buffers import Borrowed, Withdrawn
+from kvstore.core.buffers import BufferLoan, Withdrawn
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format.places import Name
 from kvstore.root.interface import Root
@@ -59,7 +59,7 @@ def content_of(root: Root, name: Name) -> bytes | None:
         return None
     with reader:
         content = bytearray(reader.stat.size_bytes)
-        count = reader.read([memoryview(content)], 0, Borrowed()) if content else 0
+        count = reader.read([memoryview(content)], 0, BufferLoan()) if content else 0
         return bytes(content[:count])
 
 
@@ -218,7 +218,7 @@ class RootTests:
                 view = memoryview(memory)
                 cut = size // 3
                 pieces = [piece for piece in (view[:cut], view[cut:size]) if len(piece)]
-                assert reader.read(pieces, offset, Borrowed()) == expected
+                assert reader.read(pieces, offset, BufferLoan()) == expected
             assert memory[:expected] == content[offset : offset + expected]
             assert memory[expected:] == b"\xee" * (size + 1 - expected), "bytes behind the end were touched"
 
@@ -234,7 +234,7 @@ class RootTests:
         assert reader is not None
         with reader:
             into = [view[start : start + 3] for start in range(0, size, 3)]
-            assert reader.read([view[:0], *into, view[:0]], 0, Borrowed()) == size
+            assert reader.read([view[:0], *into, view[:0]], 0, BufferLoan()) == size
         assert memory == b"".join(pieces)
 
     def test_withdrawn_memory_is_never_written(self, root: Root) -> None:
@@ -242,10 +242,10 @@ class RootTests:
         publish(root, A, content)
         for _ in range(5):
             memory = bytearray(len(content))
-            borrowed, started = Borrowed(), threading.Barrier(3)
+            borrowed, started = BufferLoan(), threading.Barrier(3)
 
             def read(
-                memory: bytearray = memory, borrowed: Borrowed = borrowed, started: threading.Barrier = started
+                memory: bytearray = memory, borrowed: BufferLoan = borrowed, started: threading.Barrier = started
             ) -> None:
                 reader = root.open(A)
                 assert reader is not None
@@ -310,7 +310,7 @@ class RootTests:
         with reader:
             hosts.first.remove(A)
             memory = bytearray(7000)
-            count = reader.read([memoryview(memory)], 0, Borrowed())
+            count = reader.read([memoryview(memory)], 0, BufferLoan())
         assert memory[:count] == (b"content" * 1000)[:count]
 
     def test_look_gives_size_mtime_and_first_bytes(self, root: Root) -> None:

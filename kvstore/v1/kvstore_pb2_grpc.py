@@ -246,7 +246,7 @@ class KVStoreServicer(object):
 
     def OpenBulk(self, request, context):
         """Shorter ways for the bytes of Put and Get: shared memory on the same host, a socket of their own elsewhere.  Optional
-        for clients and workers: kvstore/wire/bulk/BULK.md has the rules.  UNIMPLEMENTED where a worker has none.
+        for clients and workers: kvstore/transport/BULK.md has the rules.  UNIMPLEMENTED where a worker has none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

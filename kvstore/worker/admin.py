@@ -16,23 +16,23 @@ import grpc
 from google.protobuf.message import Message
 
 from kvstore.census.selection import Selection
-from kvstore.checks import checked_tier
+from kvstore.core.executor import Deadline
+from kvstore.core.operations import NoOperation, OperationRun, OperationStatus
+from kvstore.core.results import ChunkPlace, LimitValue, RootCopy
+from kvstore.core.validate import checked_tier
+from kvstore.engine import settings as node_limits
+from kvstore.engine.coordination import ClusterMember, Coordination
+from kvstore.engine.settings import Limits
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format.header import Encoding
-from kvstore.node import settings as node_limits
-from kvstore.node.lanes import Deadline
-from kvstore.node.member import Member, Sharing
-from kvstore.node.settings import Limits
-from kvstore.operations import NoOperation, OperationRun, OperationStatus
-from kvstore.results import ChunkPlace, LimitValue, RootCopy
-from kvstore.root.interface import Space
+from kvstore.root.interface import StorageSpace
 from kvstore.security.access import Role
+from kvstore.transport.limits import CONTROL
+from kvstore.transport.messages import hints_message
 from kvstore.v1 import control_pb2 as pb
-from kvstore.wire.limits import CONTROL
-from kvstore.wire.messages import hints_message
 from kvstore.worker.context import Call, UnaryCall
 from kvstore.worker.limits import WorkerLimits
-from kvstore.worker.service import Service
+from kvstore.worker.service import WorkerService
 
 # A worker's health in one answer: itself, its root, its etcd, memory and queues, and a list of problems.
 #
@@ -72,8 +72,8 @@ def _worker_health(about: About, gauges: Mapping[str, float], uptime_s: float) -
     )
 
 
-def _root_health(member: Member, gauges: Mapping[str, float]) -> pb.RootHealth:
-    node, space = member.node, Space(None, None)
+def _root_health(member: ClusterMember, gauges: Mapping[str, float]) -> pb.RootHealth:
+    node, space = member.node, StorageSpace(None, None)
     began_s = time.monotonic()
     try:
         space = node.space(LOOK_S)
@@ -91,8 +91,8 @@ def _root_health(member: Member, gauges: Mapping[str, float]) -> pb.RootHealth:
     )
 
 
-def _etcd_health(member: Member, gauges: Mapping[str, float]) -> pb.EtcdHealth:
-    if member.sharing is not Sharing.CLUSTER:
+def _etcd_health(member: ClusterMember, gauges: Mapping[str, float]) -> pb.EtcdHealth:
+    if member.sharing is not Coordination.CLUSTER:
         return pb.EtcdHealth()
     began_s = time.monotonic()
     try:
@@ -110,7 +110,7 @@ def _etcd_health(member: Member, gauges: Mapping[str, float]) -> pb.EtcdHealth:
     )
 
 
-def _queue_health(member: Member, limits: WorkerLimits, gauges: Mapping[str, float]) -> pb.QueueHealth:
+def _queue_health(member: ClusterMember, limits: WorkerLimits, gauges: Mapping[str, float]) -> pb.QueueHealth:
     tiers = member.node.tiers
     return pb.QueueHealth(
         calls=int(gauges["calls_in_flight"]),
@@ -201,7 +201,7 @@ MEANINGS: Mapping[str, str] = {**OF_WORKER, **OF_NODE, LOG_LEVEL: "how much the 
 class LiveLimits:
     """The changeable limits of one worker. Thread-safe."""
 
-    def __init__(self, member: Member, service: Service) -> None:
+    def __init__(self, member: ClusterMember, service: WorkerService) -> None:
         self._member = member
         self._service = service
         self._lock = threading.Lock()
@@ -347,7 +347,9 @@ None means the time that it was started with. Returns that time at once.
 class ControlService:
     """Controls one worker. ``on_drain`` ends its program; without it Drain is refused."""
 
-    def __init__(self, member: Member, service: Service, about: Callable[[], About], on_drain: Drain | None) -> None:
+    def __init__(
+        self, member: ClusterMember, service: WorkerService, about: Callable[[], About], on_drain: Drain | None
+    ) -> None:
         self._member = member
         self._node = member.node
         self._service = service

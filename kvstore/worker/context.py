@@ -19,27 +19,27 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from kvstore import tracing
-from kvstore.buffers import aligned
-from kvstore.counts import Counts, WorkerCount
+from kvstore.core import tracing
+from kvstore.core.buffers import aligned
+from kvstore.core.clock import Clock, Ids
+from kvstore.core.metrics import Counts, WorkerCount
+from kvstore.core.namespace import DIGEST_BYTES, Namespace, NamespaceDigest
+from kvstore.core.node_metrics import Latencies, Latency
+from kvstore.core.text import size
+from kvstore.core.tracing import REQUEST_ID_KEY, Metadata, accepted
+from kvstore.engine.coordination import ClusterMember
+from kvstore.engine.holds import ChunkHold
+from kvstore.engine.reader import ExportRequest
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, Overloaded
 from kvstore.format.header import Ancestry
-from kvstore.keyset import BlockKeys, ChunkKeys, KeySet
-from kvstore.namespace import DIGEST_BYTES, Namespace, NamespaceDigest
-from kvstore.node.counters import Latencies, Latency
-from kvstore.node.holds import Hold
-from kvstore.node.member import Member
-from kvstore.node.reader import Asked
+from kvstore.format.keyset import BlockKeys, ChunkKeys, KeySet
 from kvstore.security.access import NOTHING, Presented
 from kvstore.security.authentication import HEADER
-from kvstore.security.guard import Guard, ServerSecurity, Visit
-from kvstore.sources import Clock, Ids
-from kvstore.text import size
-from kvstore.tracing import REQUEST_ID_KEY, Metadata, accepted
+from kvstore.security.guard import AccessGuard, ServerSecurity, Visit
+from kvstore.transport.channel import Channel, LinkLate
+from kvstore.transport.messages import unpack_descents, unpack_keys, unpack_sizes, unpack_tokens
+from kvstore.transport.status import BrokenTransfer, Refusal, UnknownNamespace, WorkerBusy, WorkerDraining, refusal
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import Channel, LinkLate
-from kvstore.wire.messages import unpack_descents, unpack_keys, unpack_sizes, unpack_tokens
-from kvstore.wire.statuses import BrokenTransfer, Busy, Draining, Refusal, UnknownNamespace, refusal
 from kvstore.worker.limits import WorkerLimits
 
 log = logging.getLogger(__name__)
@@ -72,9 +72,11 @@ class Gate:
         with self._changed:
             if not light:
                 if self._draining:
-                    raise Draining("the worker is draining and takes no new calls: use another worker")
+                    raise WorkerDraining("the worker is draining and takes no new calls: use another worker")
                 if self._inside >= self.calls_max:
-                    raise Busy(f"the worker has {self.calls_max} calls in progress: back off, or use another worker")
+                    raise WorkerBusy(
+                        f"the worker has {self.calls_max} calls in progress: back off, or use another worker"
+                    )
                 self._inside += 1
         try:
             yield
@@ -120,13 +122,13 @@ class BytesInFlight:
                 most = max(1, self.bytes_max // 2)
                 needed, count = count, min(count, most)
                 if self._by_tenant[tenant] and self._by_tenant[tenant] + count > most:
-                    raise Busy(
+                    raise WorkerBusy(
                         f"this call needs {size(needed)}, which with the calls of tenant {tenant!r} in "
                         f"progress exceeds its share of {size(most)}: back off, or use another worker"
                     )
             if self.count and self.count + count > self.bytes_max:
                 # Do not say how many are free: a reader of one tenant could watch by it what the others do (rule X7).
-                raise Busy(
+                raise WorkerBusy(
                     f"this call needs {size(count)}, which with the calls in progress exceeds the worker's "
                     f"limit of {size(self.bytes_max)}: back off, or use another worker"
                 )
@@ -244,7 +246,7 @@ class DaemonThreads(Executor):
 # refused by the same code.
 
 
-class Refused(Exception):
+class CallRefused(Exception):
     """A request was answered with a status; carries it to the sender."""
 
     def __init__(self, refusal: Refusal) -> None:
@@ -306,7 +308,7 @@ def request_of(context: grpc.ServicerContext) -> str:
 def abort(context: Context, refused: Refusal) -> NoReturn:
     """Ends a call with this status, by an exception."""
     if isinstance(context, BulkContext):
-        raise Refused(refused)
+        raise CallRefused(refused)
     context.set_trailing_metadata(refused.trailers)
     context.abort(refused.code, refused.message)
     raise AssertionError("abort raises")
@@ -368,7 +370,7 @@ class Calls:
     def __init__(self, gate: Gate, ids: Ids, security: ServerSecurity | None = None) -> None:
         security = security or ServerSecurity()
         self._gate = gate
-        self.guard = Guard(self.add, security.authenticator, security.audit, account=security.account)
+        self.guard = AccessGuard(self.add, security.authenticator, security.audit, account=security.account)
         self._ids = ids
         self._lock = threading.Lock()  # guards counts of calls, and of bytes by path
         self._counts = Counts(WorkerCount)
@@ -423,7 +425,7 @@ class Calls:
                     self.add(WorkerCount.CALLS_IDLE)
                 if context.is_active():
                     code = refused.code
-                    if isinstance(error, (Busy, Draining)):
+                    if isinstance(error, (WorkerBusy, WorkerDraining)):
                         self.add(WorkerCount.CALLS_REFUSED)
                     elif isinstance(error, BrokenTransfer):
                         self.add(WorkerCount.WIRE_DAMAGED)
@@ -480,8 +482,8 @@ class ClientHolds:
         self,
         holds_max: int,
         tokens_max: int,
-        release: Callable[[Hold], None],
-        renew: Callable[[Hold], bool],
+        release: Callable[[ChunkHold], None],
+        renew: Callable[[ChunkHold], bool],
         clock: Clock,
         *,
         tells_tenants: bool = False,
@@ -494,7 +496,7 @@ class ClientHolds:
         self._clock = clock
         self._lock = threading.Lock()
         self._tells_tenants = tells_tenants
-        self._live: dict[bytes, Hold] = {}
+        self._live: dict[bytes, ChunkHold] = {}
         self._tokens = 0
         self._holds_of: Counter[str] = Counter()
         self._tokens_of: Counter[str] = Counter()
@@ -502,7 +504,7 @@ class ClientHolds:
     def __len__(self) -> int:
         return len(self._live)
 
-    def add(self, hold: Hold) -> None:
+    def add(self, hold: ChunkHold) -> None:
         """Leases a hold: keeps it until it is released, expires, or is not renewed.
 
         Raises Overloaded if there are too many, and releases it.
@@ -522,7 +524,7 @@ class ClientHolds:
                 "release some, or back off"
             )
 
-    def find(self, hold_id: bytes) -> Hold:
+    def find(self, hold_id: bytes) -> ChunkHold:
         """Returns the live hold with this id, renewed. Raises HoldBroken if it has ended."""
         hold = self._live.get(hold_id)
         if hold is None or not self._renew(hold):
@@ -536,7 +538,7 @@ class ClientHolds:
         hold = self._live.get(hold_id)
         return hold is not None and self._renew(hold)
 
-    def peek(self, hold_id: bytes) -> Hold | None:
+    def peek(self, hold_id: bytes) -> ChunkHold | None:
         """Returns the hold with this id, even if it has expired; None if it was released."""
         return self._live.get(hold_id)
 
@@ -555,7 +557,7 @@ class ClientHolds:
         for hold_id in [hold.id for hold in list(self._live.values()) if hold.ends_s <= now_s]:
             self.release(hold_id)
 
-    def _note(self, hold: Hold, count: int) -> None:
+    def _note(self, hold: ChunkHold, count: int) -> None:
         tenant, tokens = _tenant_of(hold), count * len(hold.chain.tokens)
         self._tokens += tokens
         self._holds_of[tenant] += count
@@ -570,14 +572,14 @@ class ClientHolds:
         return held > 0 and is_over
 
 
-def _tenant_of(hold: Hold) -> str:
+def _tenant_of(hold: ChunkHold) -> str:
     return hold.chain.namespace.tenant
 
 
 class WorkerContext:
     """The node of one worker, and what its calls share; finds the namespace, chunks or hold of a request."""
 
-    def __init__(self, member: Member, limits: WorkerLimits, clock: Clock, security: ServerSecurity) -> None:
+    def __init__(self, member: ClusterMember, limits: WorkerLimits, clock: Clock, security: ServerSecurity) -> None:
         node = member.node
         self.member = member
         self.node = node
@@ -641,7 +643,7 @@ class WorkerContext:
         return chain, start.first
 
     @contextmanager
-    def asked(self, request: pb.GetRequest, call: Call) -> Iterator[tuple[Asked, int]]:
+    def asked(self, request: pb.GetRequest, call: Call) -> Iterator[tuple[ExportRequest, int]]:
         """Yields the chunks or blocks of a read, and the end of those that may be sent: of a prompt the stored prefix.
 
         Raises as ``namespace`` does, and HoldBroken.
@@ -658,11 +660,11 @@ class WorkerContext:
             left_s = call.left_s(node.limits.match_deadline_s)
             hold = node.hold(chain, deadline_s=left_s, counts=not request.uncounted)
             try:
-                yield Asked(hold.chain, hold), hold.count
+                yield ExportRequest(hold.chain, hold), hold.count
             finally:
                 node.holds.release(hold)
 
-    def _asked_blocks(self, request: pb.GetRequest, call: Call) -> tuple[Asked, int]:
+    def _asked_blocks(self, request: pb.GetRequest, call: Call) -> tuple[ExportRequest, int]:
         if request.tokens:
             raise InvalidRequest("a Get has both keys of blocks and tokens: expected one of them")
         namespace, keys = self.namespace(request.namespace, call), unpack_keys(request.keys)
@@ -672,17 +674,17 @@ class WorkerContext:
             if hold.chain.namespace.digest != namespace.digest:
                 raise InvalidRequest("the hold is of another namespace: expected one that Hold gave for this namespace")
             self.node.holds.check(hold)
-        return Asked(wanted, hold), len(wanted)
+        return ExportRequest(wanted, hold), len(wanted)
 
-    def _asked_held(self, request: pb.GetRequest, call: Call) -> tuple[Asked, int]:
+    def _asked_held(self, request: pb.GetRequest, call: Call) -> tuple[ExportRequest, int]:
         if request.namespace or request.tokens:
             raise InvalidRequest("a Get has both a hold and a prompt: expected one of them")
         hold = self.holds.find(request.hold)
         call.allow(hold.chain.namespace.tenant, hold.chain.namespace.name)
         self.node.holds.check(hold)  # on every path: even memory is not read under a lost session
-        return Asked(hold.chain, hold), min(hold.count, request.chunks_max or hold.count)
+        return ExportRequest(hold.chain, hold), min(hold.count, request.chunks_max or hold.count)
 
-    def _asked_by_peer(self, request: pb.GetRequest, call: Call) -> tuple[Asked, int]:
+    def _asked_by_peer(self, request: pb.GetRequest, call: Call) -> tuple[ExportRequest, int]:
         """Returns what memory has now of a prompt that another worker asks for.
 
         It reads no namespace from the root, and asks no other worker (rule P2).
@@ -697,7 +699,7 @@ class WorkerContext:
         chain = self._chain_of(namespace, request.tokens, request.chunks_max)
         memory, first = self.node.memory, request.first
         count = memory.leading(chain, first) if memory is not None and first < len(chain) else 0
-        return Asked(chain, memory_only=True), first + count
+        return ExportRequest(chain, memory_only=True), first + count
 
     def _chain_of(self, namespace: Namespace, packed_tokens: bytes, chunks_max: int) -> ChunkKeys:
         tokens = unpack_tokens(packed_tokens)

@@ -17,29 +17,29 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvstore.buffers import Pieces, aligned, byte_length, cut, grouped
-from kvstore.counts import NodeCount
+from kvstore.core.buffers import Pieces, aligned, byte_length, cut, grouped
+from kvstore.core.executor import Deadline
+from kvstore.core.metrics import NodeCount
+from kvstore.engine.reader import ExportRequest, ReadFuture
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Expected
-from kvstore.node.lanes import Deadline
-from kvstore.node.memory_tier import MemoryTier, Slots
-from kvstore.node.reader import Asked, Reading
-from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import Channel
-from kvstore.wire.bulk.frames import (
+from kvstore.tiers.memory import MemoryTier, Slots
+from kvstore.transport.channel import Channel
+from kvstore.transport.frames import (
     FILES_AHEAD,
     FILES_MAX,
     NOT_LENT,
     SPAN_BYTES,
-    Kind,
+    FrameKind,
     LentSlots,
     Mode,
     encode_head,
     encode_slots,
     encode_span,
 )
-from kvstore.wire.images import image_messages
-from kvstore.wire.messages import parse
+from kvstore.transport.images import image_messages
+from kvstore.transport.messages import parse
+from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.worker.context import Call, WorkerContext
 from kvstore.worker.data_put import buffers_of
 
@@ -53,7 +53,7 @@ LEASES_MAX = 1024
 """Leases alive at once, one file descriptor each; beyond that chunks are read as if memory did not have them."""
 
 
-class Lease:
+class SlotLease:
     """The slots that one client may read until it closes its end. Used by one thread until it is kept."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Leases:
         self._leases_max = leases_max
         self._lock = threading.Lock()
         self._count = 0
-        self._kept: dict[int, Lease] = {}
+        self._kept: dict[int, SlotLease] = {}
         self._epoll: select.epoll | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -84,27 +84,27 @@ class Leases:
     def __len__(self) -> int:
         return self._count
 
-    def begin(self) -> Lease | None:
+    def begin(self) -> SlotLease | None:
         """Returns a new lease, to be kept; None if there are too many."""
         with self._lock:
             if self._closed or self._count >= self._leases_max:
                 return None
             try:
                 self._epoll = self._epoll or select.epoll()  # now: a lease that nobody can watch would never end
-                lease = Lease()
+                lease = SlotLease()
             except OSError:
                 return None
             self._count += 1
         return lease
 
-    def add(self, lease: Lease, slots: Slots) -> bool:
+    def add(self, lease: SlotLease, slots: Slots) -> bool:
         """Adds ``slots`` to the lease; False if too much of the memory is leased (rule L1)."""
         if not self._memory.lease(slots):
             return False
         lease.slots.append(slots)
         return True
 
-    def keep(self, lease: Lease) -> None:
+    def keep(self, lease: SlotLease) -> None:
         """Ends the lease when its client closes its end, which may have happened already."""
         lease.handed_over()
         with self._lock:
@@ -156,7 +156,7 @@ class Leases:
                     epoll.unregister(fd)
                     self._end(lease)
 
-    def _end(self, lease: Lease) -> None:
+    def _end(self, lease: SlotLease) -> None:
         os.close(lease.watched)
         for each in lease.slots:
             each.release()
@@ -204,7 +204,7 @@ def _check_mode(leases: Leases | None, channel: Channel, mode: int, request: pb.
     call.allow_every()  # shared memory holds chunks of all tenants (rule X8)
 
 
-def _note_use(worker: WorkerContext, asked: Asked, first: int, sent: Collection[int]) -> None:
+def _note_use(worker: WorkerContext, asked: ExportRequest, first: int, sent: Collection[int]) -> None:
     """Notes a read of the chunks that were sent: of a prompt up to the first that was not."""
     keys = asked.wanted
     present = np.zeros(len(keys), np.bool_)
@@ -226,7 +226,7 @@ class Window:
     is_whole: bool = False
     """True if all of those could be read."""
     buffer: memoryview | None = None
-    reading: Reading | None = None
+    reading: ReadFuture | None = None
 
     def close(self) -> None:
         """Ends the window: nothing writes into the buffer after it, and its memory may be reused. Idempotent."""
@@ -239,7 +239,7 @@ class Window:
 class ImageSender:
     """Answers one GET. ``sent`` has the indexes of the chunks that were sent."""
 
-    def __init__(self, worker: WorkerContext, channel: Channel, number: int, asked: Asked, call: Call) -> None:
+    def __init__(self, worker: WorkerContext, channel: Channel, number: int, asked: ExportRequest, call: Call) -> None:
         self._worker = worker
         self._node = worker.node
         self._channel = channel
@@ -268,16 +268,16 @@ class ImageSender:
             left, untaken = self._hand_over(left)
         self._stream(left)
         if len(self.sent) < stop - first:
-            self._channel.send(Kind.END, self._number)
+            self._channel.send(FrameKind.END, self._number)
         for _ in range(untaken):
-            self._channel.receive_frame(Kind.TAKEN)
+            self._channel.receive_frame(FrameKind.TAKEN)
 
     # Slots of memory
 
     def _lend(self, indexes: Sequence[int], found: int, leases: Leases) -> list[int]:
         """Lends what is in memory, unless too much is lent; returns the others."""
         left: list[int] = []
-        lease: Lease | None = None
+        lease: SlotLease | None = None
         try:
             for at in range(0, len(indexes), FILES_MAX):
                 part = indexes[at : at + FILES_MAX]
@@ -298,10 +298,10 @@ class ImageSender:
                 leases.keep(lease)  # until the client closes its end
         return left
 
-    def _announce(self, lent: LentSlots, lease: Lease | None = None) -> None:
+    def _announce(self, lent: LentSlots, lease: SlotLease | None = None) -> None:
         # The client gets its end of the lease with the first slots.
         files = [lease.handed] if lease is not None and lease.handed >= 0 else []
-        self._channel.send(Kind.SLOTS, self._number, [encode_slots(lent)], files)
+        self._channel.send(FrameKind.SLOTS, self._number, [encode_slots(lent)], files)
         self._is_announced = True
         if lease is not None:
             lease.handed_over()
@@ -328,10 +328,10 @@ class ImageSender:
             try:
                 for run in _runs(list(readers), FILES_MAX):
                     if untaken == FILES_AHEAD:  # the system limits the files that are on their way
-                        self._channel.receive_frame(Kind.TAKEN)
+                        self._channel.receive_frame(FrameKind.TAKEN)
                         untaken -= 1
                     files = [readers[index].fileno() for index in run]
-                    self._channel.send(Kind.FILES, self._number, [encode_span(run[0], len(run))], files)
+                    self._channel.send(FrameKind.FILES, self._number, [encode_span(run[0], len(run))], files)
                     untaken += 1
                     self._node.counters.add_read(self._wanted.payload_bytes(run), len(run))
                     self._given(run)
@@ -416,7 +416,7 @@ class ImageSender:
         pieces: list[memoryview] = []
         for run in _runs(list(images), WINDOW_CHUNKS):
             each = [images[index] for index in run]
-            head = encode_head(Kind.IMAGES, self._number, SPAN_BYTES + byte_length(each))
+            head = encode_head(FrameKind.IMAGES, self._number, SPAN_BYTES + byte_length(each))
             pieces += (memoryview(head + encode_span(run[0], len(run))), *each)
         if byte_length(pieces) < TINY_BYTES * len(pieces):
             pieces = [memoryview(b"".join(pieces))]
@@ -455,7 +455,7 @@ class _Window:
     """Chunks that are read at once: for each its index, what it is, and its sections."""
 
     chunks: list[tuple[int, Expected, Pieces]]
-    reading: Reading
+    reading: ReadFuture
 
 
 def stream_get(worker: WorkerContext, request: pb.GetRequest, call: Call) -> Iterator[bytes]:
@@ -471,7 +471,7 @@ def stream_get(worker: WorkerContext, request: pb.GetRequest, call: Call) -> Ite
             yield from _images(worker, asked, request.first, stop, call)
 
 
-def _images(worker: WorkerContext, asked: Asked, first: int, stop: int, call: Call) -> Iterator[bytes]:
+def _images(worker: WorkerContext, asked: ExportRequest, first: int, stop: int, call: Call) -> Iterator[bytes]:
     """Yields the messages of the images from ``first`` on, of a prompt up to the first missing one."""
     wanted, is_chain = asked.wanted, asked.wanted.prefix_ordered
     sizes = wanted.payload_sizes()
@@ -504,7 +504,7 @@ def _images(worker: WorkerContext, asked: Asked, first: int, stop: int, call: Ca
             _note_use(worker, asked, first, sent)
 
 
-def _begin(worker: WorkerContext, asked: Asked, indexes: range, memory: memoryview, call: Call) -> _Window:
+def _begin(worker: WorkerContext, asked: ExportRequest, indexes: range, memory: memoryview, call: Call) -> _Window:
     """Begins to read those of ``indexes`` that may be given, into ``memory``."""
     wanted, node = asked.wanted, worker.node
     allowed = asked.allowed(node.holds, node.gc_view, indexes)

@@ -17,29 +17,29 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from kvstore.buffers import Buffers, Pieces, Planes, Sections, aligned, cut_evenly
+from kvstore.core.buffers import BlockBuffers, Pieces, Planes, Sections, aligned, cut_evenly
+from kvstore.core.executor import Deadline
+from kvstore.core.write_mode import RUNS_IN_MEMORY, WriteMode
+from kvstore.engine.writer import WriteBatch, WriteResult
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Expected
-from kvstore.keyset import KeySet
-from kvstore.memory.arena import follow
-from kvstore.node.lanes import Deadline
-from kvstore.node.writer import WriteBatch, Written
+from kvstore.format.keyset import KeySet
 from kvstore.security.access import NOTHING, Presented
+from kvstore.tiers.arena import follow
+from kvstore.transport.channel import Channel
+from kvstore.transport.frames import READY, RUN_BYTES, SPAN_BYTES, FrameKind, decode_placed, decode_span
+from kvstore.transport.images import receive_images
+from kvstore.transport.limits import MESSAGE_BYTES_MAX
+from kvstore.transport.messages import hints_of, parse, write_of
+from kvstore.transport.runs import LEDGER_BYTES, PARTS_BYTES, SUM_BYTES, entry_value, receive_planes, receive_sections
+from kvstore.transport.status import BrokenTransfer
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import Channel
-from kvstore.wire.bulk.frames import READY, RUN_BYTES, SPAN_BYTES, Kind, decode_placed, decode_span
-from kvstore.wire.bulk.runs import LEDGER_BYTES, PARTS_BYTES, SUM_BYTES, entry_value, receive_planes, receive_sections
-from kvstore.wire.images import receive_images
-from kvstore.wire.limits import MESSAGE_BYTES_MAX
-from kvstore.wire.messages import hints_of, parse, write_of
-from kvstore.wire.statuses import BrokenTransfer
 from kvstore.worker.context import BufferPool, Call, WorkerContext
-from kvstore.writes import RUNS_IN_MEMORY, WriteMode
 
 # A connection, the arena that its client shares, and the ledger that says which part of it is free.
 
 
-class Ledger:
+class ReleaseLedger:
     """Tells a client which memory it may use again: the worker writes it, the client reads it through shared memory."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Connection:
         self.channel = channel
         self.presented = presented
         """The client's credentials from its request to connect; checked again with each request."""
-        self.ledger = Ledger() if channel.is_unix else None
+        self.ledger = ReleaseLedger() if channel.is_unix else None
         self._arena = memoryview(b"")
         self._closing = threading.Event()
 
@@ -147,9 +147,9 @@ class Upload:
         index, stop = self.first, self.first + self.count
         while index < stop:
             head = channel.receive_head()
-            channel.expect(head, Kind.PLACED, Kind.CHUNKS)
+            channel.expect(head, FrameKind.PLACED, FrameKind.CHUNKS)
             offset = 0
-            if head.kind is Kind.PLACED:
+            if head.kind is FrameKind.PLACED:
                 placed = decode_placed(channel.receive(head.length))
                 start, count, offset = placed.first, placed.count, placed.offset
             else:
@@ -159,7 +159,7 @@ class Upload:
             size_bytes = self._size_bytes(start, count)
             index += count
             buffer: memoryview | None = None
-            if head.kind is Kind.PLACED:
+            if head.kind is FrameKind.PLACED:
                 memory = self._connection.placed(offset, size_bytes)
             else:
                 length = SPAN_BYTES + size_bytes + self._sums_count(count) * SUM_BYTES
@@ -229,7 +229,7 @@ class Upload:
 
     def _sections(self, first: int, count: int, memory: memoryview) -> Sections:
         if not self._wanted.prefix_ordered:
-            return Buffers(self._pieces(first, count, memory), first)
+            return BlockBuffers(self._pieces(first, count, memory), first)
         layout = self._wanted.namespace.layout
         return Planes(np.frombuffer(memory, np.uint8).reshape(layout.layers, 2, -1), layout.section_bytes, first)
 
@@ -252,7 +252,7 @@ def serve_put(worker: WorkerContext, connection: Connection, number: int, messag
     upload = Upload(connection, number, wanted, write.first, count, run_bytes)
     try:
         with ExitStack() as reserved:
-            connection.channel.send(Kind.READY, number, [READY.pack(upload.first, upload.count, upload.run_bytes)])
+            connection.channel.send(FrameKind.READY, number, [READY.pack(upload.first, upload.count, upload.run_bytes)])
             upload.receive(write, worker, call, reserved)
             written = write.commit(_deadline(worker, call))
     except BaseException:
@@ -260,7 +260,7 @@ def serve_put(worker: WorkerContext, connection: Connection, number: int, messag
         write.abort()
         raise
     upload.released(upload.count)
-    connection.channel.send(Kind.STORED, number, [_answer(wanted, written)])
+    connection.channel.send(FrameKind.STORED, number, [_answer(wanted, written)])
 
 
 def stream_put(worker: WorkerContext, messages: Iterator[pb.PutRequest], call: Call) -> bytes:
@@ -312,7 +312,7 @@ def _runs(
         )
 
 
-def _answer(wanted: KeySet, written: Written) -> bytes:
+def _answer(wanted: KeySet, written: WriteResult) -> bytes:
     """Encodes the answer to a put."""
     result = written.of_prompt(wanted.namespace.layout.chunk_tokens)
     is_chain = wanted.prefix_ordered
@@ -326,9 +326,9 @@ def _answer(wanted: KeySet, written: Written) -> bytes:
     ).SerializeToString()
 
 
-def buffers_of(wanted: KeySet, first: int, buffers: Sequence[memoryview]) -> Buffers:
+def buffers_of(wanted: KeySet, first: int, buffers: Sequence[memoryview]) -> BlockBuffers:
     """The sections of chunks or blocks from index ``first`` on, in a buffer for each."""
-    return Buffers(buffers, first, wanted.namespace.layout.section_bytes if wanted.prefix_ordered else None)
+    return BlockBuffers(buffers, first, wanted.namespace.layout.section_bytes if wanted.prefix_ordered else None)
 
 
 def _unit(wanted: KeySet) -> str:

@@ -24,12 +24,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvstore.counts import WorkerCount
+from kvstore.core.metrics import WorkerCount
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.security.access import NOTHING, Presented
 from kvstore.security.tls import Certificate
-from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import (
+from kvstore.transport.channel import (
     HELLO_BYTES,
     Channel,
     Grant,
@@ -40,20 +39,21 @@ from kvstore.wire.bulk.channel import (
     listen_unix,
     read_hello,
 )
-from kvstore.wire.bulk.frames import (
+from kvstore.transport.frames import (
     HEAD_BYTES,
     REQUESTS,
     SHORT_CALLS,
-    Kind,
-    Request,
+    FrameKind,
+    RequestHeader,
     decode_arena,
     decode_head,
     decode_request,
     encode_arena,
 )
-from kvstore.wire.messages import parse, trace_of
-from kvstore.wire.statuses import Refusal, refusal
-from kvstore.worker.context import BulkContext, Calls, DaemonThreads, Refused, UnaryCall, WorkerContext
+from kvstore.transport.messages import parse, trace_of
+from kvstore.transport.status import Refusal, refusal
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.worker.context import BulkContext, CallRefused, Calls, DaemonThreads, UnaryCall, WorkerContext
 from kvstore.worker.data_get import Leases, serve_get
 from kvstore.worker.data_put import Connection, serve_put
 from kvstore.worker.limits import WorkerLimits
@@ -65,7 +65,7 @@ log = logging.getLogger(__name__)
 
 LINGER_S = 2.0
 """How long the rest of a refused put is read on, so that the client can read why."""
-_STREAMS = {Kind.GET: "Get", Kind.PUT: "Put"}
+_STREAMS = {FrameKind.GET: "Get", FrameKind.PUT: "Put"}
 BULK_METHODS = (*_STREAMS.values(), *SHORT_CALLS)
 """The calls that requests are counted as."""
 
@@ -90,14 +90,14 @@ class BulkRequests:
         try:
             channel.limit(limits.idle_s, limits.stream_s_max)
             head = channel.receive_head()
-            channel.expect(head, Kind.ARENA, Kind.MAP, *REQUESTS)
+            channel.expect(head, FrameKind.ARENA, FrameKind.MAP, *REQUESTS)
             number = head.request
             payload = channel.receive(head.length)
-            if head.kind is Kind.ARENA:
+            if head.kind is FrameKind.ARENA:
                 connection.adopt_arena(decode_arena(payload), limits.arena_bytes_max)
                 return True
             channel.take_files(0)
-            if head.kind is Kind.MAP:
+            if head.kind is FrameKind.MAP:
                 mapping = BulkContext(channel, limits.idle_s, (), connection.presented)
                 with self._calls.serving("MapMemory", mapping, light=True):
                     self._hand_memory(channel, number)
@@ -105,17 +105,17 @@ class BulkRequests:
             request = decode_request(payload)
             channel.limit(limits.idle_s, min(request.timeout_s, limits.stream_s_max))
             context = BulkContext(channel, request.timeout_s, trace_of(request.message), connection.presented)
-            if head.kind is Kind.CALL:
+            if head.kind is FrameKind.CALL:
                 self._answer(channel, number, request, context)
                 return channel.alive
             with self._calls.serving(_STREAMS[head.kind], context) as call:
-                if head.kind is Kind.GET:
+                if head.kind is FrameKind.GET:
                     serve_get(self._worker, self.leases, channel, number, request.flag, request.message, call)
                 else:
                     serve_put(self._worker, connection, number, request.message, call)
             channel.take_files(0)
             return channel.alive
-        except Refused as refused:
+        except CallRefused as refused:
             self._refuse(connection, number, refused.refusal)
         except LinkLate:
             self._calls.add(WorkerCount.CALLS_IDLE)
@@ -128,7 +128,7 @@ class BulkRequests:
         if self.leases is not None:
             self.leases.close(timeout_s)
 
-    def _answer(self, channel: Channel, number: int, request: Request, context: BulkContext) -> None:
+    def _answer(self, channel: Channel, number: int, request: RequestHeader, context: BulkContext) -> None:
         if request.flag >= len(SHORT_CALLS):
             raise InvalidRequest(f"call {request.flag} is not known: expected 0 to {len(SHORT_CALLS) - 1}")
         name = SHORT_CALLS[request.flag]
@@ -136,11 +136,11 @@ class BulkRequests:
         try:
             with self._calls.serving(name, context, light=served.light) as call:
                 answer = served.answer(parse(served.kind, request.message), call).SerializeToString()
-        except Refused as refused:
+        except CallRefused as refused:
             # Nothing else is on its way: the connection goes on.
-            channel.send(Kind.REFUSED, number, [_message_of(refused.refusal)])
+            channel.send(FrameKind.REFUSED, number, [_message_of(refused.refusal)])
         else:
-            channel.send(Kind.ANSWER, number, [answer])
+            channel.send(FrameKind.ANSWER, number, [answer])
 
     def _hand_memory(self, channel: Channel, number: int) -> None:
         if self.memory is None or not channel.is_unix:
@@ -148,7 +148,7 @@ class BulkRequests:
                 "no memory to map: it is offered on a unix socket only, by a worker with a memory tier"
             )
         arena = self.memory.arena
-        channel.send(Kind.MEMORY, number, [encode_arena(arena.size_bytes)], [arena.fd])
+        channel.send(FrameKind.MEMORY, number, [encode_arena(arena.size_bytes)], [arena.fd])
 
     def _refuse(self, connection: Connection, number: int, refused: Refusal) -> None:
         """Sends the reason and ends the connection: bytes in flight could not be told from a new request."""
@@ -157,7 +157,7 @@ class BulkRequests:
             return
         try:
             channel.limit(LINGER_S, LINGER_S)
-            channel.send(Kind.REFUSED, number, [_message_of(refused)])
+            channel.send(FrameKind.REFUSED, number, [_message_of(refused)])
             scratch = memoryview(bytearray(1 << 16))
             while True:
                 channel.receive_some([scratch])
@@ -457,7 +457,7 @@ class BulkListener:
         try:
             files = [connection.ledger.fd] if connection.ledger is not None else []
             connection.channel.limit(0.1, 0.1)  # a new connection has room for a few bytes
-            connection.channel.send(Kind.WELCOME, 0, [answer], files)
+            connection.channel.send(FrameKind.WELCOME, 0, [answer], files)
         except (LinkBroken, LinkLate):
             connection.close()
             return
@@ -475,7 +475,7 @@ class BulkListener:
             head = decode_head(said[:HEAD_BYTES])
         except InvalidRequest:
             return None
-        if head.kind is not Kind.HELLO or head.length != HELLO_BYTES:
+        if head.kind is not FrameKind.HELLO or head.length != HELLO_BYTES:
             return None
         grant_id, nonce, proof = read_hello(said[HEAD_BYTES:])
         with self._lock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvstore.checks import check_limits
+from kvstore.core.validate import check_limits
 from kvstore.errors import InvalidRequest
 
 

@@ -1,6 +1,7 @@
 """What a worker serves over HTTP: its metrics for Prometheus, its health for probes, and answers for routers.
 
-A new counter or gauge is a line in kvstore/counts.py; METRICS.md lists them. ``stats()`` returns them under flat names.
+A new counter or gauge is a line in kvstore/core/metrics.py; METRICS.md lists them. ``stats()`` returns them under flat
+names.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ try:
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError("metrics need prometheus-client: pip install 'kvstore-llm[server]'") from missing
 
-from kvstore import scraping, tracing
-from kvstore.counts import GROWING, NODE_GAUGES, WORKER_GAUGES, Family, NodeCount, WorkerCount
+from kvstore.core import metrics_http, tracing
+from kvstore.core.metrics import GROWING, NODE_GAUGES, WORKER_GAUGES, Family, NodeCount, WorkerCount
+from kvstore.core.namespace import Namespace
+from kvstore.core.node_metrics import LATENCY_BUCKETS_S, Latency, Operation, TierName
+from kvstore.core.tokens import TokenArray
 from kvstore.errors import InvalidRequest, PermissionDenied
-from kvstore.keyset import chunk_count
-from kvstore.namespace import Namespace
-from kvstore.node.counters import LATENCY_BUCKETS_S, Latency, Operation, TierName
+from kvstore.format.keyset import chunk_count
 from kvstore.security.access import PERMISSIONS, Presented
 from kvstore.security.tls import is_loopback
-from kvstore.tokens import TokenArray
-from kvstore.wire.query import Caller, Question, answer_document, answered, asks
+from kvstore.transport.query import QueryCaller, Question, answer_document, answered, asks
 from kvstore.worker.context import GRPC, Ended
 from kvstore.worker.data_server import BULK_METHODS
-from kvstore.worker.worker import Worker
+from kvstore.worker.server import Worker
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -157,11 +158,11 @@ class Questions:
         self._names: dict[tuple[str, str], list[Namespace]] = {}
         self._named_s = float("-inf")
 
-    def identify(self, caller: Caller) -> None:
+    def identify(self, caller: QueryCaller) -> None:
         """Raises KVStoreError for a caller who may ask nothing, whatever the question is."""
         self._guard.identify(METHOD, self._presented(caller), caller.address, tracing.request_id())
 
-    def answer(self, question: Question, caller: Caller) -> dict[str, Any]:
+    def answer(self, question: Question, caller: QueryCaller) -> dict[str, Any]:
         """Answers one question. Raises KVStoreError if it makes no sense, or the caller may not ask it."""
         visit = self._guard.admit(METHOD, self._presented(caller), caller.address, tracing.request_id())
         outcome = "failed"
@@ -173,7 +174,7 @@ class Questions:
             visit.end(outcome)
         return found
 
-    def _presented(self, caller: Caller) -> Presented:
+    def _presented(self, caller: QueryCaller) -> Presented:
         """Returns what a caller presents. Raises PermissionDenied for one who may not send that over plain HTTP."""
         if self._for_host_alone and not is_loopback(f"{caller.address}:0"):
             raise PermissionDenied("questions are plain HTTP: ask from this worker's host, or through a proxy with TLS")
@@ -245,7 +246,7 @@ def start_metrics(worker: Worker, address: str, version: str = "") -> MetricsSer
     prometheus_client.ProcessCollector(registry=registry)
     try:
         app = _with_answers(worker, prometheus_client.make_wsgi_app(registry))
-        server, thread = scraping.serve(app, host.strip("[]"), int(port))
+        server, thread = metrics_http.serve(app, host.strip("[]"), int(port))
     except OSError as cause:
         raise InvalidRequest(f"could not serve metrics at {address}: {cause.strerror or cause}") from cause
     return MetricsServer(server, thread, f"{host}:{server.server_port}")

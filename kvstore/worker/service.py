@@ -9,22 +9,21 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from kvstore.counts import STARTED, WorkerCount
+from kvstore.core.clock import Clock
+from kvstore.core.executor import Deadline
+from kvstore.core.hints import checked_unused_s
+from kvstore.core.metrics import STARTED, WorkerCount
+from kvstore.core.node_metrics import Latencies, Step
+from kvstore.engine.coordination import ClusterMember
+from kvstore.engine.engine import match_each
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.hints import checked_unused_s
-from kvstore.keyset import BlockKeys, KeySet
-from kvstore.node.counters import Latencies, Step
-from kvstore.node.lanes import Deadline
-from kvstore.node.member import Member
-from kvstore.node.node import match_each
-from kvstore.root.interface import Space
+from kvstore.format.keyset import BlockKeys, KeySet
+from kvstore.root.interface import StorageSpace
 from kvstore.security.access import EVERY, OverQuota, Role
 from kvstore.security.guard import ServerSecurity
-from kvstore.sources import Clock
-from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.frames import SHORT_CALLS
-from kvstore.wire.limits import SERVICE
-from kvstore.wire.messages import (
+from kvstore.transport.frames import SHORT_CALLS
+from kvstore.transport.limits import SERVICE
+from kvstore.transport.messages import (
     namespace_message,
     namespace_of,
     pack_counts,
@@ -34,7 +33,8 @@ from kvstore.wire.messages import (
     unpack_keys,
     unpack_prompts,
 )
-from kvstore.wire.watch import Watch, Watched
+from kvstore.transport.watchdog import StreamWatchdog, WatchedStream
+from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.worker.context import Call, Request, UnaryCall, WorkerContext, presented_by
 from kvstore.worker.data_get import stream_get
 from kvstore.worker.data_put import stream_put
@@ -47,7 +47,7 @@ from kvstore.worker.limits import WorkerLimits
 class Handlers:
     """Makes handlers. A peer that sends or takes nothing must not keep a thread for ever: streams are watched."""
 
-    def __init__(self, worker: WorkerContext, watch: Watch) -> None:
+    def __init__(self, worker: WorkerContext, watch: StreamWatchdog) -> None:
         self._worker = worker
         self._calls = worker.calls
         self._watch = watch
@@ -78,7 +78,7 @@ class Handlers:
 
         return grpc.stream_unary_rpc_method_handler(serve)
 
-    def _watched(self, context: grpc.ServicerContext) -> Watched:
+    def _watched(self, context: grpc.ServicerContext) -> WatchedStream:
         """Puts a call under watch: cancelled when its client moves nothing for too long. Ends with the context."""
 
         def cancel() -> None:
@@ -89,7 +89,7 @@ class Handlers:
         return self._watch.begin(limits.idle_s, limits.stream_s_max, cancel)
 
 
-def _arriving(messages: Iterator[bytes], stream: Watched) -> Iterator[pb.PutRequest]:
+def _arriving(messages: Iterator[bytes], stream: WatchedStream) -> Iterator[pb.PutRequest]:
     """Yields the messages of a client, the first with ``start``.
 
     Waiting for the client counts as idle, our own work does not. Raises InvalidRequest if the first has no ``start`` or
@@ -116,7 +116,7 @@ def _arriving(messages: Iterator[bytes], stream: Watched) -> Iterator[pb.PutRequ
     stream.busy()
 
 
-def _leaving(messages: Iterator[bytes], stream: Watched) -> Iterator[bytes]:
+def _leaving(messages: Iterator[bytes], stream: WatchedStream) -> Iterator[bytes]:
     """Yields messages for a client. Waiting for the client counts as idle, our own work does not."""
     stream.busy()
     for message in messages:
@@ -130,11 +130,11 @@ RENEWALS_MAX = 65_536
 """Holds that one call renews at most."""
 
 
-class Service:
+class WorkerService:
     """Serves one member. Messages travel as bytes and are parsed inside, where an error can be explained."""
 
     def __init__(
-        self, member: Member, limits: WorkerLimits, clock: Clock, security: ServerSecurity | None = None
+        self, member: ClusterMember, limits: WorkerLimits, clock: Clock, security: ServerSecurity | None = None
     ) -> None:
         security = security or ServerSecurity()
         self.worker = worker = WorkerContext(member, limits, clock, security)
@@ -144,11 +144,11 @@ class Service:
         self._node = member.node
         self._started_s = clock.now_s()
         self._certificate = security.tls
-        self.watch = Watch(clock, "kvstore-worker-watch")
+        self.watch = StreamWatchdog(clock, "kvstore-worker-watch")
         self.handlers = Handlers(worker, self.watch)
         self.bulk: BulkListener | None = None
         """Set while the worker listens for bulk connections."""
-        self.space = Space(None, None)
+        self.space = StorageSpace(None, None)
         """The space of the root, as last reported by it."""
         self._unary: dict[str, UnaryCall[Any]] = {
             "OpenNamespace": UnaryCall(pb.OpenNamespaceRequest, self._open_namespace),

@@ -25,9 +25,9 @@ import pytest
 
 import kvstore
 from kvstore import ClientTls, Layout
+from kvstore.core.write_mode import WriteModeName
 from kvstore.errors import KVStoreError
 from kvstore.meta.embedded_etcd import EmbeddedEtcd
-from kvstore.writes import WriteModeName
 from tests.alerts.prometheus import PATIENCE_S, Prometheus
 from tests.alerts.stage import (
     AUDIT_BYTES,

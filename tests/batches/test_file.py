@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.batches import Batch, load_tokenizer, read_batch
+from kvstore.batches import RequestFile, load_tokenizer, read_batch
 from kvstore.errors import InvalidRequest
 from tests.kit.cases import for_each
 
@@ -34,13 +34,13 @@ def trace(**changes: Any) -> str:
     return json.dumps({"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1], **changes})
 
 
-def batch_of(folder: Path, *lines: str, **settings: Any) -> Batch:
+def batch_of(folder: Path, *lines: str, **settings: Any) -> RequestFile:
     path = folder / "batch.jsonl"
     path.write_text("".join(f"{line}\n" for line in lines))
     return read_batch(path, **settings)
 
 
-def tokens_of(batch: Batch) -> list[list[int]]:
+def tokens_of(batch: RequestFile) -> list[list[int]]:
     return [batch.prompts.tokens(at).tolist() for at in range(len(batch.prompts))]
 
 

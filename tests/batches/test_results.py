@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore.batches import Results
-from kvstore.batches.sending import Answer
+from kvstore.batches.upload import ServerAnswer
 from tests.kit.cases import for_each
 
 
@@ -35,7 +35,7 @@ def test_result_of_any_answer_is_read_again(tmp_path: Path, body: bytes) -> None
     path.unlink(missing_ok=True)
     custom_id = "\U0001f600" * 1024
     with Results(path) as opened:
-        opened.add(custom_id, Answer(200, body))
+        opened.add(custom_id, ServerAnswer(200, body))
     with Results(path) as opened:
         assert opened.known == {custom_id}
 
@@ -46,6 +46,6 @@ def test_a_last_result_without_a_newline_stays_and_the_next_begins_a_line(tmp_pa
     path.write_text(last)
     with Results(path) as opened:
         assert opened.known == {"c0"}
-        opened.add("c1", Answer(200, b"{}"))
+        opened.add("c1", ServerAnswer(200, b"{}"))
     assert path.read_text().startswith(f"{last}\n")
     assert ids(path) == ["c0", "c1"]

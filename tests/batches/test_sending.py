@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from kvstore.batches import Batch, Results, Sent, Server, read_batch, send
-from kvstore.batches import sending as server
-from kvstore.batches.sending import Answer
+from kvstore.batches import RequestFile, Results, Sent, Server, read_batch, send
+from kvstore.batches import upload as server
+from kvstore.batches.upload import ServerAnswer
 from kvstore.cli.app import app
 from kvstore.errors import InvalidRequest, Unavailable
 from tests.batches.answering import DROPS, Answering, Body, Says, answering, completes, talking
@@ -47,12 +47,12 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def batch(path: Path) -> Batch:
+def batch(path: Path) -> RequestFile:
     return read_batch(path)
 
 
 def sending(
-    batch: Batch, at: Answering, results: Path, concurrency: int = 1, show: Callable[[str], None] = lambda _: None
+    batch: RequestFile, at: Answering, results: Path, concurrency: int = 1, show: Callable[[str], None] = lambda _: None
 ) -> Sent:
     with Results(results) as opened:
         return send(batch, ORDER, Server(at.url, PATIENCE_S), opened, concurrency, lambda _: None, show)
@@ -67,7 +67,7 @@ def ids(path: Path) -> list[str]:
     return [json.loads(line)["custom_id"] for line in path.read_text().splitlines()]
 
 
-def test_requests_are_sent_in_order_and_their_results_written(batch: Batch, tmp_path: Path) -> None:
+def test_requests_are_sent_in_order_and_their_results_written(batch: RequestFile, tmp_path: Path) -> None:
     with answering() as at:
         sent = sending(batch, at, tmp_path / "results")
         assert at.order == ORDER
@@ -79,7 +79,7 @@ def test_requests_are_sent_in_order_and_their_results_written(batch: Batch, tmp_
     assert line["response"]["body"]["choices"] == [{"text": "x"}]
 
 
-def test_no_more_than_the_limit_are_asked_at_once(batch: Batch, tmp_path: Path) -> None:
+def test_no_more_than_the_limit_are_asked_at_once(batch: RequestFile, tmp_path: Path) -> None:
     together = threading.Barrier(3)
 
     def says(body: Body) -> tuple[int, Body]:
@@ -92,7 +92,7 @@ def test_no_more_than_the_limit_are_asked_at_once(batch: Batch, tmp_path: Path) 
         assert sorted(at.order) == sorted(ORDER)
 
 
-def test_what_has_a_result_is_not_sent_again(batch: Batch, tmp_path: Path) -> None:
+def test_what_has_a_result_is_not_sent_again(batch: RequestFile, tmp_path: Path) -> None:
     results = tmp_path / "results"
     with answering() as at:
         sending(batch, at, results)
@@ -105,7 +105,7 @@ def test_what_has_a_result_is_not_sent_again(batch: Batch, tmp_path: Path) -> No
     assert ids(results) == [f"r{at}" for at in ORDER]
 
 
-def test_a_server_that_is_busy_is_asked_again(batch: Batch, tmp_path: Path) -> None:
+def test_a_server_that_is_busy_is_asked_again(batch: RequestFile, tmp_path: Path) -> None:
     seen: set[int] = set()
 
     def says(body: Body) -> tuple[int, Body]:
@@ -121,7 +121,7 @@ def test_a_server_that_is_busy_is_asked_again(batch: Batch, tmp_path: Path) -> N
 
 
 @for_each("status", [400, 404, 500])
-def test_request_that_the_server_refuses_is_counted(batch: Batch, tmp_path: Path, status: int) -> None:
+def test_request_that_the_server_refuses_is_counted(batch: RequestFile, tmp_path: Path, status: int) -> None:
     results, shown = tmp_path / "results", list[str]()
     with answering(except_for({3}, status, {"error": {"message": "too long"}})) as at:
         sent = sending(batch, at, results, show=shown.append)
@@ -131,7 +131,7 @@ def test_request_that_the_server_refuses_is_counted(batch: Batch, tmp_path: Path
         assert sending(batch, at, results).answered == int(status != 400), "a status of 400 is the result"
 
 
-def test_request_without_an_answer_does_not_stop_the_others(batch: Batch, tmp_path: Path) -> None:
+def test_request_without_an_answer_does_not_stop_the_others(batch: RequestFile, tmp_path: Path) -> None:
     shown = list[str]()
     with answering(except_for({3}, DROPS, {})) as at:
         sent = sending(batch, at, tmp_path / "results", show=shown.append)
@@ -140,7 +140,7 @@ def test_request_without_an_answer_does_not_stop_the_others(batch: Batch, tmp_pa
     assert len(shown) == 1 and shown[0].startswith("request 'r3': no answer: the server")
 
 
-def test_requests_in_a_row_without_an_answer_end_the_run(batch: Batch, tmp_path: Path) -> None:
+def test_requests_in_a_row_without_an_answer_end_the_run(batch: RequestFile, tmp_path: Path) -> None:
     dropped = set(ORDER[2:])
     with answering(except_for(dropped, DROPS, {})) as at, pytest.raises(Unavailable, match="does not answer"):
         sending(batch, at, tmp_path / "results")
@@ -157,17 +157,17 @@ def test_pause_of_a_server_is_made_within_its_limit(monkeypatch: pytest.MonkeyPa
         assert time.monotonic() - begun_s >= 0.1 * (server.TRIES_MAX - 1)
 
 
-def test_a_server_that_is_gone_ends_the_run_and_what_came_stays(batch: Batch, tmp_path: Path) -> None:
+def test_a_server_that_is_gone_ends_the_run_and_what_came_stays(batch: RequestFile, tmp_path: Path) -> None:
     with answering() as at:
         gone = Server(at.url, PATIENCE_S)
     with Results(tmp_path / "results") as results:
         with pytest.raises(Unavailable, match="does not answer"):
             send(batch, ORDER, gone, results, 4, lambda _: None)
-        results.add("r0", Answer(200, b"{}"))
+        results.add("r0", ServerAnswer(200, b"{}"))
     assert ids(tmp_path / "results") == ["r0"]
 
 
-def test_request_that_times_out_is_not_repeated(batch: Batch, tmp_path: Path) -> None:
+def test_request_that_times_out_is_not_repeated(batch: RequestFile, tmp_path: Path) -> None:
     ended, shown = threading.Event(), list[str]()
 
     def silent(body: Body) -> tuple[int, Body]:
@@ -190,7 +190,7 @@ def test_request_that_times_out_is_not_repeated(batch: Batch, tmp_path: Path) ->
         ("200 OK\r\nContent-Length: 3", b"[1]"),
     ],
 )
-def test_what_is_no_whole_answer_is_no_result(batch: Batch, tmp_path: Path, head: str, body: bytes) -> None:
+def test_what_is_no_whole_answer_is_no_result(batch: RequestFile, tmp_path: Path, head: str, body: bytes) -> None:
     with talking(f"HTTP/1.1 {head}\r\n\r\n".encode() + body) as url, Results(tmp_path / "results") as results:
         with pytest.raises(Unavailable, match=r"cut off|no JSON object"):
             send(batch, ORDER, Server(url, PATIENCE_S), results, 2, lambda _: None)
@@ -202,20 +202,20 @@ def test_what_is_no_whole_answer_is_no_result(batch: Batch, tmp_path: Path, head
     [(401, "rejected the API key"), (403, "rejected the API key"), (302, "redirects")],
 )
 def test_a_server_that_refuses_everybody_ends_the_run_without_results(
-    batch: Batch, tmp_path: Path, status: int, said: str
+    batch: RequestFile, tmp_path: Path, status: int, said: str
 ) -> None:
     with answering(lambda body: (status, {})) as at, pytest.raises(InvalidRequest, match=said):
         sending(batch, at, tmp_path / "results")
     assert ids(tmp_path / "results") == []
 
 
-def test_answers_that_came_before_an_error_are_written(batch: Batch, tmp_path: Path) -> None:
+def test_answers_that_came_before_an_error_are_written(batch: RequestFile, tmp_path: Path) -> None:
     """The third request breaks; the answer to another one that is there by then is a result all the same."""
     with answering() as at, Results(tmp_path / "results") as results:
         asked = Server(at.url, PATIENCE_S)
         post, others, answered = asked.post, threading.Event(), list[int]()
 
-        def breaks(path: str, body: bytes) -> Answer:
+        def breaks(path: str, body: bytes) -> ServerAnswer:
             number = json.loads(body)["prompt"][-1]
             if number == ORDER[2]:
                 others.wait(PATIENCE_S)

@@ -11,7 +11,7 @@ from benchmarks import segments
 from benchmarks.harness import page_cache
 from benchmarks.harness.load import WrongBytes
 from benchmarks.planning import BLOCK, Load, prefetching_main, saved, shared_by
-from kvstore.planning import Prompts
+from kvstore.planning import PromptSet
 from kvstore.segments import Segments
 
 FEW = ["--groups", "3", "--prefix", "512", "--rounds", "1"]
@@ -20,7 +20,7 @@ FEW = ["--groups", "3", "--prefix", "512", "--rounds", "1"]
 def small_batch() -> Load:
     chance = np.random.default_rng(0)
     prompts = shared_by(chance, 20, 4, prefix=64, own=16)
-    packed = Prompts.of_tokens((prompts[at] for at in chance.permutation(len(prompts))), BLOCK)
+    packed = PromptSet.of_tokens((prompts[at] for at in chance.permutation(len(prompts))), BLOCK)
     return Load("small", packed, [5] * len(prompts))
 
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from kvstore import Layout
-from kvstore.buffers import planes_of
+from kvstore.core.buffers import planes_of
 from kvstore.native import is_available
-from kvstore.node.tier_stack import ARRIVING_SHARE
+from kvstore.tiers.stack import ARRIVING_SHARE
+from kvstore.transport.channel import Channel
+from kvstore.transport.frames import RUN_BYTES, FrameKind, encode_request, encode_span
+from kvstore.transport.runs import plane_sums
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import Channel
-from kvstore.wire.bulk.frames import RUN_BYTES, Kind, encode_request, encode_span
-from kvstore.wire.bulk.runs import plane_sums
 from tests.kit.arenas import memory_of, serving_memory
 from tests.kit.transports import MEDIUM, greeted, same, send_head, tokens_and_kv
 from tests.kit.workers import WAIT_S, Served, connected, eventually, opened, packed, raw_stub
@@ -52,8 +52,8 @@ def is_unused(served: Served) -> bool:
 def begin(served: Served, channel: Channel) -> None:
     with raw_stub(served) as stub:
         start = pb.PutStart(namespace=opened(stub, MEDIUM), tokens=packed(TOKENS), write=pb.WRITE_BEHIND)
-    channel.send(Kind.PUT, 1, [encode_request(WAIT_S, 0, start.SerializeToString())])
-    channel.receive_frame(Kind.READY)
+    channel.send(FrameKind.PUT, 1, [encode_request(WAIT_S, 0, start.SerializeToString())])
+    channel.receive_frame(FrameKind.READY)
 
 
 def run(first: int, count: int) -> bytearray:
@@ -92,9 +92,9 @@ def test_i1_a_run_with_a_bit_turned_is_not_stored(served: Served, place: int) ->
     wrong[place] ^= 1
     with greeted(served, "tcp") as channel:
         begin(served, channel)
-        channel.send(Kind.CHUNKS, 1, [encode_span(0, 2), run(0, 2)])
-        channel.send(Kind.CHUNKS, 1, [encode_span(2, 2), wrong])
-        _, payload = channel.receive_frame(Kind.REFUSED)
+        channel.send(FrameKind.CHUNKS, 1, [encode_span(0, 2), run(0, 2)])
+        channel.send(FrameKind.CHUNKS, 1, [encode_span(2, 2), wrong])
+        _, payload = channel.receive_frame(FrameKind.REFUSED)
         assert "checksums" in pb.BulkRefusal.FromString(payload).message
     assert served.worker.service.counters()["wire_damaged"] == 1
     eventually(lambda: not filling_bytes(served), "its slots were given back")
@@ -106,7 +106,7 @@ def test_run_cut_short_gives_its_slots_back(served: Served) -> None:
     with greeted(served, "tcp") as channel:
         begin(served, channel)
         content = run(0, COUNT)
-        send_head(channel, Kind.CHUNKS, 1, 8 + len(content))
+        send_head(channel, FrameKind.CHUNKS, 1, 8 + len(content))
         channel.send_bytes([memoryview(encode_span(0, COUNT)), memoryview(content)[:300_000]])
         eventually(lambda: len(memory_of(served)._filling) == COUNT, "slots are claimed")
     eventually(lambda: is_unused(served), "all slots were given back")
@@ -125,10 +125,10 @@ def test_stalled_clients_claim_a_share_of_memory_at_most(served: Served) -> None
             tokens, kv = tokens_and_kv(chunks, seed)
             channel = stalled.enter_context(greeted(served, "tcp"))
             start = pb.PutStart(namespace=opened(stub, MEDIUM), tokens=packed(tokens), write=pb.WRITE_BEHIND)
-            channel.send(Kind.PUT, 1, [encode_request(WAIT_S, 0, start.SerializeToString())])
-            channel.receive_frame(Kind.READY)
+            channel.send(FrameKind.PUT, 1, [encode_request(WAIT_S, 0, start.SerializeToString())])
+            channel.receive_frame(FrameKind.READY)
             content = bytearray(kv.tobytes())
-            send_head(channel, Kind.CHUNKS, 1, 8 + len(content) + 8 * MEDIUM.section_count)
+            send_head(channel, FrameKind.CHUNKS, 1, 8 + len(content) + 8 * MEDIUM.section_count)
             channel.send_bytes([memoryview(encode_span(0, chunks)), memoryview(content)[: len(content) // 2]])
         eventually(lambda: filling_bytes(served) > share // 2, "slots are claimed")
         eventually(lambda: served.worker.service.in_flight.count, "other runs come into buffers")

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.address import block_address
 from kvstore.client.limits import ClientLimits
+from kvstore.core.address import block_address
+from kvstore.core.write_mode import WriteMode, WriteModeName
+from kvstore.engine.settings import Limits
 from kvstore.format.header import Descent, decode_any
-from kvstore.node.settings import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.writes import WriteMode, WriteModeName
 from tests.kit.arenas import serving_memory
 from tests.kit.engine_blocks import COUNT, blocks_of, buffers_for, counted, keys_of, same
 from tests.kit.transports import MEDIUM, WAYS

@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.address import Address, block_address
 from kvstore.client.cache import Cache
-from kvstore.client.fetching import ImageReceiver
+from kvstore.client.fetch import ImageReceiver
+from kvstore.core.address import Address, block_address
+from kvstore.engine.gc_state import ClusterGcState
 from kvstore.format import places
-from kvstore.keyset import BlockKeys
+from kvstore.format.keyset import BlockKeys
 from kvstore.meta.keys import Keys, SweepId
 from kvstore.meta.store import NO_LEASE, Event, KeyValue
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
-from kvstore.node.gc_state import View
 from kvstore.worker.limits import WorkerLimits
 from tests.kit.arenas import all_let_go, memory_of, serving_memory
 from tests.kit.damage import DAMAGES, spoil
@@ -159,7 +159,7 @@ def condemn(served: Served, victims: list[Address]) -> None:
         shard = (victim[0] << 8 | victim[1]) >> (16 - bits)
         value = Condemned.of_victims(SweepId(bytes(16)), bytes(16), [victim]).to_bytes()
         said.append((keys.condemned_in(shard), value))
-    assert isinstance(node.gc_view, View)
+    assert isinstance(node.gc_view, ClusterGcState)
     with node.gc_view.lock:
         node.gc_view.apply(
             [Event(key, KeyValue(key, value, revision, revision, NO_LEASE), revision) for key, value in said]

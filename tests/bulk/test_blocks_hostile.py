@@ -13,22 +13,21 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore.buffers import Buffers
-from kvstore.client.bulk.links import Link, WorkerMemory
-from kvstore.client.caller import FileLanes
-from kvstore.client.fetching import Ask, ImageReceiver
+from kvstore.client.failover import FileLanes
+from kvstore.client.fetch import Ask, ImageReceiver
+from kvstore.client.pool import DataConnection, WorkerMemory
+from kvstore.core.buffers import BlockBuffers
+from kvstore.core.clock import SystemClock
+from kvstore.core.executor import Deadline
+from kvstore.core.namespace import Namespace
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Incarnation, checksum, encode, expected_block
-from kvstore.keyset import BlockKeys
-from kvstore.namespace import Namespace
-from kvstore.node.lanes import Deadline
-from kvstore.sources import SystemClock
-from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
-from kvstore.wire.bulk.frames import (
+from kvstore.format.keyset import BlockKeys
+from kvstore.transport.channel import Channel, LinkBroken, LinkLate
+from kvstore.transport.frames import (
     NOT_LENT,
     SPAN_BYTES,
-    Kind,
+    FrameKind,
     LentSlots,
     Mode,
     decode_slots,
@@ -37,7 +36,8 @@ from kvstore.wire.bulk.frames import (
     encode_slots,
     encode_span,
 )
-from kvstore.wire.messages import pack_keys, pack_sizes
+from kvstore.transport.messages import pack_keys, pack_sizes
+from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.worker.limits import WorkerLimits
 from tests.kit.arenas import all_let_go, serving_memory
 from tests.kit.descriptors import open_before, open_now
@@ -85,7 +85,7 @@ def put_request(served: Served, sizes: list[int] | None = None) -> bytes:
 
 
 def refusal_of(channel: Channel) -> str:
-    return pb.BulkRefusal.FromString(channel.receive_frame(Kind.REFUSED)[1]).message
+    return pb.BulkRefusal.FromString(channel.receive_frame(FrameKind.REFUSED)[1]).message
 
 
 def nothing_new(served: Served) -> bool:
@@ -108,44 +108,44 @@ def test_what_makes_no_sense_is_refused(served: Served) -> None:
             timeout_s = -1.0
         message = pb.GetRequest(namespace=digest, keys=keys, sizes=sizes).SerializeToString()
         with greeted(served, "tcp" if "tcp" in case else "shared") as channel:
-            channel.send(Kind.GET, 1, [encode_request(timeout_s, mode, message)])
+            channel.send(FrameKind.GET, 1, [encode_request(timeout_s, mode, message)])
             assert refusal_of(channel)
 
 
 def test_each_block_wanted_is_answered_for(served: Served) -> None:
     """Four are in memory, two nowhere; files are handed over for reading only."""
     with greeted(served, "shared") as channel:
-        channel.send(Kind.GET, 1, [get_request(served, Mode.SLOTS)])
-        lent = decode_slots(channel.receive_frame(Kind.SLOTS)[1])
+        channel.send(FrameKind.GET, 1, [get_request(served, Mode.SLOTS)])
+        lent = decode_slots(channel.receive_frame(FrameKind.SLOTS)[1])
         os.close(channel.take_files(1)[0])
         assert [offset == NOT_LENT for offset in lent.offsets] == [False] * 4 + [True] * 2
-        channel.receive_frame(Kind.END)
-        channel.send(Kind.GET, 2, [get_request(served, Mode.FILES)])
-        assert decode_slots(channel.receive_frame(Kind.SLOTS)[1]).offsets == ()
-        assert channel.receive_frame(Kind.FILES)[1] == encode_span(0, 4)
+        channel.receive_frame(FrameKind.END)
+        channel.send(FrameKind.GET, 2, [get_request(served, Mode.FILES)])
+        assert decode_slots(channel.receive_frame(FrameKind.SLOTS)[1]).offsets == ()
+        assert channel.receive_frame(FrameKind.FILES)[1] == encode_span(0, 4)
         for fd in channel.take_files(4):
             with pytest.raises(OSError, match="Bad file descriptor"):
                 os.write(fd, b"x")
             os.close(fd)
-        channel.receive_frame(Kind.END)
-        channel.send(Kind.TAKEN, 2)
-        channel.send(Kind.GET, 3, [get_request(served, Mode.STREAM)])
-        channel.receive_frame(Kind.SLOTS)
+        channel.receive_frame(FrameKind.END)
+        channel.send(FrameKind.TAKEN, 2)
+        channel.send(FrameKind.GET, 3, [get_request(served, Mode.STREAM)])
+        channel.receive_frame(FrameKind.SLOTS)
         head = channel.receive_head()
-        assert head.kind is Kind.IMAGES
+        assert head.kind is FrameKind.IMAGES
         images = channel.receive(head.length)
         assert decode_span(images[:SPAN_BYTES]) == (0, 4)
         parts = np.split(np.frombuffer(images[SPAN_BYTES:], np.uint8), 4)
         assert all(part[-SIZE:].tobytes() == block.tobytes() for part, block in zip(parts, BLOCKS[:4], strict=True))
-        channel.receive_frame(Kind.END)
+        channel.receive_frame(FrameKind.END)
 
 
 @BOTH
 def test_more_than_a_run_in_one_frame_is_refused(served: Served, way: str) -> None:
     with greeted(served, way) as channel:
-        channel.send(Kind.PUT, 1, [put_request(served, sizes=[2 << 20] * COUNT)])
-        channel.receive_frame(Kind.READY)
-        send_head(channel, Kind.CHUNKS, 1, 8 + 5 * ((2 << 20) + 8))
+        channel.send(FrameKind.PUT, 1, [put_request(served, sizes=[2 << 20] * COUNT)])
+        channel.receive_frame(FrameKind.READY)
+        send_head(channel, FrameKind.CHUNKS, 1, 8 + 5 * ((2 << 20) + 8))
         channel.send_bytes([memoryview(encode_span(0, 5))])
         assert is_cut_off(channel)
     eventually(lambda: served.worker.service.in_flight.count == 0, "all memory is given back")
@@ -161,36 +161,38 @@ def test_any_frames_leave_the_worker_as_it_was(served: Served, way: str) -> None
             put = choose.random() < 0.3
             with suppress(LinkBroken, LinkLate):
                 if put:
-                    channel.send(Kind.PUT, 1, [put_request(served)])
+                    channel.send(FrameKind.PUT, 1, [put_request(served)])
                 else:
-                    channel.send(Kind.GET, 1, [get_request(served, choose.choice([*Mode]))])
+                    channel.send(FrameKind.GET, 1, [get_request(served, choose.choice([*Mode]))])
                 for _ in range(12):
-                    kind = choose.choice([Kind.TAKEN, Kind.TAKEN, Kind.END, Kind.CHUNKS, Kind.PLACED])
+                    kind = choose.choice(
+                        [FrameKind.TAKEN, FrameKind.TAKEN, FrameKind.END, FrameKind.CHUNKS, FrameKind.PLACED]
+                    )
                     span = encode_span(choose.choice([0, 1, 5, 6, 1 << 31]), choose.choice([0, 1, 6, 64, 1 << 31]))
                     channel.send(kind, 1, [span])
                 while True:
                     channel.receive_some([memoryview(bytearray(1 << 16))])
 
 
-def both_ends(memory: WorkerMemory | None = None) -> tuple[Channel, Link]:
+def both_ends(memory: WorkerMemory | None = None) -> tuple[Channel, DataConnection]:
     """A worker's end that tests speak for, and the client's."""
     ours, theirs = socket.socketpair()
     return Channel(theirs, WAIT_S), linked(Channel(ours, WAIT_S), memory)
 
 
 LIES = [
-    (Kind.FILES, encode_span(0, 0), 0),
-    (Kind.FILES, encode_span(0, 2), 1),
-    (Kind.FILES, encode_span(9, 2), 2),
-    (Kind.SLOTS, encode_slots(LentSlots(10, 0, (0, 4096))), 0),
-    (Kind.SLOTS, encode_slots(LentSlots(11, 0, tuple(range(0, 4096 * 11, 4096)))), 1),
-    (Kind.SLOTS, encode_slots(LentSlots(10, 9, (0,))) + bytes(8), 1),
-    (Kind.SLOTS, encode_span(10, 0) + bytes(7), 1),
-    (Kind.SLOTS, b"", 1),
-    (Kind.IMAGES, encode_span(0, 0), 0),
-    (Kind.IMAGES, encode_span(0, 1), 0),
-    (Kind.IMAGES, b"", 0),
-    (Kind.MEMORY, bytes(8), 1),
+    (FrameKind.FILES, encode_span(0, 0), 0),
+    (FrameKind.FILES, encode_span(0, 2), 1),
+    (FrameKind.FILES, encode_span(9, 2), 2),
+    (FrameKind.SLOTS, encode_slots(LentSlots(10, 0, (0, 4096))), 0),
+    (FrameKind.SLOTS, encode_slots(LentSlots(11, 0, tuple(range(0, 4096 * 11, 4096)))), 1),
+    (FrameKind.SLOTS, encode_slots(LentSlots(10, 9, (0,))) + bytes(8), 1),
+    (FrameKind.SLOTS, encode_span(10, 0) + bytes(7), 1),
+    (FrameKind.SLOTS, b"", 1),
+    (FrameKind.IMAGES, encode_span(0, 0), 0),
+    (FrameKind.IMAGES, encode_span(0, 1), 0),
+    (FrameKind.IMAGES, b"", 0),
+    (FrameKind.MEMORY, bytes(8), 1),
 ]
 """Frames that answer no request for ten blocks, and the number of files with each."""
 
@@ -228,7 +230,7 @@ def image_with(namespace: Namespace, key: bytes, payload: bytes) -> bytes:
 
 
 def stream_to(
-    link: Link,
+    link: DataConnection,
     namespace: Namespace,
     buffers: list[npt.NDArray[np.uint8]],
     done: bytearray,
@@ -238,7 +240,7 @@ def stream_to(
     clock = SystemClock()
     count = len(buffers)
     wanted = BlockKeys.of(namespace, keys_of(1, count), list(map(len, buffers)))
-    asked = Ask(1, wanted, 0, count, Buffers([each.data for each in buffers]), range(count))
+    asked = Ask(1, wanted, 0, count, BlockBuffers([each.data for each in buffers]), range(count))
     return ImageReceiver(link, asked, done, lanes or FileLanes(clock), Deadline(clock, WAIT_S))
 
 
@@ -256,10 +258,10 @@ def test_an_image_that_is_not_right_is_no_hit() -> None:
         elif case in ("payload", "header"):
             second[{"payload": 5000, "header": 60}[case]] ^= 1
         worker, link = both_ends()
-        worker.send(Kind.IMAGES, 1, [encode_span(0, 1), images[0]])
+        worker.send(FrameKind.IMAGES, 1, [encode_span(0, 1), images[0]])
         if case != "ends":
-            worker.send(Kind.IMAGES, 1, [encode_span(at, 1), second])
-        worker.send(Kind.END, 1)
+            worker.send(FrameKind.IMAGES, 1, [encode_span(at, 1), second])
+        worker.send(FrameKind.END, 1)
         done, buffers, is_right = bytearray(3), [np.zeros(SIZE, np.uint8) for _ in range(3)], False
         with suppress(LinkBroken):
             is_right = stream_to(link, namespace, buffers, done).receive(LentSlots(3, 0, ()))

@@ -14,15 +14,15 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
-from kvstore.client.bulk.links import Arena
 from kvstore.client.limits import ClientLimits
+from kvstore.client.pool import UploadArena
+from kvstore.core.executor import IndexedWork
+from kvstore.engine.chunk_store import ChunkRun
 from kvstore.errors import Unavailable
-from kvstore.node.chunk_store import Run
-from kvstore.node.lanes import Batch
 from kvstore.root.posix import PosixReader
+from kvstore.transport.channel import SILENCE_S
+from kvstore.transport.frames import FILES_MAX, FrameKind, encode_arena, encode_request, encode_span
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import SILENCE_S
-from kvstore.wire.bulk.frames import FILES_MAX, Kind, encode_arena, encode_request, encode_span
 from kvstore.worker import data_server as folder
 from kvstore.worker.data_server import BulkListener
 from kvstore.worker.limits import WorkerLimits
@@ -89,7 +89,7 @@ def test_a_worker_short_of_threads_closes_the_connection(
         eventually(lambda: listener.connections_count == 1, "it is known")
         with monkeypatch.context() as patch:
             patch.setattr(listener._threads, "submit", no_more_threads)
-            send_head(channel, Kind.GET, 1, 0)
+            send_head(channel, FrameKind.GET, 1, 0)
             assert is_cut_off(channel)
     assert listener.connections_count == 0
 
@@ -99,9 +99,9 @@ def test_memory_for_runs_is_that_of_the_largest_whatever_the_first_is(served: Se
     with raw_stub(served) as stub:
         start = pb.PutStart(namespace=opened(stub, MEDIUM), tokens=packed(TOKENS)).SerializeToString()
     with greeted(served, "tcp") as channel:
-        channel.send(Kind.PUT, 1, [encode_request(WAIT_S, 0, start)])
-        channel.receive_frame(Kind.READY)
-        send_head(channel, Kind.CHUNKS, 1, 8 + MEDIUM.chunk_bytes + 8 * MEDIUM.section_count)
+        channel.send(FrameKind.PUT, 1, [encode_request(WAIT_S, 0, start)])
+        channel.receive_frame(FrameKind.READY)
+        send_head(channel, FrameKind.CHUNKS, 1, 8 + MEDIUM.chunk_bytes + 8 * MEDIUM.section_count)
         channel.send_bytes([memoryview(encode_span(0, 1))])
         eventually(lambda: in_flight.count == 4 * MEDIUM.chunk_bytes, "it is reserved")
         assert is_cut_off(channel)
@@ -115,9 +115,9 @@ def test_files_that_nobody_asked_for_end_the_connection(served: Served, case: st
         start = pb.PutStart(namespace=opened(stub, MEDIUM), tokens=packed(TOKENS)).SerializeToString()
     with greeted(served, "shared") as channel, open(os.devnull, "rb") as file:
         if case == "too many":
-            channel.send(Kind.ARENA, 0, [encode_arena(4096)], [file.fileno()] * 2)
+            channel.send(FrameKind.ARENA, 0, [encode_arena(4096)], [file.fileno()] * 2)
         else:
-            channel.send(Kind.PUT, 1, [encode_request(WAIT_S, 0, start)], [file.fileno()])
+            channel.send(FrameKind.PUT, 1, [encode_request(WAIT_S, 0, start)], [file.fileno()])
         assert is_cut_off(channel)
     with greeted(served, "shared") as channel:
         assert channel.is_quiet()
@@ -132,9 +132,9 @@ def test_an_arena_of_huge_pages_is_refused(served: Served) -> None:
         pytest.skip(f"no huge pages here: {error}")
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     with greeted(served, "shared") as channel:
-        channel.send(Kind.ARENA, 0, [encode_arena(size_bytes)], [fd])
+        channel.send(FrameKind.ARENA, 0, [encode_arena(size_bytes)], [fd])
         os.close(fd)
-        _, payload = channel.receive_frame(Kind.REFUSED)
+        _, payload = channel.receive_frame(FrameKind.REFUSED)
         assert "ordinary pages" in pb.BulkRefusal.FromString(payload).message
 
 
@@ -148,13 +148,13 @@ def test_many_threads_at_once_open_no_more_connections_and_arenas_than_allowed(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    create = Arena.__init__
+    create = UploadArena.__init__
 
-    def noted(self: Arena, size_bytes: int, *rest: Any) -> None:
+    def noted(self: UploadArena, size_bytes: int, *rest: Any) -> None:
         sizes.append(size_bytes)
         create(self, size_bytes, *rest)
 
-    monkeypatch.setattr(Arena, "__init__", noted)
+    monkeypatch.setattr(UploadArena, "__init__", noted)
     limits = ClientLimits(bulk_links_max=4, arena_bytes_max=24 << 20)
     together = threading.Barrier(16)
     errors: list[BaseException] = []
@@ -185,7 +185,7 @@ def test_many_threads_at_once_open_no_more_connections_and_arenas_than_allowed(
 def test_a_connection_is_replaced_before_its_numbers_run_out(
     served: Served, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.client.bulk.links.NUMBER_MAX", 3)
+    monkeypatch.setattr("kvstore.client.pool.NUMBER_MAX", 3)
     with connected(served, bulk=way) as store:
         cache = store.namespace("m", MEDIUM)
         cache.put(TOKENS, KV)
@@ -217,8 +217,8 @@ def test_an_interrupted_read_writes_nothing_afterwards(tmp_root: Path, monkeypat
         cache.put(LONG_TOKENS, LONG_KV)
         out = np.zeros_like(LONG_KV)
         with monkeypatch.context() as patch:
-            patch.setattr(Batch, "wait", interrupted)
-            patch.setattr(Run, "read_open", late(Run.read_open))
+            patch.setattr(IndexedWork, "wait", interrupted)
+            patch.setattr(ChunkRun, "read_open", late(ChunkRun.read_open))
             patch.setattr(PosixReader, "read", late(PosixReader.read))
             with pytest.raises(KeyboardInterrupt):
                 cache.get(LONG_TOKENS, out=out)
@@ -243,9 +243,9 @@ def test_a_put_does_not_wait_for_the_arena_of_a_worker_that_is_gone(
 
         def never(*_: object) -> None:
             threading.Timer(0.2, worker.kill).start()
-            monkeypatch.setattr(Arena, "take", lambda *_: None)
+            monkeypatch.setattr(UploadArena, "take", lambda *_: None)
 
-        monkeypatch.setattr(Arena, "take", never)
+        monkeypatch.setattr(UploadArena, "take", never)
         with pytest.raises(Unavailable):
             returns(lambda: cache.put(*tokens_and_kv(4, seed=2)))
 

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from kvstore.client.bulk import links as memory
-from kvstore.client.bulk.links import Links
+from kvstore.client import pool as memory
 from kvstore.client.cache import Cache
 from kvstore.client.limits import ClientLimits
+from kvstore.client.pool import Links
 from kvstore.errors import KVStoreError, Overloaded
 from kvstore.segments import Rope
+from kvstore.transport.channel import Channel
+from kvstore.transport.frames import CONTROL_BYTES_MAX, SHORT_CALLS, FrameKind, encode_request
+from kvstore.transport.limits import BLOCKS_MAX
+from kvstore.transport.messages import pack_sizes, parse, traced
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import Channel
-from kvstore.wire.bulk.frames import CONTROL_BYTES_MAX, SHORT_CALLS, Kind, encode_request
-from kvstore.wire.limits import BLOCKS_MAX
-from kvstore.wire.messages import pack_sizes, parse, traced
 from tests.kit.arenas import serving_memory
 from tests.kit.patience import stretched
 from tests.kit.transports import MEDIUM, WAYS, greeted, open_files_of, tokens_and_kv
@@ -100,8 +100,8 @@ def test_a_connection_that_breaks_leaves_the_call_to_grpc(
     """Before: the call never came. After: it was answered, and the answer was lost."""
     real, cuts = Channel.send, [0]
 
-    def cut(channel: Channel, kind: Kind, *arguments: object) -> None:
-        if kind is {"before": Kind.CALL, "after": Kind.ANSWER}[when]:
+    def cut(channel: Channel, kind: FrameKind, *arguments: object) -> None:
+        if kind is {"before": FrameKind.CALL, "after": FrameKind.ANSWER}[when]:
             cuts[0] += 1
             channel.cut()
         real(channel, kind, *arguments)  # type: ignore[arg-type]
@@ -199,8 +199,8 @@ def test_a_frozen_worker_is_a_miss_in_the_time_of_a_match(tmp_root: Path, way: s
 @pytest.mark.parametrize("number", [len(SHORT_CALLS), 255])
 def test_a_call_that_is_not_known_is_refused(served: Served, number: int) -> None:
     with greeted(served, "shared") as channel:
-        channel.send(Kind.CALL, 1, [encode_request(WAIT_S, number, b"")])
-        _, payload = channel.receive_frame(Kind.REFUSED)
+        channel.send(FrameKind.CALL, 1, [encode_request(WAIT_S, number, b"")])
+        _, payload = channel.receive_frame(FrameKind.REFUSED)
         assert "is not known" in parse(pb.BulkRefusal, payload).message
 
 
@@ -208,8 +208,8 @@ def test_a_call_whose_bytes_changed_on_the_way_is_refused(served: Served) -> Non
     with raw_stub(served) as stub, greeted(served, "shared") as channel:
         message = bytearray(traced(pb.MatchBlocksRequest(namespace=opened(stub, MEDIUM), keys=bytes(400))))
         message[60] ^= 1
-        channel.send(Kind.CALL, 1, [encode_request(WAIT_S, 0, bytes(message))])
-        _, payload = channel.receive_frame(Kind.REFUSED)
+        channel.send(FrameKind.CALL, 1, [encode_request(WAIT_S, 0, bytes(message))])
+        _, payload = channel.receive_frame(FrameKind.REFUSED)
         assert "changed on the way" in parse(pb.BulkRefusal, payload).message
 
 

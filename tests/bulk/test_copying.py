@@ -8,10 +8,10 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kvstore.client import putting
-from kvstore.client.putting import copy_rows
-from kvstore.node.lanes import Deadline, DeadlinePassed, Lanes
-from kvstore.sources import SystemClock
+from kvstore.client import upload
+from kvstore.client.upload import copy_rows
+from kvstore.core.clock import SystemClock
+from kvstore.core.executor import Deadline, DeadlinePassed, Executor
 from tests.kit.fake_meta import FakeClock
 
 
@@ -19,10 +19,10 @@ def test_what_is_copied_lives_as_long_as_somebody_copies_it() -> None:
     """A late lane writes into memory that still exists, even if the arena was closed meanwhile."""
     clock, alive = SystemClock(), np.zeros(8, np.uint8)
     kept = weakref.ref(alive)
-    lanes = Lanes(1, 2, 8, 5, clock)
+    lanes = Executor(1, 2, 8, 5, clock)
     at = np.array([alive.ctypes.data], np.uint64)
     try:
-        batch = lanes.start(1, partial(putting._copy_step, alive, at, at, [(0, 8)]), helped=True)
+        batch = lanes.start(1, partial(upload._copy_step, alive, at, at, [(0, 8)]), helped=True)
         del alive
         assert kept() is not None
         batch.help(Deadline(clock, 30))
@@ -35,7 +35,7 @@ def test_what_is_copied_lives_as_long_as_somebody_copies_it() -> None:
 def test_nothing_is_begun_after_the_deadline() -> None:
     source, target = np.ones(8, np.uint8), np.zeros(8, np.uint8)
     clock = FakeClock()
-    lanes = Lanes(1, 1, 8, 5, clock)
+    lanes = Executor(1, 1, 8, 5, clock)
     try:
         with pytest.raises(DeadlinePassed):
             to, origin = (np.array([each.ctypes.data], np.uint64) for each in (target, source))

@@ -18,19 +18,19 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.client.bulk import links
-from kvstore.client.bulk.links import Bulk, Dialler, Links, NoAnswer, NoBulkPath
+from kvstore.client import pool
 from kvstore.client.cache import Cache
 from kvstore.client.limits import ClientLimits
+from kvstore.client.pool import Bulk, Connector, Links, NoAnswer, NoBulkPath
 from kvstore.errors import Unavailable
 from kvstore.format import places
-from kvstore.keyset import ChunkKeys
+from kvstore.format.keyset import ChunkKeys
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
+from kvstore.transport.channel import GRANT_BYTES, SECRET_BYTES
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import GRANT_BYTES, SECRET_BYTES
 from kvstore.worker.data_server import FOLDER_PREFIX
-from kvstore.worker.worker import Worker
+from kvstore.worker.server import Worker
 from tests.kit.damage import DAMAGES, spoil
 from tests.kit.descriptors import open_before, open_now
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
@@ -149,16 +149,16 @@ def test_a_worker_that_freezes_before_it_greets_is_a_miss(
     tmp_root: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker offered the requested path, so its silence there is not a mistake of the caller."""
-    offered = Dialler._offer
+    offered = Connector._offer
     with worker_process(tmp_root) as worker, connected(worker.address, bulk=way, limits=hasty()) as store:
         cache = store.namespace("m", MEDIUM)
 
-        def freezes(dialler: Dialler, timeout_s: float) -> object:
+        def freezes(dialler: Connector, timeout_s: float) -> object:
             answer = offered(dialler, timeout_s)
             worker.send(signal.SIGSTOP)
             return answer
 
-        monkeypatch.setattr(Dialler, "_offer", freezes)
+        monkeypatch.setattr(Connector, "_offer", freezes)
         assert cache.get(TOKENS)[0] == 0
         with pytest.raises(Unavailable):
             cache.put(TOKENS, KV)
@@ -187,7 +187,7 @@ class Silent:
 def test_a_worker_that_is_silent_within_tls_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with secured(tmp_path, {"cert:engine": {"acme": "write"}}) as served, Silent() as silent:
         tls = served.authority.client("engine")
-        monkeypatch.setattr(Dialler, "_offer", lambda *_: silent.offered)
+        monkeypatch.setattr(Connector, "_offer", lambda *_: silent.offered)
         with kvstore.connect(served.address, tls=tls, bulk="tcp", limits=hasty()) as store:
             cache = store.namespace("m", MEDIUM, tenant="acme")
             assert cache.get(TOKENS)[0] == 0
@@ -200,7 +200,7 @@ IMPATIENT = ClientLimits(probe_s=0.05, bulk_retry_s=1e-9)
 
 def test_a_silent_worker_is_said_once_and_what_follows_it_counts(caplog: pytest.LogCaptureFixture) -> None:
     """One that takes its place and offers no way is no silent one: then the request is wrong."""
-    caplog.set_level(logging.INFO, links.log.name)
+    caplog.set_level(logging.INFO, pool.log.name)
     with Silent() as silent:
         offered = silent.offered.SerializeToString()
         asked = Links("127.0.0.1:1", Bulk.TCP, IMPATIENT, lambda *_: offered)

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import InvalidRequest
-from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import NONCE_BYTES, Channel, Grant
-from kvstore.wire.bulk.frames import (
+from kvstore.transport.channel import NONCE_BYTES, Channel, Grant
+from kvstore.transport.frames import (
     CONTROL_BYTES_MAX,
     HEAD_BYTES,
-    Kind,
+    FrameKind,
     Placed,
     decode_head,
     encode_head,
@@ -24,6 +23,7 @@ from kvstore.wire.bulk.frames import (
     encode_request,
     encode_span,
 )
+from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.worker.limits import WorkerLimits
 from tests.kit.patience import stretched
 from tests.kit.transports import (
@@ -80,9 +80,9 @@ def test_whoever_proves_no_grant_is_cut_off(served: Served, way: str) -> None:
         b"GET / HTTP/1.1\r\nHost: worker\r\n" + b"\r\n" * 60,
         bytes(200),
         os.urandom(200),
-        encode_head(Kind.HELLO, 0, 1 << 60) + bytes(100),
-        encode_head(Kind.GET, 0, 64) + bytes(64),
-        encode_head(Kind.HELLO, 0, 64) + bytes(64),
+        encode_head(FrameKind.HELLO, 0, 1 << 60) + bytes(100),
+        encode_head(FrameKind.GET, 0, 64) + bytes(64),
+        encode_head(FrameKind.HELLO, 0, 64) + bytes(64),
     ):
         before = refused_count(served)
         with dialled(served, way) as sock:
@@ -98,7 +98,7 @@ def test_a_grant_is_good_for_one_connection_and_a_short_time(served: Served, way
     grant = Grant(answer.grant, answer.secret)
     for attempt in range(2):
         with dialled(served, way) as sock:
-            sock.sendall(encode_head(Kind.HELLO, 0, 64) + grant.hello(os.urandom(NONCE_BYTES)))
+            sock.sendall(encode_head(FrameKind.HELLO, 0, 64) + grant.hello(os.urandom(NONCE_BYTES)))
             sock.settimeout(WAIT_S)
             assert bool(sock.recv(1)) == (attempt == 0)
     late = offered(served)
@@ -112,7 +112,7 @@ def dialled_late(served: Served, way: str, answer: pb.OpenBulkResponse) -> bytes
         sock.recv(1)  # closed for its silence
     with dialled(served, way) as sock:
         grant = Grant(answer.grant, answer.secret)
-        sock.sendall(encode_head(Kind.HELLO, 0, 64) + grant.hello(os.urandom(NONCE_BYTES)))
+        sock.sendall(encode_head(FrameKind.HELLO, 0, 64) + grant.hello(os.urandom(NONCE_BYTES)))
         sock.settimeout(WAIT_S)
         return sock.recv(1)
 
@@ -122,7 +122,9 @@ def test_a_wrong_proof_uses_the_grant_up(served: Served, way: str) -> None:
     answer = offered(served)
     for secret in (bytes(32), answer.secret):
         with dialled(served, way) as sock:
-            sock.sendall(encode_head(Kind.HELLO, 0, 64) + Grant(answer.grant, secret).hello(os.urandom(NONCE_BYTES)))
+            sock.sendall(
+                encode_head(FrameKind.HELLO, 0, 64) + Grant(answer.grant, secret).hello(os.urandom(NONCE_BYTES))
+            )
             assert is_closed(sock)
     assert refused_count(served) == 2
 
@@ -150,7 +152,7 @@ def test_more_connections_than_allowed_are_closed_at_once(served: Served, way: s
 @BOTH
 def test_a_request_that_drips_is_cut_off(served: Served, way: str) -> None:
     with greeted(served, way) as channel:
-        send_head(channel, Kind.GET, 1, 1000)
+        send_head(channel, FrameKind.GET, 1, 1000)
         assert is_cut_off(channel)
     serves_others(served, way)
 
@@ -158,11 +160,11 @@ def test_a_request_that_drips_is_cut_off(served: Served, way: str) -> None:
 @BOTH
 def test_a_frame_that_makes_no_sense_ends_the_connection(served: Served, way: str) -> None:
     for kind, length in (
-        (Kind.GET, 1 << 50),
-        (Kind.ARENA, 1 << 20),
-        (Kind.CHUNKS, 1 << 50),
-        (Kind.WELCOME, 0),
-        (Kind.TAKEN, 8),
+        (FrameKind.GET, 1 << 50),
+        (FrameKind.ARENA, 1 << 20),
+        (FrameKind.CHUNKS, 1 << 50),
+        (FrameKind.WELCOME, 0),
+        (FrameKind.TAKEN, 8),
     ):
         with greeted(served, way) as channel:
             send_head(channel, kind, 1, length)
@@ -182,9 +184,9 @@ def test_chunks_that_are_not_as_announced_store_nothing(served: Served, way: str
         (8 + 2 * (MEDIUM.chunk_bytes + 8), (0, 2)),
     ]:
         with greeted(served, way) as channel:
-            channel.send(Kind.PUT, 1, [request])
-            channel.receive_frame(Kind.READY)
-            send_head(channel, Kind.CHUNKS, 1, length)
+            channel.send(FrameKind.PUT, 1, [request])
+            channel.receive_frame(FrameKind.READY)
+            send_head(channel, FrameKind.CHUNKS, 1, length)
             channel.send_bytes([memoryview(encode_span(*span))])
             assert is_cut_off(channel)
     assert served.member.node.counters.snapshot()["chunks_written"] == 0
@@ -194,11 +196,11 @@ def test_chunks_that_are_not_as_announced_store_nothing(served: Served, way: str
 @BOTH
 def test_bytes_that_do_not_match_their_checksums_are_refused(served: Served, way: str) -> None:
     with greeted(served, way) as channel:
-        channel.send(Kind.PUT, 1, [put_request(served)])
-        channel.receive_frame(Kind.READY)
+        channel.send(FrameKind.PUT, 1, [put_request(served)])
+        channel.receive_frame(FrameKind.READY)
         wrong = bytes(4 * MEDIUM.chunk_bytes + 8 * MEDIUM.section_count)
-        channel.send(Kind.CHUNKS, 1, [encode_span(0, 4), wrong])
-        _, payload = channel.receive_frame(Kind.REFUSED)
+        channel.send(FrameKind.CHUNKS, 1, [encode_span(0, 4), wrong])
+        _, payload = channel.receive_frame(FrameKind.REFUSED)
         refusal = pb.BulkRefusal.FromString(payload)
         assert "checksums" in refusal.message
     assert served.member.node.counters.snapshot()["chunks_written"] == 0
@@ -206,7 +208,7 @@ def test_bytes_that_do_not_match_their_checksums_are_refused(served: Served, way
 
 
 def share(channel: Channel, fd: int, size_bytes: int) -> None:
-    channel.send(Kind.ARENA, 0, [struct.pack("<Q", size_bytes)], [fd])
+    channel.send(FrameKind.ARENA, 0, [struct.pack("<Q", size_bytes)], [fd])
     os.close(fd)
 
 
@@ -224,11 +226,11 @@ def test_an_arena_that_could_kill_the_worker_is_refused(served: Served, tmp_path
             elif case == "huge":
                 share(channel, shared_memory(size_bytes, fcntl.F_SEAL_SHRINK), 1 << 62)
             else:
-                channel.send(Kind.ARENA, 0, [struct.pack("<Q", size_bytes)])
+                channel.send(FrameKind.ARENA, 0, [struct.pack("<Q", size_bytes)])
             if case == "nothing":
                 assert is_cut_off(channel)
             else:
-                _, payload = channel.receive_frame(Kind.REFUSED)
+                _, payload = channel.receive_frame(FrameKind.REFUSED)
                 assert "arena" in pb.BulkRefusal.FromString(payload).message
         serves_others(served, "shared")
 
@@ -238,10 +240,10 @@ def test_chunks_placed_outside_the_arena_are_refused(served: Served) -> None:
         size_bytes = 4 * MEDIUM.chunk_bytes
         with greeted(served, "shared") as channel:
             share(channel, shared_memory(size_bytes, fcntl.F_SEAL_SHRINK), size_bytes)
-            channel.send(Kind.PUT, 1, [put_request(served)])
-            channel.receive_frame(Kind.READY)
-            channel.send(Kind.PLACED, 1, [encode_placed(Placed(0, 4, offset))])
-            _, payload = channel.receive_frame(Kind.REFUSED)
+            channel.send(FrameKind.PUT, 1, [put_request(served)])
+            channel.receive_frame(FrameKind.READY)
+            channel.send(FrameKind.PLACED, 1, [encode_placed(Placed(0, 4, offset))])
+            _, payload = channel.receive_frame(FrameKind.REFUSED)
             assert "arena" in pb.BulkRefusal.FromString(payload).message
         assert served.member.node.counters.snapshot()["chunks_written"] == 0
 
@@ -257,13 +259,13 @@ def test_a_client_that_changes_its_arena_harms_only_itself(served: Served) -> No
             fd = shared_memory(size_bytes, fcntl.F_SEAL_SHRINK)
             writable = os.dup(fd)
             share(channel, fd, size_bytes)
-            channel.send(Kind.PUT, 1, [encode_request(WAIT_S, 1, start)])
-            channel.receive_frame(Kind.READY)
-            channel.send(Kind.PLACED, 1, [encode_placed(Placed(0, 4, 0))])
+            channel.send(FrameKind.PUT, 1, [encode_request(WAIT_S, 1, start)])
+            channel.receive_frame(FrameKind.READY)
+            channel.send(FrameKind.PLACED, 1, [encode_placed(Placed(0, 4, 0))])
             for _ in range(20):
                 os.pwrite(writable, os.urandom(size_bytes // 4), 0)
             os.close(writable)
-            channel.receive_frame(Kind.STORED)
+            channel.receive_frame(FrameKind.STORED)
         with connected(served) as store:
             cache = store.namespace("m", MEDIUM)
             found = [cache.get(tokens) for _ in range(2)]
@@ -275,6 +277,6 @@ def test_a_client_that_changes_its_arena_harms_only_itself(served: Served) -> No
 
 
 def test_a_head_is_checked_before_its_length_is_believed() -> None:
-    for raw in (b"", b"KV", bytes(HEAD_BYTES), encode_head(Kind.TAKEN, 1, CONTROL_BYTES_MAX + 1)):
+    for raw in (b"", b"KV", bytes(HEAD_BYTES), encode_head(FrameKind.TAKEN, 1, CONTROL_BYTES_MAX + 1)):
         with pytest.raises((InvalidRequest, struct.error)):
             decode_head(raw)

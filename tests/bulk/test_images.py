@@ -12,27 +12,27 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore.buffers import Planes
-from kvstore.client.bulk.links import BulkRefused, Link
-from kvstore.client.caller import FileLanes
-from kvstore.client.fetching import Ask, ChunkFetch, ImageReceiver
+from kvstore.client.failover import FileLanes
+from kvstore.client.fetch import Ask, ChunkFetch, ImageReceiver
+from kvstore.client.pool import BulkRefused, DataConnection
 from kvstore.client.remote import remote_port
-from kvstore.keyset import ChunkKeys, leading
-from kvstore.namespace import Namespace
-from kvstore.node.images import make_images
-from kvstore.node.lanes import Deadline
-from kvstore.sources import RandomIds, SystemClock
+from kvstore.codec.image import make_images
+from kvstore.core.buffers import Planes
+from kvstore.core.clock import RandomIds, SystemClock
+from kvstore.core.executor import Deadline
+from kvstore.core.namespace import Namespace
+from kvstore.format.keyset import ChunkKeys, leading
+from kvstore.transport.channel import Channel, LinkBroken
+from kvstore.transport.frames import FrameKind, LentSlots, encode_head, encode_span
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import Channel, LinkBroken
-from kvstore.wire.bulk.frames import Kind, LentSlots, encode_head, encode_span
 from tests.kit.transports import MEDIUM, linked, same, tokens_and_kv
 
 COUNT, NUMBER, FIRST = 20, 3, 2
 TOKENS, KV = tokens_and_kv(COUNT)
 CHAIN = ChunkKeys.of(Namespace("m", MEDIUM), TOKENS.astype(np.uint32))
-END = encode_head(Kind.END, NUMBER, 0)
+END = encode_head(FrameKind.END, NUMBER, 0)
 REASON = pb.BulkRefusal(code=14, message="x" * 40_000).SerializeToString()
-REFUSED = encode_head(Kind.REFUSED, NUMBER, len(REASON)) + REASON
+REFUSED = encode_head(FrameKind.REFUSED, NUMBER, len(REASON)) + REASON
 
 
 def images(first: int, count: int, said: int | None = None) -> bytes:
@@ -40,21 +40,21 @@ def images(first: int, count: int, said: int | None = None) -> bytes:
     made = [memoryview(bytearray(CHAIN.image_bytes(index))) for index in range(first, first + count)]
     make_images(CHAIN, range(first, first + count), Planes(KV, MEDIUM.section_bytes), made, RandomIds())
     content = encode_span(first if said is None else said, count) + b"".join(made)
-    return encode_head(Kind.IMAGES, NUMBER, len(content)) + content
+    return encode_head(FrameKind.IMAGES, NUMBER, len(content)) + content
 
 
 def planes(array: npt.NDArray[Any]) -> Planes:
     return Planes(array, MEDIUM.section_bytes)
 
 
-def received(link: Link, first: int, stop: int, out: npt.NDArray[Any], done: bytearray) -> bool:
+def received(link: DataConnection, first: int, stop: int, out: npt.NDArray[Any], done: bytearray) -> bool:
     clock = SystemClock()
     asked = Ask(NUMBER, CHAIN, first, stop, planes(out), range(stop))
     return ImageReceiver(link, asked, done, FileLanes(clock), Deadline(clock, 10.0)).receive(LentSlots(stop, first, ()))
 
 
 @contextmanager
-def stream_of(frames: Sequence[bytes], step_bytes: int) -> Iterator[Link]:
+def stream_of(frames: Sequence[bytes], step_bytes: int) -> Iterator[DataConnection]:
     """A worker that sends these bytes in pieces of a given size, and closes."""
     ours, theirs = socket.socketpair()
 

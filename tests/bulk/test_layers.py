@@ -14,7 +14,7 @@ import pytest
 from kvstore.client.cache import Cache
 from kvstore.errors import HoldBroken
 from kvstore.format import places
-from kvstore.keyset import ChunkKeys
+from kvstore.format.keyset import ChunkKeys
 from tests.kit.arenas import all_let_go, filled, leases_end, lose, serving_memory
 from tests.kit.cases import for_each
 from tests.kit.transports import MEDIUM, WAYS, bulk_files_of, same, tokens_and_kv

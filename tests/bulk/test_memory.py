@@ -205,7 +205,7 @@ def test_a_client_that_lets_go_of_nothing_is_bounded(on_files: Served) -> None:
 
 
 def test_more_views_than_descriptors_for_leases_are_copies(on_files: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.client.bulk.links.LEASES_MAX", 2)
+    monkeypatch.setattr("kvstore.client.pool.LEASES_MAX", 2)
     tokens, kv = TOKENS[: 4 * SIZE], KV[:, :, : 4 * SIZE]
     filled(on_files, tokens, kv, MEDIUM)
     with connected(on_files, bulk="shared") as store, store.namespace("m", MEDIUM).hold(tokens) as hold:

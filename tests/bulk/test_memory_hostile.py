@@ -9,19 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.client.bulk.links import WorkerMemory
+from kvstore.client.pool import WorkerMemory
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.transport.channel import Channel
+from kvstore.transport.frames import FILES_MAX, SPAN_BYTES, FrameKind, Mode, decode_slots, decode_span, encode_request
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import Channel
-from kvstore.wire.bulk.frames import (
-    FILES_MAX,
-    SPAN_BYTES,
-    Kind,
-    Mode,
-    decode_slots,
-    decode_span,
-    encode_request,
-)
 from kvstore.worker.limits import WorkerLimits
 from tests.kit.arenas import all_let_go, filled, leases_end, lose, memory_of, referenced_bytes, serving_memory
 from tests.kit.patience import slowness
@@ -53,15 +45,15 @@ def request(served: Served, mode: int, *, memory_only: bool = False, name: str =
 
 
 def refusal_of(channel: Channel) -> str:
-    return pb.BulkRefusal.FromString(channel.receive_frame(Kind.REFUSED)[1]).message
+    return pb.BulkRefusal.FromString(channel.receive_frame(FrameKind.REFUSED)[1]).message
 
 
 def leased(channel: Channel, served: Served) -> int:
     """Makes a GET of all chunks, which are all lent; returns the client's end of the lease."""
-    channel.send(Kind.GET, 1, [request(served, Mode.SLOTS)])
+    channel.send(FrameKind.GET, 1, [request(served, Mode.SLOTS)])
     fds: list[int] = []
     for first, count in ((0, FILES_MAX), (FILES_MAX, COUNT - FILES_MAX)):
-        lent = decode_slots(channel.receive_frame(Kind.SLOTS)[1])
+        lent = decode_slots(channel.receive_frame(FrameKind.SLOTS)[1])
         assert (lent.found, lent.first, len(lent.offsets)) == (COUNT, first, count)
         fds += channel.take_files(1 - len(fds))
     return fds[0]
@@ -71,7 +63,7 @@ def test_lease_without_a_connection_lasts_until_its_end_closes(served: Served) -
     """Whoever has the client's end may be reading, whatever happens to the connection."""
     with greeted(served, "shared") as channel:
         end = leased(channel, served)
-        channel.send(Kind.CHUNKS, 2)
+        channel.send(FrameKind.CHUNKS, 2)
         assert is_cut_off(channel)
     eventually(lambda: served.worker.service.bulk.connections_count == 0, "the connection ends")  # type: ignore[union-attr]
     assert referenced_bytes(served) > 0
@@ -100,9 +92,9 @@ def test_get_beyond_the_limit_of_leases_is_given_files_or_bytes(
     monkeypatch.setattr(leases, "_leases_max", 1)
     with greeted(served, "shared") as one, greeted(served, "shared") as other:
         end = leased(one, served)
-        other.send(Kind.GET, 1, [request(served, Mode.SLOTS)])
-        assert decode_slots(other.receive_frame(Kind.SLOTS)[1]).offsets == ()
-        assert other.receive_head().kind in (Kind.FILES, Kind.IMAGES)
+        other.send(FrameKind.GET, 1, [request(served, Mode.SLOTS)])
+        assert decode_slots(other.receive_frame(FrameKind.SLOTS)[1]).offsets == ()
+        assert other.receive_head().kind in (FrameKind.FILES, FrameKind.IMAGES)
         os.close(end)
 
 
@@ -110,13 +102,13 @@ def test_what_makes_no_sense_is_refused(served: Served) -> None:
     for case in ("map over tcp", "slots over tcp", "mode 3", "files and memory only", "hold"):
         with greeted(served, "tcp" if "tcp" in case else "shared") as channel:
             if case == "map over tcp":
-                channel.send(Kind.MAP, 0)
+                channel.send(FrameKind.MAP, 0)
             elif case == "hold":
                 message = pb.GetRequest(hold=bytes(16), memory_only=True).SerializeToString()
-                channel.send(Kind.GET, 1, [encode_request(WAIT_S, Mode.STREAM, message)])
+                channel.send(FrameKind.GET, 1, [encode_request(WAIT_S, Mode.STREAM, message)])
             else:
                 mode = {"slots over tcp": Mode.SLOTS, "mode 3": 3}.get(case, Mode.FILES)
-                channel.send(Kind.GET, 1, [request(served, mode, memory_only="only" in case)])
+                channel.send(FrameKind.GET, 1, [request(served, mode, memory_only="only" in case)])
             assert refusal_of(channel)
 
 
@@ -127,12 +119,12 @@ def test_a_peer_gets_what_memory_has_and_nothing_else(served: Served, way: str) 
     read = got_here(served)
     for first, stop in ((0, 60), (10, 60), (60, 60), (65, COUNT)):
         with greeted(served, way) as channel:
-            channel.send(Kind.GET, 1, [request(served, Mode.STREAM, memory_only=True, first=first)])
-            assert decode_slots(channel.receive_frame(Kind.SLOTS)[1]).found == stop
+            channel.send(FrameKind.GET, 1, [request(served, Mode.STREAM, memory_only=True, first=first)])
+            assert decode_slots(channel.receive_frame(FrameKind.SLOTS)[1]).found == stop
             index = first
             while index < stop:
                 head = channel.receive_head()
-                assert head.kind is Kind.IMAGES
+                assert head.kind is FrameKind.IMAGES
                 start, count = decode_span(channel.receive(SPAN_BYTES))
                 assert start == index and count > 0
                 for _ in range(count):
@@ -153,7 +145,7 @@ def got_here(served: Served) -> list[int]:
 def test_a_namespace_that_was_not_used_here_is_refused_without_a_look(served: Served) -> None:
     message = pb.GetRequest(namespace=bytes(32), tokens=packed(TOKENS), memory_only=True).SerializeToString()
     with greeted(served, "tcp") as channel:
-        channel.send(Kind.GET, 1, [encode_request(WAIT_S, Mode.STREAM, message)])
+        channel.send(FrameKind.GET, 1, [encode_request(WAIT_S, Mode.STREAM, message)])
         assert "not known here" in refusal_of(channel)
 
 

@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 import pytest
 
-from kvstore.buffers import Pieces
+from kvstore.core.buffers import Pieces
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Damaged
-from kvstore.keyset import ChunkKeys
-from kvstore.wire.bulk.channel import Channel, LinkBroken
-from kvstore.wire.bulk.frames import Kind, decode_request, encode_arena
-from kvstore.wire.images import fill_verified
+from kvstore.format.keyset import ChunkKeys
+from kvstore.transport.channel import Channel, LinkBroken
+from kvstore.transport.frames import FrameKind, decode_request, encode_arena
+from kvstore.transport.images import fill_verified
 from kvstore.worker.data_put import Connection
 from tests.kit.images import chain_of, made
 from tests.kit.stores import SMALL, kv_of
@@ -74,8 +74,8 @@ def test_an_arena_over_the_limit_is_refused() -> None:
     connection = Connection(ours)
     try:
         for most, fits in ((size_bytes - 1, False), (size_bytes, True)):
-            theirs.send(Kind.ARENA, 0, [encode_arena(size_bytes)], [fd])
-            ours.receive_frame(Kind.ARENA)
+            theirs.send(FrameKind.ARENA, 0, [encode_arena(size_bytes)], [fd])
+            ours.receive_frame(FrameKind.ARENA)
             if fits:
                 connection.adopt_arena(size_bytes, most)
                 assert len(connection.placed(0, size_bytes)) == size_bytes
@@ -93,13 +93,13 @@ def test_a_frame_brings_no_more_files_than_it_may() -> None:
     ours, theirs = Channel(one, 10.0, files_max=1), Channel(other, 10.0)
     try:
         with open(os.devnull, "rb") as file:
-            theirs.send(Kind.ARENA, 0, [encode_arena(1)], [file.fileno()])
-            ours.receive_frame(Kind.ARENA)
+            theirs.send(FrameKind.ARENA, 0, [encode_arena(1)], [file.fileno()])
+            ours.receive_frame(FrameKind.ARENA)
             for fd in ours.take_files(1):
                 os.close(fd)
-            theirs.send(Kind.ARENA, 0, [encode_arena(1)], [file.fileno()] * 2)
+            theirs.send(FrameKind.ARENA, 0, [encode_arena(1)], [file.fileno()] * 2)
         with pytest.raises(LinkBroken, match="more files came"):
-            ours.receive_frame(Kind.ARENA)
+            ours.receive_frame(FrameKind.ARENA)
     finally:
         ours.close()
         theirs.close()

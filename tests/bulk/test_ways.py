@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from kvstore.client.limits import ClientLimits
+from kvstore.core.results import PutResult
 from kvstore.errors import InvalidRequest
 from kvstore.native import library as native
-from kvstore.results import PutResult
 from kvstore.root.posix import PosixRoot
-from kvstore.worker.worker import Worker
+from kvstore.worker.server import Worker
 from tests.kit.stores import member_on
 from tests.kit.transports import MEDIUM, WAYS, same, tokens_and_kv
 from tests.kit.workers import Served, connected, serving
@@ -137,7 +137,7 @@ def test_a_way_that_is_not_there_is_said(tmp_root: Path, way: str) -> None:
 
 
 def test_another_host_is_not_taken_for_this_one(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.client.bulk.links.boot_id", lambda: "another")
+    monkeypatch.setattr("kvstore.client.pool.boot_id", lambda: "another")
     tokens, kv = tokens_and_kv(3, seed=12)
     with connected(served) as store:
         store.namespace("m", MEDIUM).put(tokens, kv)

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.address import Address
 from kvstore.census.selection import Selection
 from kvstore.census.walk import walk
+from kvstore.core.address import Address
+from kvstore.core.progress import Cancelled, unwatched
+from kvstore.engine.clear import NamespaceClear, resolved
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.meta.memory import MemoryStore
-from kvstore.node.clearing import Clearing, resolved
-from kvstore.node.disk_tier import DiskTier
-from kvstore.progress import Cancelled, unwatched
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
+from kvstore.tiers.disk import DiskTier
 from tests.kit.census import RolledOut, closing, tokens
 from tests.kit.etcd import eventually
 from tests.kit.faulty_root import EIO, FaultyRoot, Hang, Rule
@@ -222,7 +222,7 @@ def test_a_writer_that_never_was_is_refused_before_anything_is_told(nodes: tuple
 
 
 def test_a_node_that_does_not_answer_is_named(roots: list[Root], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.node.clearing.ANSWER_S", 0.5 * slowness())
+    monkeypatch.setattr("kvstore.engine.clear.ANSWER_S", 0.5 * slowness())
     store = MemoryStore()
     good, bad = RolledOut(roots[0], store, "stable"), RolledOut(roots[1], store, "canary")
     with closing(good, bad):
@@ -258,8 +258,8 @@ def test_a_namespace_goes_from_the_memory_of_nodes_that_know_no_peers(
 
 def test_a_node_alone_waits_for_what_it_is_writing_or_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no follower that waits: a write in progress would be published after the sweep."""
-    monkeypatch.setattr("kvstore.node.clearing.ANSWER_S", 0.1)
-    monkeypatch.setattr("kvstore.node.tier_stack.FORGET_S", 0.1)
+    monkeypatch.setattr("kvstore.engine.clear.ANSWER_S", 0.1)
+    monkeypatch.setattr("kvstore.tiers.stack.FORGET_S", 0.1)
     hang = Hang()
     alone = Acting(FaultyRoot(MemoryRoot(MemoryFiles())), limits=quick(write_deadline_s=30.0, stall_s=30.0))
     with contextlib.closing(alone.member):
@@ -287,7 +287,7 @@ def test_a_node_alone_whose_clear_was_cut_short_keeps_in_memory_what_it_reads_af
     with contextlib.closing(alone.member):
         alone.put(1, 2)
         alone.drain()
-        clearing = Clearing(alone.node, None, alone.member._barriers, cut)
+        clearing = NamespaceClear(alone.node, None, alone.member._barriers, cut)
         with pytest.raises(Cancelled):
             clearing.clear(resolved(alone.node, Selection(tenant="")), unwatched)
         assert not any(alone.in_memory(1, 2))
@@ -310,7 +310,7 @@ def test_a_clear_of_a_namespace_that_the_root_refuses_or_that_takes_too_long_say
             alone.member.clear(namespace)
         hang = Hang()
         alone.root.set_rules([Rule("remove", hang)])
-        monkeypatch.setattr("kvstore.node.member.CLEAR_DEADLINE_S", 0.1)
+        monkeypatch.setattr("kvstore.engine.coordination.CLEAR_DEADLINE_S", 0.1)
         try:
             with pytest.raises(Unavailable, match="of 256 shards until the deadline: call again for the rest"):
                 alone.member.clear(namespace)

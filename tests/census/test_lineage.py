@@ -11,19 +11,19 @@ from click.testing import CliRunner
 
 from kvstore.census.walk import by_writer, sampled, walk
 from kvstore.cli.app import app
+from kvstore.core.clock import RandomIds
+from kvstore.core.recency import NS_PER_S
+from kvstore.engine.chunk_store import RETRY_S, Incarnations
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format import places
 from kvstore.format.header import lineage_id, written
 from kvstore.format.places import Name
-from kvstore.fsck import Kind, Options, fsck
+from kvstore.fsck import FindingKind, Options, fsck
 from kvstore.fsck.check import WRITER_AGE_S
 from kvstore.meta.memory import MemoryStore
-from kvstore.node.chunk_store import RETRY_S, Incarnations
-from kvstore.recency import NS_PER_S
 from kvstore.root.identity import read_writers
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
-from kvstore.sources import RandomIds
 from kvstore.version import VERSION
 from tests.kit.census import RolledOut, closing
 from tests.kit.fake_meta import FakeClock
@@ -163,6 +163,6 @@ def test_fsck_knows_the_records_and_removes_old_ones_that_no_chunk_names(node: R
         root.remove(found.name)
     assert fsck(root, identity, Options(live_sessions={node.session})).counts == {}, "it may write more"
     report = fsck(root, identity, Options(live_sessions=set()))
-    assert dict(report.counts) == {Kind.OLD_WRITER: 1} and report.is_clean
+    assert dict(report.counts) == {FindingKind.OLD_WRITER: 1} and report.is_clean
     repaired = fsck(root, identity, Options(live_sessions=set(), repair=True))
     assert repaired.is_clean and repaired.unrepaired_count == 0 and root.stat(name) is None

@@ -8,25 +8,25 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvstore.buffers import planes_of
-from kvstore.census.selection import ClearOrder, Selection, Standing
+from kvstore.census.selection import ClearFilter, ClearOrder, Selection
+from kvstore.codec.image import make_images
+from kvstore.core.buffers import planes_of
+from kvstore.core.clock import SystemClock
+from kvstore.core.namespace import Namespace
+from kvstore.core.node_metrics import Counters
+from kvstore.core.progress import Cancelled
+from kvstore.engine.clear import ClearsFollower
 from kvstore.errors import Unavailable
 from kvstore.format.header import incarnation, lineage_id
-from kvstore.keyset import ChunkKeys
-from kvstore.memory.arena import Arena
+from kvstore.format.keyset import ChunkKeys
 from kvstore.meta.clears import ORDERS_MAX, Clears
 from kvstore.meta.keys import Keys
-from kvstore.meta.memory import MemoryMeta, MemoryStore
+from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.meta.session import Session
-from kvstore.meta.store import Meta
-from kvstore.namespace import Namespace
-from kvstore.node.clearing import ClearsFollower
-from kvstore.node.counters import Counters
-from kvstore.node.images import make_images
-from kvstore.node.memory_tier import MemoryTier
-from kvstore.progress import Cancelled
+from kvstore.meta.store import MetadataStore
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.sources import SystemClock
+from kvstore.tiers.arena import SealedArena
+from kvstore.tiers.memory import MemoryTier
 from tests.kit.census import LAYOUT, RolledOut, closing, tokens
 from tests.kit.etcd import eventually
 from tests.kit.fake_meta import CountingIds, FakeClock
@@ -45,7 +45,7 @@ def order(ordered_s: float = 2_000_000_000.0) -> ClearOrder:
 class Obedient:
     """A node as the follower sees it."""
 
-    def __init__(self, meta: MemoryMeta) -> None:
+    def __init__(self, meta: MemoryMetadata) -> None:
         self.obeyed: list[list[ClearOrder]] = []
         self.all: list[ClearOrder] = []
         self.swept = 0
@@ -68,8 +68,8 @@ def store() -> MemoryStore:
 
 
 @pytest.fixture
-def meta(store: MemoryStore) -> MemoryMeta:
-    return MemoryMeta(store)
+def meta(store: MemoryStore) -> MemoryMetadata:
+    return MemoryMetadata(store)
 
 
 @pytest.fixture
@@ -123,8 +123,8 @@ def test_a_node_that_lost_its_session_reads_the_orders_again(nodes: tuple[Rolled
     assert good.session != before and good.serves(1, bad) == 0
 
 
-def test_an_order_that_cannot_be_obeyed_yet_is_not_answered(meta: MemoryMeta, store: MemoryStore) -> None:
-    node, others = Obedient(meta), Clears(MemoryMeta(store), KEYS)
+def test_an_order_that_cannot_be_obeyed_yet_is_not_answered(meta: MemoryMetadata, store: MemoryStore) -> None:
+    node, others = Obedient(meta), Clears(MemoryMetadata(store), KEYS)
     session = Session.open(meta, KEYS, clock=SystemClock(), ids=CountingIds(), ttl_s=60)
     node.can = False
     others.tell(b"1" * 16, order().to_json(), 1.0, stands=True)
@@ -144,7 +144,7 @@ def test_an_order_that_cannot_be_obeyed_yet_is_not_answered(meta: MemoryMeta, st
     assert node.follower.step(0.5) and len(node.obeyed) == count, "once is enough"
 
 
-def test_an_order_that_ends_forbids_nothing_more_and_nonsense_forbids_nothing(meta: MemoryMeta) -> None:
+def test_an_order_that_ends_forbids_nothing_more_and_nonsense_forbids_nothing(meta: MemoryMetadata) -> None:
     node = Obedient(meta)
     node.follower._session = Session.open(meta, KEYS, clock=SystemClock(), ids=CountingIds(), ttl_s=60)
     node.clears.tell(b"1" * 16, order().to_json(), 1.0, stands=True)
@@ -155,7 +155,7 @@ def test_an_order_that_ends_forbids_nothing_more_and_nonsense_forbids_nothing(me
     assert node.follower.step(0.5) and node.all == []
 
 
-def test_answers_go_with_their_order(meta: MemoryMeta) -> None:
+def test_answers_go_with_their_order(meta: MemoryMetadata) -> None:
     """Else each clear leaves a key of each node in etcd as long as its session lives, which may be for months."""
     node = Obedient(meta)
     session = Session.open(meta, KEYS, clock=SystemClock(), ids=CountingIds(), ttl_s=60)
@@ -181,7 +181,7 @@ def test_answers_go_with_their_order(meta: MemoryMeta) -> None:
     assert node.follower.step(0.5) and answers(meta) == set(), "tried again"
 
 
-def answers(meta: Meta, keys: Keys = KEYS) -> set[bytes]:
+def answers(meta: MetadataStore, keys: Keys = KEYS) -> set[bytes]:
     """Returns the orders that etcd has answers for."""
     found = meta.list(f"{keys.prefix}cleared/").items
     return {bytes.fromhex(each.key.split("/")[-2]) for each in found}
@@ -193,8 +193,8 @@ def test_an_order_that_passes_is_kept_as_long_as_its_sweep_takes(
     """Nodes that forgot it in between would not say that they obeyed it when it is done."""
     passing_s = round(slowness())
     monkeypatch.setattr("kvstore.meta.clears.PASSING_S", passing_s)
-    monkeypatch.setattr("kvstore.node.clearing.RENEW_S", 0.2)
-    monkeypatch.setattr("kvstore.node.clearing.ANSWER_S", PATIENCE_S)
+    monkeypatch.setattr("kvstore.engine.clear.RENEW_S", 0.2)
+    monkeypatch.setattr("kvstore.engine.clear.ANSWER_S", PATIENCE_S)
     good, bad, _ = nodes
     bad.put(1)
     bad.drain()
@@ -235,7 +235,7 @@ def test_an_order_that_passed_before_its_sweep_was_over_is_not_confirmed(
     assert good.member.clear_selected(Selection(tenant="")).unconfirmed == ()
 
 
-def test_orders_are_bounded(meta: MemoryMeta) -> None:
+def test_orders_are_bounded(meta: MemoryMetadata) -> None:
     clears = Clears(meta, KEYS)
     for number in range(ORDERS_MAX + 3):
         clears.tell(number.to_bytes(16, "big"), b"{}", 1.0, stands=True)
@@ -262,9 +262,9 @@ def test_orders_of_clears_that_were_cut_short_are_bounded_too(
 
 
 def test_what_a_peer_still_has_does_not_come_into_memory_but_own_puts_do() -> None:
-    tier = MemoryTier(Arena(1 << 20).open(), Counters(), FakeClock())
+    tier = MemoryTier(SealedArena(1 << 20).open(), Counters(), FakeClock())
     chain = chain_of(1, 4)
-    standing = Standing([order()])
+    standing = ClearFilter([order()])
     for first, fetched, stays in ((0, True, False), (0, False, True), (1, True, False)):
         slot = tier.claim(chain, first)
         assert slot is not None
@@ -295,7 +295,7 @@ def make(chain: ChunkKeys, index: int, image: memoryview) -> None:
     make_images(chain, [index], source, [image], Bad())
 
 
-def test_a_lost_watch_is_read_afresh(meta: MemoryMeta) -> None:
+def test_a_lost_watch_is_read_afresh(meta: MemoryMetadata) -> None:
     faulty = FaultyMeta(meta)
     node = Obedient(meta)
     node.follower = ClearsFollower(Clears(faulty, KEYS), node.obey, node.sweep, 1.0)

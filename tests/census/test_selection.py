@@ -7,10 +7,10 @@ import random
 import pytest
 
 from kvstore import Layout
-from kvstore.census.selection import AHEAD_S, TEXT_BYTES_MAX, ClearOrder, Selection, Standing
+from kvstore.census.selection import AHEAD_S, TEXT_BYTES_MAX, ClearFilter, ClearOrder, Selection
+from kvstore.core.namespace import Namespace
 from kvstore.errors import InvalidRequest
-from kvstore.format.header import Incarnation, Writer, incarnation, lineage_id, renewed, written
-from kvstore.namespace import Namespace
+from kvstore.format.header import Incarnation, WriterRecord, incarnation, lineage_id, renewed, written
 from tests.kit.cases import for_each
 
 LAYOUT = Layout(layers=1, kv_heads=1, head_dim=8, dtype="float16", chunk_tokens=16)
@@ -21,9 +21,9 @@ BOB = Namespace.of("m", LAYOUT, "aa22", "bob")
 NAMESPACES = (PLAIN, ALICE, BOB)
 
 
-def writer(number: int, **fields: str) -> Writer:
+def writer(number: int, **fields: str) -> WriterRecord:
     known = {"host": f"host{number}", "version": "1", "node": bytes([number + 100] * 16).hex(), **fields}
-    return Writer(session=bytes([number] * 16).hex(), pid=1, started_s=1, **known)
+    return WriterRecord(session=bytes([number] * 16).hex(), pid=1, started_s=1, **known)
 
 
 GOOD, BAD, CANARY = writer(1), writer(2, version="2"), writer(3, version="2", label="canary")
@@ -34,7 +34,7 @@ def resolved(**fields: object) -> ClearOrder:
     return Selection(**fields).resolve(NAMESPACES, WRITERS, NOW_S)  # type: ignore[arg-type]
 
 
-def by(each: Writer, written_s: float = NOW_S - 100) -> Incarnation:
+def by(each: WriterRecord, written_s: float = NOW_S - 100) -> Incarnation:
     return incarnation(each.lineage, written_s, 7)
 
 
@@ -48,7 +48,7 @@ def by(each: Writer, written_s: float = NOW_S - 100) -> Incarnation:
         (BAD.session, {BAD}),
     ],
 )
-def test_a_writer_is_named_by_session_node_host_version_or_label(written_by: str, meant: set[Writer]) -> None:
+def test_a_writer_is_named_by_session_node_host_version_or_label(written_by: str, meant: set[WriterRecord]) -> None:
     order = resolved(written_by=written_by)
     for each in (GOOD, BAD, CANARY):
         assert order.covers(ALICE.digest, by(each), NOW_S) == (each in meant), each
@@ -127,18 +127,20 @@ def test_age_is_the_time_since_the_last_use() -> None:
 def test_an_order_leaves_copies_of_what_was_written_after_it() -> None:
     """A repaired writer continues under the same session, and may learn of an order much later."""
     order = resolved(written_by="version=2")
-    standing = Standing([order])
+    standing = ClearFilter([order])
     for written_s, gone in ((NOW_S - 10, True), (NOW_S + AHEAD_S, True), (NOW_S + AHEAD_S + 1, False)):
         assert order.forbids(PLAIN.digest, by(BAD, written_s), 0) == gone
         assert standing.forbids(PLAIN.digest, by(BAD, written_s)) == gone
     assert not standing.forbids(PLAIN.digest, by(GOOD))
-    assert not Standing() and standing
+    assert not ClearFilter() and standing
 
 
 def test_an_order_about_a_tenant_keeps_all_of_it_away_but_is_not_kept() -> None:
     order = resolved(tenant="bob")
     assert not order.stands
-    assert Standing([order]).forbids(BOB.digest, by(GOOD)) and not Standing([order]).forbids(ALICE.digest, by(GOOD))
+    assert ClearFilter([order]).forbids(BOB.digest, by(GOOD)) and not ClearFilter([order]).forbids(
+        ALICE.digest, by(GOOD)
+    )
 
 
 @for_each("fields", [{"written_by": "version=2", "since_s": 4.5}, {"tenant": ""}, {"older_than_s": 9}])
@@ -154,13 +156,13 @@ def test_a_publication_once_more_keeps_writer_and_time_and_has_another_incarnati
 
 
 def test_writers_survive_json_and_nothing_else_is_one() -> None:
-    assert Writer.from_json(CANARY.to_json()) == CANARY
-    assert Writer.from_json(CANARY.to_json().replace(b'"label"', b'"later"')).label == ""
+    assert WriterRecord.from_json(CANARY.to_json()) == CANARY
+    assert WriterRecord.from_json(CANARY.to_json().replace(b'"label"', b'"later"')).label == ""
     chance = random.Random(1)
     for _ in range(200):
         content = bytearray(CANARY.to_json())
         content[chance.randrange(len(content))] = chance.randrange(256)
         try:
-            Writer.from_json(bytes(content))
+            WriterRecord.from_json(bytes(content))
         except InvalidRequest as error:
             assert "writer" in str(error)

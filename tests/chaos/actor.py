@@ -22,15 +22,15 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.buffers import planes_of
-from kvstore.client.local import LocalPort
+from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
+from kvstore.core.buffers import planes_of
+from kvstore.engine.coordination import ClusterMember
+from kvstore.engine.holds import ChunkHold
+from kvstore.engine.open import open_member
+from kvstore.engine.settings import Limits
 from kvstore.errors import HoldBroken, KVStoreError
 from kvstore.format import places
-from kvstore.node.holds import Hold
-from kvstore.node.member import Member
-from kvstore.node.opening import open_member
-from kvstore.node.settings import Limits
 from tests.chaos.journal import COUNTS, LONGEST, MISS, VIOLATION, Journal
 from tests.chaos.prompts import LAYOUT, SPACE, chain_of, kv
 
@@ -54,7 +54,7 @@ class Violated(Exception):
 class Held:
     """A hold of this node; ``proven`` chunks of it were read under it."""
 
-    hold: Hold
+    hold: ChunkHold
     number: int
     until_s: float
     proven: int = 0
@@ -73,10 +73,12 @@ class Pinned:
 class Actor:
     """The actions of one node, chosen by ``chance``."""
 
-    def __init__(self, member: Member, journal: Journal, chance: random.Random, prompts: int, *, weak: bool) -> None:
+    def __init__(
+        self, member: ClusterMember, journal: Journal, chance: random.Random, prompts: int, *, weak: bool
+    ) -> None:
         self._member = member
         self._node = member.node
-        self._cache = Store(LocalPort(member)).namespace(SPACE.name, LAYOUT)
+        self._cache = Store(LocalTransport(member)).namespace(SPACE.name, LAYOUT)
         self._journal = journal
         self._chance = chance
         self._prompts = prompts
@@ -209,7 +211,7 @@ class Actor:
         else:
             self._broken("held chunk missing", held.number, count, hold=hold.id.hex(), proven=held.proven)
 
-    def _read_hold(self, hold: Hold, number: int) -> tuple[int, bool]:
+    def _read_hold(self, hold: ChunkHold, number: int) -> tuple[int, bool]:
         """Returns how many leading chunks can be read, and whether a shortfall is our own. Raises Violated."""
         before = self._own_misses()
         if self._chance.random() < 0.2:
@@ -223,7 +225,7 @@ class Actor:
         self.counts["held reads"] += 1
         return count, self._own_misses() != before
 
-    def _is_in_force(self, hold: Hold) -> bool:
+    def _is_in_force(self, hold: ChunkHold) -> bool:
         """True if the hold protects now. It cannot come back: so it did at any time before."""
         try:
             self._node.holds.check(hold)
@@ -273,7 +275,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
-    member: Member | None = None
+    member: ClusterMember | None = None
     while member is None:
         if asked:
             return 0

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from kvstore.errors import Unavailable
 from kvstore.meta.embedded_etcd import EmbeddedEtcd
-from kvstore.meta.etcd import EtcdMeta
-from kvstore.meta.store import Meta
+from kvstore.meta.etcd import EtcdMetadata
+from kvstore.meta.store import MetadataStore
 from tests.chaos.journal import COUNTS, Fact, Journals
 from tests.kit.etcd import eventually, running_etcd
 from tests.kit.patience import PATIENCE_S
@@ -159,9 +159,9 @@ class Cast:
         part.start()
         return part
 
-    def meta(self) -> Meta:
+    def meta(self) -> MetadataStore:
         """Returns a client of their etcd; close it."""
-        return EtcdMeta(self._endpoints)
+        return EtcdMetadata(self._endpoints)
 
     # etcd
 

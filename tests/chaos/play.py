@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import kvstore
+from kvstore.core.clock import SystemClock
 from kvstore.format import places
 from kvstore.fsck import fsck
 from kvstore.meta.keys import Keys
 from kvstore.root.identity import read_identity
 from kvstore.root.posix import PosixRoot
-from kvstore.sources import SystemClock
 from kvstore_gc.execute import Sweeper
 from kvstore_gc.leftovers import Orphans
 from kvstore_gc.site import Site

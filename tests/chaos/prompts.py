@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import Layout
-from kvstore.keyset import ChunkKeys
-from kvstore.namespace import Namespace
+from kvstore.core.namespace import Namespace
+from kvstore.format.keyset import ChunkKeys
 from tests.kit.stores import kv_of
 
 LAYOUT = Layout(layers=2, kv_heads=2, head_dim=64, dtype="int8", chunk_tokens=16)

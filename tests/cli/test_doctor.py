@@ -23,7 +23,7 @@ def results(result: Result) -> dict[str, str]:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(doctor.ENGINES, "vllm", doctor.Engine("numpy", "2", doctor.ENGINES["vllm"].settings))
+    monkeypatch.setitem(doctor.ENGINES, "vllm", doctor.EngineSupport("numpy", "2", doctor.ENGINES["vllm"].settings))
 
 
 def test_root_gives_its_bytes_back_and_keeps_none(run: Run, tmp_root: Path) -> None:

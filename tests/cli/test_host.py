@@ -11,17 +11,17 @@ from typing import cast
 
 import pytest
 
-from kvstore.children import Program
 from kvstore.cli import supervisor
 from kvstore.cli.signals import Stopper
 from kvstore.cli.supervisor import _Other
 from kvstore.cli.worker import WorkerOptions
+from kvstore.core.clock import RandomIds
+from kvstore.core.process import Program
 from kvstore.meta.keys import Keys
-from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.memory import MemoryMetadata
 from kvstore.meta.usage import Capacity
 from kvstore.root.identity import create_or_open
 from kvstore.root.open import open_root
-from kvstore.sources import RandomIds
 from tests.kit.patience import PATIENCE_S
 
 
@@ -45,7 +45,7 @@ def test_what_runs_beside_the_workers_ends_after_them(tmp_path: Path) -> None:
     programs = [told(name, order) for name in ("worker 0", "gc")]
     with Stopper() as stopper:
         # Neither a root nor etcd is needed to end them.
-        served = supervisor.Host(cast(WorkerOptions, None), 1.0, stopper, programs)
+        served = supervisor.Supervisor(cast(WorkerOptions, None), 1.0, stopper, programs)
         served._others.append(_Other(programs[1]))
         served.stop()
     assert order.read_text().split("\n") == ["worker 0", "gc", ""]
@@ -58,13 +58,13 @@ def test_up_waits_until_a_collector_has_listed_the_root(
     monkeypatch.setattr(supervisor, "COUNTED_S", 0.2 if credit_bytes is None else PATIENCE_S)
     with closing(open_root(str(tmp_path / "root"))) as root:
         identity = create_or_open(root, RandomIds(), create=True)
-    meta, keys = MemoryMeta(), Keys(identity.root)
+    meta, keys = MemoryMetadata(), Keys(identity.root)
     meta.put(keys.gc_capacity, Capacity(1, credit_bytes=credit_bytes).to_json())
     typed = os.path.relpath(tmp_path / "root")
     place = SimpleNamespace(
         root=typed, root_options=SimpleNamespace(read=dict), etcd=SimpleNamespace(open=lambda: meta)
     )
     with Stopper() as stopper:
-        up = supervisor.Host(cast(WorkerOptions, SimpleNamespace(cluster=place)), 1.0, stopper, [])
+        up = supervisor.Supervisor(cast(WorkerOptions, SimpleNamespace(cluster=place)), 1.0, stopper, [])
         up._await_count()
     assert ("up.uncounted" in caplog.text) == (credit_bytes is None)

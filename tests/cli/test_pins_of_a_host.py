@@ -11,10 +11,10 @@ import pytest
 from click.testing import Result
 
 import kvstore
+from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.format.header import Generation
 from kvstore.root.identity import publish
 from kvstore.root.open import open_root
-from kvstore.sources import RandomIds, SystemClock
 from tests.cli.conftest import parsed
 from tests.kit.workers import serving
 

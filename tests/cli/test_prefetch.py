@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from click.testing import Result
 
-from kvstore.node.prefetch import Prefetcher
+from kvstore.engine.prefetch import Prefetcher
 from tests.cli.conftest import KVSTORE, PATIENCE_S, SOURCE, parsed
 from tests.kit.cases import for_each
 from tests.kit.memory_workers import waiters, working

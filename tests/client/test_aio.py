@@ -21,8 +21,8 @@ from kvstore.census.selection import Selection
 from kvstore.client import cache, control, operation, store
 from kvstore.client import cache as blocks
 from kvstore.client import cache as pins
-from kvstore.client.bulk.links import Bulk
-from kvstore.node.settings import Limits
+from kvstore.client.pool import Bulk
+from kvstore.engine.settings import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.segments import segments
 from tests.kit.cases import for_each

@@ -13,9 +13,9 @@ import pytest
 
 import kvstore
 from kvstore.census.selection import Selection
-from kvstore.client.caller import FileLanes
+from kvstore.client.failover import FileLanes
+from kvstore.core.clock import SystemClock
 from kvstore.errors import StoreClosed, Unavailable
-from kvstore.sources import SystemClock
 from tests.kit.cases import for_each
 from tests.kit.patience import eventually
 from tests.kit.stores import TINY, kv_of

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.wire.bulk.channel import Channel, LinkBroken
-from kvstore.wire.bulk.frames import Kind
+from kvstore.transport.channel import Channel, LinkBroken
+from kvstore.transport.frames import FrameKind
 from tests.kit.arenas import filled, serving_memory
 from tests.kit.cases import for_each
 from tests.kit.descriptors import open_before, open_now
@@ -122,9 +122,9 @@ def test_files_that_came_without_descriptors_for_them_are_closed() -> None:
     sender, receiver = Channel(ours, WAIT_S), Channel(theirs, WAIT_S)
     with open(os.devnull) as file:
         before = open_before()
-        sender.send(Kind.FILES, 1, [bytes(8)], [file.fileno()] * 20)
+        sender.send(FrameKind.FILES, 1, [bytes(8)], [file.fileno()] * 20)
         with few_descriptors(3), pytest.raises(LinkBroken, match="descriptors"):
-            receiver.receive_frame(Kind.FILES)
+            receiver.receive_frame(FrameKind.FILES)
         receiver.close()
         assert open_now() <= before - 1
     sender.close()

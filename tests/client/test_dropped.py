@@ -17,8 +17,8 @@ import pytest
 
 import kvstore
 import kvstore.aio
-from kvstore.client.bulk.links import Bulk
 from kvstore.client.cache import Cache, close_when_dropped
+from kvstore.client.pool import Bulk
 from kvstore.client.store import Store
 from kvstore.segments.rope import Rope
 from tests.kit.cases import for_each

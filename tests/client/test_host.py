@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 import kvstore
 from kvstore.cli.roots import fsck
+from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.errors import InvalidRequest, RootMismatch
 from kvstore.format.header import Generation
 from kvstore.format.places import GENERATIONS
@@ -21,7 +22,6 @@ from kvstore.host import tables
 from kvstore.host.tables import check_left, publish_first
 from kvstore.root.identity import newest_number, publish
 from kvstore.root.open import open_root
-from kvstore.sources import RandomIds, SystemClock
 from tests.kit.etcd import running_etcd
 from tests.kit.host_process import LAYOUT, TOKENS_COUNT, kv, tokens
 from tests.kit.hosts import collected, matched, neighbours

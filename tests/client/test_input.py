@@ -16,8 +16,8 @@ import kvstore
 from kvstore import Layout
 from kvstore.client import Cache, Store
 from kvstore.client.limits import ClientLimits
+from kvstore.engine.settings import Limits
 from kvstore.errors import InvalidRequest, RootMismatch, WrongSize
-from kvstore.node.settings import Limits
 from tests.kit.cases import for_each
 from tests.kit.stores import SMALL, kv_of, same, store_on
 

@@ -12,12 +12,12 @@ import grpc
 import pytest
 
 import kvstore
-from kvstore.client.caller import Caller, CallFailed
+from kvstore.client.failover import Caller, CallFailed
 from kvstore.errors import Unavailable
-from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.memory import MemoryMetadata
 from kvstore.meta.namespaces import Namespaces
 from kvstore.meta.store import KeyValue
-from kvstore.wire.statuses import Failure, failure
+from kvstore.transport.status import Failure, failure
 from tests.kit.cases import for_each
 from tests.kit.stores import SMALL, TINY, kv_of
 from tests.kit.workers import connected, serving
@@ -113,7 +113,7 @@ def test_no_error_of_a_worker_has_the_words_of_grpc(code: grpc.StatusCode, text:
         assert "did not answer within 5 s" in said
 
 
-class Frozen(MemoryMeta):
+class Frozen(MemoryMetadata):
     """An etcd that does not answer in the time that it is given."""
 
     waited_s: float | None = None

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.client import Cache, Store
 from kvstore.client import cache as cache_module
-from kvstore.client.local import LocalPort
+from kvstore.client.local import LocalTransport
 from kvstore.planning import storage
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.kit.stores import SMALL, kv_of, member_on
@@ -24,7 +24,7 @@ Ids = npt.NDArray[np.int64]
 def store(request: pytest.FixtureRequest) -> Iterator[Store]:
     root = MemoryRoot(MemoryFiles())
     if request.param == "local":
-        with Store(LocalPort(member_on(root))) as opened:
+        with Store(LocalTransport(member_on(root))) as opened:
             yield opened
     else:
         with serving(root) as served, connected(served, bulk=request.param) as opened:

@@ -13,11 +13,11 @@ import pytest
 from kvstore import Layout
 from kvstore.client.cache import Cache
 from kvstore.client.operation import Operation
+from kvstore.core.write_mode import WriteMode
+from kvstore.engine import prefetch
+from kvstore.engine.settings import Limits
 from kvstore.errors import InvalidRequest, Overloaded, StoreClosed
-from kvstore.node import prefetch
-from kvstore.node.settings import Limits
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.writes import WriteMode
 from tests.kit.cases import for_each
 from tests.kit.faulty_root import EIO, FaultyRoot, Hang, Rule
 from tests.kit.patience import PATIENCE_S

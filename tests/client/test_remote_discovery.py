@@ -13,18 +13,18 @@ import pytest
 
 import kvstore
 from kvstore.client.limits import ClientLimits
-from kvstore.client.remote import Discovery, RemotePort
+from kvstore.client.remote import Discovery, RemoteTransport
 from kvstore.client.store import Store
+from kvstore.core.clock import RandomIds, SystemClock
+from kvstore.engine.open import join, open_member
+from kvstore.engine.settings import Limits
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.meta.cluster import bind_root
 from kvstore.meta.embedded_etcd import EmbeddedEtcd
-from kvstore.meta.memory import MemoryMeta, MemoryStore
-from kvstore.node.opening import join, open_member
-from kvstore.node.settings import Limits
+from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.root.identity import create_or_open
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.sources import RandomIds, SystemClock
-from kvstore.worker.worker import Worker
+from kvstore.worker.server import Worker
 from tests.kit.etcd import frozen
 from tests.kit.faulty_meta import FaultyMeta
 from tests.kit.stores import SMALL, kv_of, same
@@ -46,14 +46,14 @@ class Cluster:
 
     @contextmanager
     def worker(self) -> Iterator[Served]:
-        clock, ids, root, meta = SystemClock(), RandomIds(), MemoryRoot(self.files), MemoryMeta(self.store)
+        clock, ids, root, meta = SystemClock(), RandomIds(), MemoryRoot(self.files), MemoryMetadata(self.store)
         identity = create_or_open(root, ids)
         bind_root(meta, f"memory://{identity.root.hex()}", identity.root)
         member = join(root, identity, meta, limits=Limits(), clock=clock, ids=ids)
         worker = Worker(member, "127.0.0.1:0")
         try:
             worker.start()
-            workers = MemoryMeta(self.store)
+            workers = MemoryMetadata(self.store)
             eventually(lambda: worker.address in Discovery(workers, identity.root.hex()).addresses(), "it is listed")
             yield Served(worker, member)
         finally:
@@ -61,12 +61,12 @@ class Cluster:
             member.close()
 
     def connected(self, root: str | None = None) -> Store:
-        return Store(RemotePort([], LIVELY, discovery=Discovery(MemoryMeta(self.store), root)))
+        return Store(RemoteTransport([], LIVELY, discovery=Discovery(MemoryMetadata(self.store), root)))
 
 
 def known(store: Store) -> set[str]:
     port = store._port
-    assert isinstance(port, RemotePort)
+    assert isinstance(port, RemoteTransport)
     return {endpoint.address for endpoint in port.endpoints.every()}
 
 
@@ -108,8 +108,8 @@ def test_a_hold_outlives_its_workers_listing() -> None:
 def test_the_list_stays_when_the_metadata_do_not_answer_or_are_empty() -> None:
     cluster = Cluster()
     with cluster.worker() as first:
-        meta = FaultyMeta(MemoryMeta(cluster.store))
-        with Store(RemotePort([], LIVELY, discovery=Discovery(meta, None))) as store:
+        meta = FaultyMeta(MemoryMetadata(cluster.store))
+        with Store(RemoteTransport([], LIVELY, discovery=Discovery(meta, None))) as store:
             cache = store.namespace("m", SMALL)
             cache.put(TOKENS, KV)
             first.worker._deregister()

@@ -15,11 +15,11 @@ import pytest
 
 import kvstore
 from kvstore import Layout
-from kvstore.buffers import Planes, planes_of
 from kvstore.client import Store
-from kvstore.client.endpoints import Endpoints
+from kvstore.client.endpoints import WorkerEndpoints
 from kvstore.client.limits import ClientLimits
-from kvstore.client.remote import RemotePort
+from kvstore.client.remote import RemoteTransport
+from kvstore.core.buffers import Planes, planes_of
 from kvstore.errors import HoldBroken, InvalidRequest, Unavailable
 from kvstore.format import places
 from kvstore.root.memory import MemoryFiles, MemoryRoot
@@ -61,9 +61,9 @@ def pair() -> Iterator[tuple[Served, Served]]:
         yield first, second
 
 
-def endpoints_of(store: Store) -> Endpoints:
+def endpoints_of(store: Store) -> WorkerEndpoints:
     port = store._port
-    assert isinstance(port, RemotePort)
+    assert isinstance(port, RemoteTransport)
     return port.endpoints
 
 
@@ -235,7 +235,7 @@ def test_a_hold_says_that_it_is_gone_with_its_worker(tmp_root: Path) -> None:
         hold = cache.hold(TOKENS)
         assert hold.read_into(np.empty_like(KV)) == hold.tokens == len(TOKENS)
         port = store._port
-        assert isinstance(port, RemotePort)
+        assert isinstance(port, RemoteTransport)
         port.endpoints._list([doomed.address, other.address])
         doomed.kill()
         for read in (lambda: hold.read_into(np.empty_like(KV)), hold.view, lambda: list(hold.layers())):

@@ -18,11 +18,11 @@ import pytest
 
 from kvstore import Layout
 from kvstore.client.limits import ClientLimits
+from kvstore.core.namespace import Namespace
 from kvstore.errors import KVStoreError, Unavailable
-from kvstore.namespace import Namespace
+from kvstore.transport.channel import dial_tcp
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreServicer, add_KVStoreServicer_to_server
-from kvstore.wire.bulk.channel import dial_tcp
 from tests.kit.cases import for_each
 from tests.kit.patience import stretched
 from tests.kit.stores import SMALL, kv_of, same
@@ -226,7 +226,7 @@ def test_a_network_that_flips_bits_never_makes_a_wrong_byte(
                 bulk_proxies.append(FlippingProxy(f"{host}:{port}", seed, every_bytes=400_000))
             return dial_tcp(host, int(bulk_proxies[0].address.rpartition(":")[2]), timeout_s)
 
-        monkeypatch.setattr("kvstore.client.bulk.links.dial_tcp", dial)
+        monkeypatch.setattr("kvstore.client.pool.dial_tcp", dial)
         acknowledged: set[int] = set()
         misses = 0
         try:

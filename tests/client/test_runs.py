@@ -23,12 +23,12 @@ import kvstore
 import kvstore.aio
 from kvstore import Group, Plan, Run, SharedRun
 from kvstore.client import Cache, Store
-from kvstore.client.local import LocalPort
+from kvstore.client.local import LocalTransport
+from kvstore.core.write_mode import WriteMode
+from kvstore.engine.settings import Limits
 from kvstore.errors import Unavailable
-from kvstore.node.settings import Limits
-from kvstore.planning.run import Taken
+from kvstore.planning.run import LeasedGroup
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.writes import WriteMode
 from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S, eventually, returns
 from tests.kit.stores import SMALL, kv_of, member_of, member_on
@@ -46,7 +46,7 @@ Ids = npt.NDArray[np.int64]
 def cache(request: pytest.FixtureRequest) -> Iterator[Cache]:
     root = MemoryRoot(MemoryFiles())
     if request.param == "local":
-        with Store(LocalPort(member_on(root))) as opened:
+        with Store(LocalTransport(member_on(root))) as opened:
             yield opened.namespace("m", SMALL)
     else:
         with serving(root) as served, connected(served, bulk="grpc") as opened:
@@ -63,9 +63,9 @@ def plan_of(cache: Cache, memory_tokens: int = 1 << 20) -> Plan:
     return cache.plan(prompts(cache.layout.chunk_tokens), memory_tokens=memory_tokens)
 
 
-def dying(run: Run) -> Taken:
+def dying(run: Run) -> LeasedGroup:
     """Takes a group in a thread that ends without a word."""
-    taken: list[Taken | None] = []
+    taken: list[LeasedGroup | None] = []
     thread = threading.Thread(target=lambda: taken.append(run.take()))
     thread.start()
     thread.join()
@@ -99,7 +99,7 @@ def test_several_threads_share_a_run(cache: Cache) -> None:
 def test_the_group_of_a_consumer_that_dies_goes_out_again(cache: Cache, step: int, way: str) -> None:
     plan = plan_of(cache)
     ran: list[Group] = []
-    late: Taken | None = None
+    late: LeasedGroup | None = None
     with plan.run() as run:
         for _ in range(step):
             with taken_of(run) as taken:
@@ -186,7 +186,7 @@ def test_a_run_that_is_shared_no_more_is_an_error_for_its_consumers(cache: Cache
         assert next(iter(run)) == first, "it was given back"
 
 
-def taken_of(run: Run) -> Taken:
+def taken_of(run: Run) -> LeasedGroup:
     taken = run.take()
     assert taken is not None
     return taken

@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks.spreading import by_first_chunk, marks_of_blocks, replay, zipf_chats
 from kvstore import Layout
-from kvstore.client import spreading
-from kvstore.client.spreading import Spreading, depths, marks_of
-from kvstore.namespace import Namespace
+from kvstore.client import routing
+from kvstore.client.routing import Spreading, depths, marks_of
+from kvstore.core.namespace import Namespace
 from tests.kit.cases import for_each
 
 WORKERS = [f"10.0.0.{at}:8100" for at in range(5)]
@@ -86,7 +86,7 @@ def test_a_worker_that_joins_or_leaves_moves_few_prompts() -> None:
 
 
 def test_marks_are_forgotten_and_never_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spreading, "MARKS_MAX", 100)
+    monkeypatch.setattr(routing, "MARKS_MAX", 100)
     choices = Spreading()
     for number in range(300):
         choices.chosen(marks_of_blocks(chat(number, 3)), WORKERS)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.client.cache import Cache
-from kvstore.replay import Request, load_trace
+from kvstore.replay import TraceRequest, load_trace
 from kvstore.replay.runner import Scratch
 from kvstore.replay.trace import BLOCK_TOKENS
 from tests.chaos.journal import Journals
@@ -52,7 +52,7 @@ class LivePins:
         return dict(self._live)
 
 
-def read(cache: Cache, request: Request, tokens: int) -> tuple[int, int]:
+def read(cache: Cache, request: TraceRequest, tokens: int) -> tuple[int, int]:
     """Reads a request's tokens; returns how many were there, and how many bytes of them were wrong."""
     memory = Scratch(CONTENT).blocks(tokens // BLOCK_TOKENS)
     memory.fill(np.uint64(0))

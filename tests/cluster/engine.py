@@ -18,12 +18,12 @@ from pathlib import Path
 
 from kvstore.client.cache import Cache
 from kvstore.client.store import Store
+from kvstore.core.results import PutResult
+from kvstore.core.tokens import TokenArray
+from kvstore.core.write_mode import WriteModeName
 from kvstore.errors import KVStoreError
-from kvstore.replay import Request, load_trace
+from kvstore.replay import TraceRequest, load_trace
 from kvstore.replay.runner import KvBytes, Lane
-from kvstore.results import PutResult
-from kvstore.tokens import TokenArray
-from kvstore.writes import WriteModeName
 from tests.chaos.journal import Journal
 from tests.cluster.load import CONTENT, NAMESPACE, reach_of, reach_options
 
@@ -69,7 +69,7 @@ class Impatient:
 class Engine:
     """Serves one request after the other."""
 
-    def __init__(self, store: Store, requests: list[Request], journal: Journal, chance: random.Random) -> None:
+    def __init__(self, store: Store, requests: list[TraceRequest], journal: Journal, chance: random.Random) -> None:
         self._store = store
         self._pinning = store.namespace(NAMESPACE, CONTENT.layout)
         self._cache = Impatient(self._pinning)
@@ -103,7 +103,7 @@ class Engine:
         if error is None and request.full_blocks <= PIN_BLOCKS_MAX and self._chance.random() < 1 / every:
             self._pin(request)
 
-    def _pin(self, request: Request) -> None:
+    def _pin(self, request: TraceRequest) -> None:
         try:
             while len(self._pins) >= PINS_MAX:
                 oldest = self._pins.popleft()

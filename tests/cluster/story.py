@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvstore.replay import Request, expect, generate, load_trace, write_trace
+from kvstore.replay import TraceRequest, expect, generate, load_trace, write_trace
 from tests.cluster.cluster import ENGINE, PYTHON, ROOT_BYTES_MAX, Cluster, Host
 from tests.cluster.figures import Diary, Figures
 from tests.cluster.load import CONTENT, Reach
@@ -121,7 +121,7 @@ class Story:
             time.sleep(POLL_S)
 
 
-def requests_up_to(size_bytes: int) -> list[Request]:
+def requests_up_to(size_bytes: int) -> list[TraceRequest]:
     """Returns requests up to a number of bytes of KV: of the trace in the environment, or of a generated one."""
     path = os.environ.get(TRACE)
     requests = load_trace(path, REQUESTS_MAX) if path else generate(REQUESTS_MAX, seed=3, kind="agents")

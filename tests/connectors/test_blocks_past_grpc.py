@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.client.cache import BlockCache
-from kvstore.connectors.common import OPAQUE_LAYOUT, LazyStore, Settings
-from kvstore.namespace import Namespace
+from kvstore.connectors.common import OPAQUE_LAYOUT, EngineSettings, LazyStore
+from kvstore.core.namespace import Namespace
 from tests.kit.arenas import serving_memory
 from tests.kit.engine_blocks import blocks_of, buffers_for, keys_of, same
 from tests.kit.workers import Served
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 @contextmanager
 def of_vllm(address: str) -> Iterator[BlockCache]:
     """Opens a store as the vLLM connector does, on its workers and in its scheduler."""
-    link = LazyStore(Settings.of({"connect": address}), [Namespace.of("m", OPAQUE_LAYOUT)])
+    link = LazyStore(EngineSettings.of({"connect": address}), [Namespace.of("m", OPAQUE_LAYOUT)])
     try:
         caches = link.caches()
         assert caches is not None
@@ -33,7 +33,7 @@ def of_vllm(address: str) -> Iterator[BlockCache]:
 @contextmanager
 def of_sglang_and_lmcache(address: str) -> Iterator[BlockCache]:
     """Opens a store as those two connectors do."""
-    with Settings.of({"connect": address}, "here").open() as store:
+    with EngineSettings.of({"connect": address}, "here").open() as store:
         yield store.namespace("m", OPAQUE_LAYOUT).blocks
 
 

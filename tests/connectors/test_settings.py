@@ -15,11 +15,11 @@ import pytest
 import kvstore.connectors
 from kvstore.client import Store
 from kvstore.connectors import common
-from kvstore.connectors.common import OPAQUE_LAYOUT, LazyStore, Settings
-from kvstore.connectors.lmcache_keys import Settings as LMCacheSettings
-from kvstore.connectors.vllm.settings import Settings as VllmSettings
+from kvstore.connectors.common import OPAQUE_LAYOUT, EngineSettings, LazyStore
+from kvstore.connectors.lmcache_keys import LMCacheSettings
+from kvstore.connectors.vllm.settings import ConnectorSettings as VllmSettings
+from kvstore.core.namespace import Namespace
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.namespace import Namespace
 from tests.kit.cases import for_each
 from tests.kit.patience import NEVER_S, PATIENCE_S, eventually
 
@@ -50,18 +50,18 @@ WRONG: tuple[tuple[dict[Any, Any], str], ...] = (
 @for_each("given, said", WRONG)
 def test_settings_that_make_no_sense_are_refused_with_the_key(given: dict[Any, Any], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
-        Settings.of(given, "test")
+        EngineSettings.of(given, "test")
 
 
-TABLES: tuple[tuple[str, type[Settings]], ...] = (
+TABLES: tuple[tuple[str, type[EngineSettings]], ...] = (
     ("vLLM", VllmSettings),
     ("LMCache", LMCacheSettings),
-    ("SGLang", Settings),
+    ("SGLang", EngineSettings),
 )
 
 
 @for_each("engine, settings", TABLES)
-def test_the_page_has_every_setting_and_the_default_of_each_number(engine: str, settings: type[Settings]) -> None:
+def test_the_page_has_every_setting_and_the_default_of_each_number(engine: str, settings: type[EngineSettings]) -> None:
     page = Path(kvstore.connectors.__file__).with_name("README.md").read_text()
     section = page.partition(f"\n## {engine}\n")[2].partition("\n## ")[0]
     told: dict[str, str] = {}
@@ -91,7 +91,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def namespace(root: Path, model: object, **settings: Any) -> Namespace:
-    store = LazyStore(Settings(root=str(root), **settings))
+    store = LazyStore(EngineSettings(root=str(root), **settings))
     try:
         return store.model("test", str(model), {}).namespace
     finally:
@@ -125,7 +125,7 @@ def test_calls_are_misses_while_weights_are_hashed_and_other_models_do_not_wait(
         return "digest"
 
     monkeypatch.setattr(common, "model_fingerprint", hashing)
-    store = LazyStore(Settings(root=str(tmp_root), lookup_timeout_s=0.2))
+    store = LazyStore(EngineSettings(root=str(tmp_root), lookup_timeout_s=0.2))
     began_s = time.monotonic()
     for _ in range(300):
         with pytest.raises(Unavailable, match="hashed"):
@@ -145,7 +145,7 @@ def test_calls_are_misses_while_weights_are_hashed_and_other_models_do_not_wait(
 
 def test_memory_of_a_store_that_is_opened_by_root_is_used(tmp_root: Path) -> None:
     place = {"root": str(tmp_root), "memory": 16 << 20, "write": "through"}
-    with Settings.of(place, "test").open() as store:
+    with EngineSettings.of(place, "test").open() as store:
         blocks = store.namespace("m", OPAQUE_LAYOUT).blocks
         assert blocks.put([b"k" * 16], [b"block"]) == [True]
         out = bytearray(5)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kvstore.connectors.vineyard import KVCache, VineyardCacheConfig, memory_bytes
-from kvstore.layout import Layout
-from kvstore.memory import arena
-from kvstore.writes import WriteModeName
+from kvstore.core.layout import Layout
+from kvstore.core.write_mode import WriteModeName
+from kvstore.tiers import arena
 from tests.kit.cases import for_each
 from tests.kit.tensors import asking, bytes_in, kv_of, over
 

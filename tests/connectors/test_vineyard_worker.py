@@ -11,7 +11,7 @@ import pytest
 from kvstore import errors
 from kvstore.connectors.vineyard import FileCacheConfig, FilesystemType, KVCache
 from kvstore.root.posix import PosixRoot
-from kvstore.worker.worker import Worker
+from kvstore.worker.server import Worker
 from tests.kit.stores import member_on
 from tests.kit.tensors import kv_of, over
 

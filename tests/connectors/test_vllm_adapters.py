@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvstore.connectors.vllm import adapters
-from kvstore.connectors.vllm.adapters import Adapters, Check, Seal
+from kvstore.connectors.vllm.adapters import Adapters, AdapterSnapshot, Check
 from tests.kit.patience import PATIENCE_S
 from tests.kit.vllm_connector import Blocks, Request, cache, halves, matched, step, store
 
@@ -102,7 +102,7 @@ def test_a_number_that_two_adapters_had_shares_nothing(engine: Callable[..., Ada
 
 def test_a_seal_breaks_with_any_change(tmp_path: Path) -> None:
     path = adapter(tmp_path / "a", 1)
-    seal = Seal.of(path)
+    seal = AdapterSnapshot.of(path)
     assert seal.holds()
     Path(path, "added").write_bytes(b"")
     assert not seal.holds()
@@ -110,7 +110,7 @@ def test_a_seal_breaks_with_any_change(tmp_path: Path) -> None:
     assert seal.holds()
     os.replace(adapter(tmp_path / "b", 1) + "/adapter_model.safetensors", path + "/adapter_model.safetensors")
     assert not seal.holds(), "another file with the same bytes"
-    assert not Seal(str(tmp_path / "nowhere"), seal.files).holds()
+    assert not AdapterSnapshot(str(tmp_path / "nowhere"), seal.files).holds()
 
 
 def test_a_request_whose_adapter_is_not_sure_is_left_alone(make: Callable[..., Any], tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvstore.connectors.vllm.blocks import Cluster, Kind
+from kvstore.connectors.vllm.blocks import GroupKind, LayerGroups
 from tests.kit.vllm_connector import BLOCK_TOKENS, Blocks, Request, cache, events_of, halves, matched, step, store
 
-KINDS = (Cluster((2, 3), BLOCK_TOKENS), Cluster((0, 1), BLOCK_TOKENS, Kind.WINDOW, 9))
+KINDS = (LayerGroups((2, 3), BLOCK_TOKENS), LayerGroups((0, 1), BLOCK_TOKENS, GroupKind.WINDOW, 9))
 """Two groups of full attention behind two with a window of nine tokens, of which a hit needs two blocks."""
 
 

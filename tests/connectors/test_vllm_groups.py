@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from kvstore.connectors.vllm.blocks import Boundaries, Cluster, Kind
+from kvstore.connectors.vllm.blocks import Boundaries, GroupKind, LayerGroups
 from tests.kit.cases import for_each
 from tests.kit.vllm_connector import BLOCK_TOKENS, Request, cache, halves, matched, step
 
-FULL = Cluster((0,), BLOCK_TOKENS)
-WINDOW = Cluster((1, 2), BLOCK_TOKENS, Kind.WINDOW, 9)
+FULL = LayerGroups((0,), BLOCK_TOKENS)
+WINDOW = LayerGroups((1, 2), BLOCK_TOKENS, GroupKind.WINDOW, 9)
 """Two groups with a window of nine tokens: a hit needs two blocks of theirs."""
-STATE = Cluster((1,), BLOCK_TOKENS, Kind.STATE)
+STATE = LayerGroups((1,), BLOCK_TOKENS, GroupKind.STATE)
 
 
 @pytest.fixture
@@ -44,20 +44,20 @@ class Tables:
         (FULL, 40, 0),
         (WINDOW, 8, 0),
         (WINDOW, 40, 8),
-        (Cluster((0,), 4, Kind.WINDOW, 10), 40, 7),
-        (Cluster((0,), 4, Kind.CHUNK, 16), 40, 8),
-        (Cluster((0,), 4, Kind.CHUNK, 16), 48, 12),
+        (LayerGroups((0,), 4, GroupKind.WINDOW, 10), 40, 7),
+        (LayerGroups((0,), 4, GroupKind.CHUNK, 16), 40, 8),
+        (LayerGroups((0,), 4, GroupKind.CHUNK, 16), 48, 12),
         (STATE, 40, 9),
     ],
 )
-def test_a_hit_needs_the_blocks_that_the_next_token_sees(cluster: Cluster, boundary: int, first: int) -> None:
+def test_a_hit_needs_the_blocks_that_the_next_token_sees(cluster: LayerGroups, boundary: int, first: int) -> None:
     assert cluster.first_block(boundary) == first
 
 
 def test_windows_beside_one_full_layer_take_two_fifths_of_the_bytes() -> None:
     # Gemma-3: five layers with a window of 512 beside one, blocks of 16 tokens, a prompt of 8,190.
-    window = Cluster((1, 2, 3, 4, 5), 16, Kind.WINDOW, 512)
-    boundaries = Boundaries.of(16, [Cluster((0,), 16), window])
+    window = LayerGroups((1, 2, 3, 4, 5), 16, GroupKind.WINDOW, 512)
+    boundaries = Boundaries.of(16, [LayerGroups((0,), 16), window])
     stored = [boundaries.needs(window, index, 8190, 0) for index in range(8190 // 16)]
     assert (len(stored) + 5 * sum(stored)) / (6 * len(stored)) <= 0.4
     # The end of the prompt can be hit, and all of what is generated.

@@ -13,10 +13,10 @@ import pytest
 from kvstore import Layout
 from kvstore.client.cache import BlockCache
 from kvstore.connectors.common import LazyStore
-from kvstore.connectors.vllm.lookups import UNKNOWN, Found, Lookup, Lookups
+from kvstore.connectors.vllm.lookups import UNKNOWN, Lookup, LookupResult, Lookups
 from kvstore.connectors.vllm.metrics import EngineCounts
-from kvstore.connectors.vllm.settings import Settings
-from kvstore.namespace import Namespace
+from kvstore.connectors.vllm.settings import ConnectorSettings
+from kvstore.core.namespace import Namespace
 from tests.kit.patience import PATIENCE_S
 
 KEYS = [[bytes([number]) * 32] for number in range(6)]
@@ -27,14 +27,14 @@ BLOCK = bytes(64)
 def store() -> Iterator[LazyStore]:
     """A store with two ranks' namespaces."""
     ranks = [Namespace.of("model", Layout(1, 1, 16, "int8", 1), attributes={"tp rank": str(rank)}) for rank in (0, 1)]
-    opened = LazyStore(Settings.of({"root": "memory://"}), ranks)
+    opened = LazyStore(ConnectorSettings.of({"root": "memory://"}), ranks)
     yield opened
     opened.close()
 
 
 @contextmanager
 def looking(store: LazyStore, clock: Callable[[], float] = time.monotonic, **options: float) -> Iterator[Lookups]:
-    settings = Settings.of({"root": "memory://", "lookup_timeout_s": 5.0, "pause_s": 1.0, **options})
+    settings = ConnectorSettings.of({"root": "memory://", "lookup_timeout_s": 5.0, "pause_s": 1.0, **options})
     lookups = Lookups(settings, store, EngineCounts(), clock)
     try:
         yield lookups
@@ -53,7 +53,7 @@ def put(cache: BlockCache, *numbers: int) -> None:
     assert cache.put(keys, [BLOCK] * len(keys)) == [True] * len(keys)
 
 
-def result(lookups: Lookups, lookup: Lookup) -> Found:
+def result(lookups: Lookups, lookup: Lookup) -> LookupResult:
     ends_s = time.monotonic() + PATIENCE_S
     while (found := lookups.result(lookup)) is None:
         assert time.monotonic() < ends_s
@@ -66,17 +66,17 @@ def test_what_any_rank_lacks_is_not_there(store: LazyStore) -> None:
     put(first, 0, 1, 2, 3)
     put(second, 0, 1, 2)
     with looking(store) as lookups:
-        assert result(lookups, lookups.begin(KEYS, 0)) == Found(3, 3)
-        assert result(lookups, lookups.begin(KEYS[:2], 0)) == Found(2, 2)
+        assert result(lookups, lookups.begin(KEYS, 0)) == LookupResult(3, 3)
+        assert result(lookups, lookups.begin(KEYS[:2], 0)) == LookupResult(2, 2)
 
 
 def test_a_hole_before_what_the_engine_has_is_told_apart(store: LazyStore) -> None:
     for cache in ranks(store):
         put(cache, 0, 2, 3)
     with looking(store) as lookups:
-        assert result(lookups, lookups.begin(KEYS, 0)) == Found(1, 1)
-        assert result(lookups, lookups.begin(KEYS, 2)) == Found(1, 4)
-        assert result(lookups, lookups.begin(KEYS, 5)) == Found(1, 5)
+        assert result(lookups, lookups.begin(KEYS, 0)) == LookupResult(1, 1)
+        assert result(lookups, lookups.begin(KEYS, 2)) == LookupResult(1, 4)
+        assert result(lookups, lookups.begin(KEYS, 5)) == LookupResult(1, 5)
 
 
 def test_a_decode_engine_waits_for_what_is_being_written(store: LazyStore) -> None:
@@ -90,7 +90,7 @@ def test_a_decode_engine_waits_for_what_is_being_written(store: LazyStore) -> No
         waited, absent = lookups.begin(KEYS, 0), lookups.begin([[b"?" * 32]], 0)
         writer = threading.Thread(target=write)
         writer.start()
-        assert result(lookups, waited) == Found(6, 6)
+        assert result(lookups, waited) == LookupResult(6, 6)
         assert lookups.result(absent) is None
         writer.join()
 
@@ -126,13 +126,15 @@ def test_past_the_deadline_it_is_a_miss_and_the_next_ones_do_not_wait() -> None:
         now[0] += 10.1
         stuck.go.set()
         # Answered at last: an abandoned look-up stays abandoned, and the next one asks again.
-        assert result(lookups, lookups.begin(KEYS, 0)) == Found(6, 6)
+        assert result(lookups, lookups.begin(KEYS, 0)) == LookupResult(6, 6)
         assert lookups.result(lookup) is UNKNOWN
         assert stuck.asked >= 2
 
 
 def test_a_store_that_is_down_is_no_reason_not_to_start() -> None:
-    store = LazyStore(Settings.of({"connect": "127.0.0.1:1"}), [Namespace.of("model", Layout(1, 1, 16, "int8", 1))])
+    store = LazyStore(
+        ConnectorSettings.of({"connect": "127.0.0.1:1"}), [Namespace.of("model", Layout(1, 1, 16, "int8", 1))]
+    )
     try:
         assert store.caches() is None
         with looking(store) as lookups:

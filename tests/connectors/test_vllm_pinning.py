@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvstore.connectors.vllm.blocks import Cluster, Kind
+from kvstore.connectors.vllm.blocks import GroupKind, LayerGroups
+from kvstore.core.results import PinRecord
 from kvstore.errors import Overloaded
-from kvstore.results import PinRecord
 from tests.kit.vllm_connector import Request, cache, halves, store
 
 
@@ -78,7 +78,7 @@ def test_of_two_pins_of_a_name_the_later_one_stays_whichever_is_stored_first(mak
 
 
 def test_states_that_are_not_stored_at_every_block_are_not_waited_for(make: Callable[..., Any]) -> None:
-    half = make([Cluster((0,), 4), Cluster((1,), 4, Kind.STATE)], store_timeout_s=300.0)
+    half = make([LayerGroups((0,), 4), LayerGroups((1,), 4, GroupKind.STATE)], store_timeout_s=300.0)
     request = Request("stored", 12)
     store(half, request, 3)
     assert cache(half).put([request.block_hashes[2] + b"\1"], [bytes(8)]) == [True]

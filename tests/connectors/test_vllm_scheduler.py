@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from kvstore.core.hints import PRIORITY_DEFAULT, Hints
 from kvstore.format.header import Descent
-from kvstore.hints import PRIORITY_DEFAULT, Hints
 from tests.kit.cases import for_each
 from tests.kit.vllm_connector import BLOCK_TOKENS, Blocks, Request, halves, idle, matched, step, store
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from kvstore.connectors.vllm.adapters import Seal
+from kvstore.connectors.vllm.adapters import AdapterSnapshot
 from kvstore.connectors.vllm.metrics import EngineCounts
-from kvstore.connectors.vllm.settings import Settings
+from kvstore.connectors.vllm.settings import ConnectorSettings
+from kvstore.core.hints import Hints
 from kvstore.errors import Overloaded, Unavailable
-from kvstore.hints import Hints
 from tests.kit.cases import for_each
 from tests.kit.patience import NEVER_S, PATIENCE_S
 from tests.kit.vllm_connector import BASE
@@ -68,14 +68,14 @@ def modules() -> Iterator[None]:
 def storer(store: Store, *, tells: bool = True, bytes_max: int = 1 << 20) -> Any:
     from kvstore.connectors.vllm.worker import Storer
 
-    settings = Settings.of({"root": "memory://", "store_bytes_max": bytes_max, "pause_s": NEVER_S})
+    settings = ConnectorSettings.of({"root": "memory://", "store_bytes_max": bytes_max, "pause_s": NEVER_S})
     return Storer(settings, store, [Pages(len(store.parts))], EngineCounts(), tells=tells)  # type: ignore[arg-type, list-item]
 
 
 def run(*keys: bytes) -> Any:
-    from kvstore.connectors.vllm.blocks import Run
+    from kvstore.connectors.vllm.blocks import BlockRange
 
-    return Run(0, list(keys), [(block,) for block in range(len(keys))])
+    return BlockRange(0, list(keys), [(block,) for block in range(len(keys))])
 
 
 def test_each_block_that_was_to_be_stored_is_settled_once() -> None:
@@ -143,20 +143,20 @@ def test_a_gpu_without_memory_to_spare_costs_only_what_is_not_stored(
 
 
 def test_the_reports_of_workers_are_one() -> None:
-    from kvstore.connectors.vllm.messages import Report
+    from kvstore.connectors.vllm.messages import WorkerReport
 
-    one = Report(stored={b"a": 1, b"b": 1}, unstored={b"c"})
-    both = one.aggregate(Report(stored={b"a": 2}, unstored={b"d"}))
+    one = WorkerReport(stored={b"a": 1, b"b": 1}, unstored={b"c"})
+    both = one.aggregate(WorkerReport(stored={b"a": 2}, unstored={b"d"}))
     assert (both.stored, both.unstored) == ({b"a": 3, b"b": 1}, {b"c", b"d"})
     assert not both.is_empty
-    assert Report().is_empty
+    assert WorkerReport().is_empty
 
 
 def test_a_block_is_stored_while_its_adapter_is_unchanged(tmp_path: Path) -> None:
     store = Store()
     half = storer(store)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"1")
-    sealed = replace(run(b"one"), first=4, seal=Seal.of(str(tmp_path)), hints=Hints(80, 300))
+    sealed = replace(run(b"one"), first=4, seal=AdapterSnapshot.of(str(tmp_path)), hints=Hints(80, 300))
     half.store(sealed)
     assert half.settled(PATIENCE_S) == {b"one": True}
     assert store.more == {"first": 4, "priority": 80, "ttl": 300}

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvstore.connectors.vllm.settings import Settings
+from kvstore.connectors.vllm.settings import ConnectorSettings
+from kvstore.core.results import StoredBlocks
 from kvstore.errors import Unavailable
-from kvstore.results import StoredBlocks
 from tests.kit.cases import for_each
 from tests.kit.vllm_modules import vllm_modules
 
@@ -57,7 +57,7 @@ def test_after_one_look_up_past_the_deadline_the_next_ones_do_not_wait(error: Ex
     with vllm_modules(MODULES):
         from kvstore.connectors.vllm_tier import _Lookups
 
-        settings = Settings.of({"root": "memory://", "lookup_timeout_s": 0.04, "pause_s": 60})
+        settings = ConnectorSettings.of({"root": "memory://", "lookup_timeout_s": 0.04, "pause_s": 60})
         lookups = _Lookups("tier", slow, settings)  # type: ignore[arg-type]
         if error is None:
             assert lookups.batch_lookup([b"key"], None) == [True]

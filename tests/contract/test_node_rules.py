@@ -10,17 +10,17 @@ from typing import cast
 import numpy as np
 import pytest
 
-from kvstore.address import Address, block_addresses
-from kvstore.client.local import LocalPort
+from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
+from kvstore.core.address import Address, block_addresses
 from kvstore.format import places
-from kvstore.keyset import ChunkKeys
+from kvstore.format.keyset import ChunkKeys
 from kvstore.meta.keys import SweepId
-from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.memory import MemoryMetadata
 from kvstore.meta.session import SessionRecord
 from kvstore.meta.store import Event, LeaseId, Watch, WatchLost
 from kvstore.meta.sweeps import Condemned
-from kvstore_gc.ledger import Ledger
+from kvstore_gc.ledger import SweepStore
 from tests.kit.clusters import SPACE, Cluster, cluster, eventually, looking, prompt, put
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import TINY
@@ -52,7 +52,7 @@ def sweep_of(c: Cluster, swept: Swept | ChunkKeys) -> threading.Thread:
 
 def test_h1_condemned_blocks_of_every_shard_are_misses(c: Cluster) -> None:
     node, other = c.node(), c.node()
-    blocks = Store(LocalPort(node)).namespace(SPACE.name, TINY).blocks
+    blocks = Store(LocalTransport(node)).namespace(SPACE.name, TINY).blocks
     keys = [bytes([number]) * 16 for number in range(BLOCKS)]
     assert all(blocks.put(keys, [np.full(99, number, np.uint8) for number in range(BLOCKS)]))
     hold = looking(other, prompt(1, 1))
@@ -95,7 +95,7 @@ class Silent:
     def close(self) -> None: ...
 
 
-class Joining(MemoryMeta):
+class Joining(MemoryMetadata):
     """A store in which a sweep begins right after the lease of the next session was granted."""
 
     begin: Callable[[], object] = staticmethod(lambda: None)
@@ -110,7 +110,7 @@ class Joining(MemoryMeta):
         return Silent()
 
 
-class Losing(MemoryMeta):
+class Losing(MemoryMetadata):
     """A store whose first watch delivers nothing, and is lost once ``is_lost`` is set."""
 
     is_lost = False
@@ -137,7 +137,7 @@ def condemn(c: Cluster, chain: ChunkKeys) -> None:
     """Begins a sweep of the first chunk of a chain, which no collector continues."""
     first = chain.addresses[0]
     sweep = Condemned.of_victims(SweepId(b"s" * 16), b"c" * 16, [first])
-    assert Ledger(c.site()).condemn({places.shard(first, c.identity.shard_bits): sweep})
+    assert SweepStore(c.site()).condemn({places.shard(first, c.identity.shard_bits): sweep})
 
 
 def test_v3_sweeps_of_a_lost_watch_are_read_afresh(c: Cluster) -> None:

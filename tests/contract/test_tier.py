@@ -1,4 +1,4 @@
-"""One contract for all tiers between memory and the root (``kvstore.node.tier_stack.Tier``)."""
+"""One contract for all tiers between memory and the root (``kvstore.tiers.stack.Tier``)."""
 
 from __future__ import annotations
 

@@ -12,10 +12,10 @@ import pytest
 
 from kvstore import Layout
 from kvstore.client import Cache, Store
-from kvstore.client.local import LocalPort
+from kvstore.client.local import LocalTransport
+from kvstore.core.layout import DTYPES, DType
+from kvstore.core.results import PutResult
 from kvstore.errors import HoldBroken, InvalidRequest, LayoutMismatch, PermissionDenied, StoreFull, Unavailable
-from kvstore.layout import DTYPES, DType
-from kvstore.results import PutResult
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.kit.cases import for_each
 from tests.kit.faulty_root import EIO, ENOSPC, EROFS, FaultyRoot, Flipped, Missing, Rule
@@ -40,7 +40,7 @@ def root(files: MemoryFiles) -> FaultyRoot:
 @pytest.fixture(params=["local", "shared", "tcp", "grpc"])
 def store(request: pytest.FixtureRequest, root: FaultyRoot) -> Iterator[Store]:
     if request.param == "local":
-        with Store(LocalPort(member_on(root))) as opened:
+        with Store(LocalTransport(member_on(root))) as opened:
             yield opened
     else:
         with serving(root) as served, connected(served, bulk=request.param) as opened:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.wire.bulk.channel import NONCE_BYTES, Grant
+from kvstore.transport.channel import NONCE_BYTES, Grant
 
 NONCE = b"n" * NONCE_BYTES
 

@@ -12,7 +12,7 @@ from kvstore.census.selection import Selection
 from kvstore.cli.app import app
 from kvstore.meta.memory import MemoryStore
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.worker.worker import Worker
+from kvstore.worker.server import Worker
 from tests.kit.census import RolledOut, closing
 from tests.kit.faulty_root import EIO, FaultyRoot, Rule
 from tests.kit.patience import slowness
@@ -23,7 +23,7 @@ BY_CANARY = ("--written-by", "label=canary")
 
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RolledOut, RolledOut, Worker]]:
-    monkeypatch.setattr("kvstore.node.clearing.ANSWER_S", 0.5 * slowness())
+    monkeypatch.setattr("kvstore.engine.clear.ANSWER_S", 0.5 * slowness())
     files, store = MemoryFiles(), MemoryStore()
     good, bad = (
         RolledOut(root, store, label)

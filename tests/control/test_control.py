@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
+from kvstore.core.results import LimitValue
+from kvstore.engine.settings import Limits
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.node.settings import Limits
-from kvstore.results import LimitValue
 from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.transport.status import WorkerBusy
 from kvstore.v1 import control_pb2 as pb
-from kvstore.wire.statuses import Busy
-from kvstore.worker.worker import Worker
+from kvstore.worker.server import Worker
 from tests.kit.administration import TOKENS, raw_control, steering, value
 from tests.kit.cases import for_each
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
@@ -84,7 +84,7 @@ def test_a_changed_limit_holds_for_the_next_call() -> None:
         with raw_control(served) as stub:
             request = pb.LookupRequest(namespace=cache.namespace.digest, tokens=packed(TOKENS))
             code, _, kind = refused(lambda: list(stub.Lookup(request, timeout=WAIT_S)))
-            assert (code, kind) == (grpc.StatusCode.RESOURCE_EXHAUSTED, Busy.__name__)
+            assert (code, kind) == (grpc.StatusCode.RESOURCE_EXHAUSTED, WorkerBusy.__name__)
         control.set_limits({"calls_max": 2})
         other = threads.submit(lambda: cache.match(TOKENS))
         eventually(lambda: served.worker.service.gate.inside_count == 2, "two are")

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstore.core.write_mode import WriteMode
 from kvstore.v1 import control_pb2 as pb
-from kvstore.writes import WriteMode
 from tests.kit.administration import KV, SIZE, TOKENS, damage_payload, raw_control
 from tests.kit.memory_workers import working
 from tests.kit.stores import SMALL, TINY, chunk_files, kv_of

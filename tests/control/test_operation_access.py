@@ -14,8 +14,8 @@ from kvstore import ClientTls
 from kvstore.census.selection import Selection
 from kvstore.client.operation import Operation
 from kvstore.client.store import Store
+from kvstore.core.operations import OperationRun
 from kvstore.errors import PermissionDenied
-from kvstore.operations import OperationRun
 from tests.kit.secured import Secured, secured
 from tests.kit.stores import SMALL, kv_of
 from tests.kit.workers import WAIT_S

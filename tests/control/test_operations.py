@@ -8,8 +8,8 @@ import grpc
 import pytest
 
 from kvstore.census.selection import Selection
+from kvstore.core.operations import OperationRun
 from kvstore.errors import InvalidRequest
-from kvstore.operations import OperationRun
 from kvstore.v1 import control_pb2 as pb
 from tests.kit.administration import KV, SIZE, TOKENS, raw_control
 from tests.kit.memory_workers import caching, running, waiters, working

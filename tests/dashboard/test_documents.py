@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from kvstore.client.store import Store
-from kvstore.counts import STARTED
-from kvstore.dashboard.feed import Reading
+from kvstore.core.metrics import STARTED
+from kvstore.dashboard.poller import SourceValue
 from kvstore.dashboard.views import Document, attention
 from kvstore.dashboard.workers import GONE, WorkersSource
 from kvstore.errors import Unavailable
@@ -113,9 +113,9 @@ def test_a_worker_that_was_killed_stays_and_says_so() -> None:
         assert source.seen()["b"].error == "refused"
     del answers["b"]
     seen = source.seen()
-    reading: Reading[Any] = Reading(None, 0.0, None)
-    looks: dict[str, Reading[Any]] = {
-        "workers": Reading(seen, 0.0, None),
+    reading: SourceValue[Any] = SourceValue(None, 0.0, None)
+    looks: dict[str, SourceValue[Any]] = {
+        "workers": SourceValue(seen, 0.0, None),
         "etcd": reading,
         "root": reading,
         "quarantine": reading,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvstore.address import NO_PARENT
 from kvstore.client.store import Store
+from kvstore.core.address import NO_PARENT
 from kvstore.dashboard.prefix_tree import explore
 from kvstore.errors import Unavailable
 from kvstore.root.identity import RootIdentity, read_identity

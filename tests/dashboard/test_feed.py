@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
 
-from kvstore.dashboard.feed import WANTED_S, Feed
+from kvstore.core.clock import SystemClock
+from kvstore.dashboard.poller import WANTED_S, Feed
 from kvstore.errors import Unavailable
-from kvstore.sources import SystemClock
 from tests.kit.etcd import eventually
 from tests.kit.patience import PATIENCE_S
 

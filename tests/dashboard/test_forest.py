@@ -7,9 +7,9 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.address import NO_PARENT, Address
+from kvstore.core.address import NO_PARENT, Address
+from kvstore.core.namespace import NamespaceId
 from kvstore.dashboard.prefix_tree import ORDERS, Forest, Leaf
-from kvstore.namespace import NamespaceId
 
 ONE, TWO = NamespaceId(b"namespc1"), NamespaceId(b"namespc2")
 

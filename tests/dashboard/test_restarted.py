@@ -6,13 +6,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from kvstore.client.store import Store
-from kvstore.counts import STARTED
-from kvstore.dashboard.feed import Reading
-from kvstore.dashboard.sources import EtcdSource, WhichRoot
+from kvstore.core.metrics import STARTED
+from kvstore.dashboard.poller import SourceValue
+from kvstore.dashboard.snapshots import EtcdSource, WhichRoot
 from kvstore.dashboard.views import Board, Documents
 from kvstore.dashboard.workers import WorkersSource
 from kvstore.meta.keys import Keys, SessionId
-from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.memory import MemoryMetadata
 from kvstore.meta.session import SessionRecord
 from kvstore.meta.workers import WorkerRecord
 from tests.kit.fake_meta import FakeClock
@@ -24,13 +24,13 @@ class Page:
     """The sources of one dashboard, each read when the test says so."""
 
     def __init__(self) -> None:
-        self.clock, self.meta = FakeClock(), MemoryMeta()
+        self.clock, self.meta = FakeClock(), MemoryMetadata()
         self.answers: dict[str, Any] = {}
         which = WhichRoot(None)
         which.learn(KEYS.root_id)
         self._etcd = EtcdSource(lambda: self.meta, which, self.clock)
         self._workers = WorkersSource(lambda: cast(Store, SimpleNamespace(stats_each=lambda: self.answers)), self.clock)
-        self._readings: dict[str, Reading[Any]] = {}
+        self._readings: dict[str, SourceValue[Any]] = {}
 
     def start(self, session: bytes, pid: int) -> None:
         """A worker begins: it registers, and answers."""
@@ -41,11 +41,11 @@ class Page:
 
     def ask_workers(self) -> None:
         self.clock.advance(2.0)
-        self._readings["workers"] = Reading(self._workers.seen(), 0.0, None)
+        self._readings["workers"] = SourceValue(self._workers.seen(), 0.0, None)
 
     def read_etcd(self) -> None:
         self.clock.advance(2.0)
-        self._readings["etcd"] = Reading(self._etcd.cluster(), 0.0, None)
+        self._readings["etcd"] = SourceValue(self._etcd.cluster(), 0.0, None)
 
     def row(self) -> tuple[int | None, str | None, int]:
         """The pid, the session and the restarts that the page shows."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.dashboard.server import SAFETY, Door, Serving, application
+from kvstore.dashboard.server import SAFETY, DashboardAuth, DashboardServer, application
 from kvstore.security.authentication import issue, new_key
 from kvstore.security.tls import ServerTls
 from tests.kit.boards import Shown, shown
@@ -34,8 +34,8 @@ def board() -> Iterator[Shown]:
 
 
 @contextmanager
-def served(board: Shown, door: Door, tls: ServerTls | None = None) -> Iterator[int]:
-    serving = Serving(application(board.documents, door), "127.0.0.1", 0, tls)
+def served(board: Shown, door: DashboardAuth, tls: ServerTls | None = None) -> Iterator[int]:
+    serving = DashboardServer(application(board.documents, door), "127.0.0.1", 0, tls)
     try:
         yield int(serving.start().rstrip("/").rpartition(":")[2])
     finally:
@@ -44,7 +44,7 @@ def served(board: Shown, door: Door, tls: ServerTls | None = None) -> Iterator[i
 
 @pytest.fixture(scope="module")
 def port(board: Shown) -> Iterator[int]:
-    with served(board, Door(None, is_local=True)) as found:
+    with served(board, DashboardAuth(None, is_local=True)) as found:
         yield found
 
 
@@ -110,7 +110,7 @@ def test_only_a_token_that_may_read_every_tenant_sees_anything(board: Shown, tmp
     def token(identity: str, *, at_s: float = time.time()) -> str:
         return f"Bearer {issue(private, identity, identity, at_s, 60)}"
 
-    with served(board, Door(str(access), is_local=False)) as port:
+    with served(board, DashboardAuth(str(access), is_local=False)) as port:
         assert get(port, "/api/overview")[0] == 401
         assert get(port, "/api/overview", Authorization="Bearer nonsense")[0] == 401
         assert get(port, "/api/overview", Authorization=token("operator", at_s=time.time() - 3_600))[0] == 401
@@ -136,7 +136,7 @@ def test_a_renewed_certificate_is_used_for_the_next_connection(board: Shown, tmp
         return ssl.get_server_certificate(("127.0.0.1", port), timeout=PATIENCE_S)
 
     use(0)
-    with served(board, Door(None, is_local=False), ServerTls(str(cert), str(key))) as port:
+    with served(board, DashboardAuth(None, is_local=False), ServerTls(str(cert), str(key))) as port:
         before = presented(port)
         use(1)
         deadline_s = time.monotonic() + PATIENCE_S

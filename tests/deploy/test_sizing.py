@@ -15,9 +15,9 @@ import pytest
 
 import kvstore
 from kvstore import Layout
+from kvstore.core.namespace import NamespaceDigest
 from kvstore.meta.keys import PinId
-from kvstore.meta.pins import PinRecord
-from kvstore.namespace import NamespaceDigest
+from kvstore.meta.pins import StoredPin
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 PAGE = (DEPLOY / "SIZING.md").read_text()
@@ -55,7 +55,7 @@ def test_a_chunk_takes_on_the_root_what_the_formula_says(layout: Layout, tmp_roo
 def test_a_pin_takes_in_etcd_what_the_formula_says() -> None:
     chunks = b"a" * 16 * 1024
     owner, id, namespace = "an-owner-of-usual-length", PinId(b"i" * 16), NamespaceDigest(b"n" * 32)
-    record = PinRecord(
+    record = StoredPin(
         id=id,
         owner=owner,
         namespace=namespace,

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.core.clock import RandomIds, SystemClock
+from kvstore.core.hints import Hints
+from kvstore.core.node_metrics import Counters
 from kvstore.errors import InvalidRequest, RootMismatch
 from kvstore.format import places
-from kvstore.hints import Hints
-from kvstore.node.counters import Counters
-from kvstore.node.disk_tier import DiskTier
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.posix import PosixRoot
-from kvstore.sources import RandomIds, SystemClock
+from kvstore.tiers.disk import DiskTier
 from tests.kit.descriptors import open_before, open_now
 from tests.kit.disks import (
     FILE_BYTES,

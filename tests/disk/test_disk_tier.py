@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.address import NO_PARENT, block_address
+from kvstore.core.address import NO_PARENT, block_address
+from kvstore.core.clock import RandomIds
+from kvstore.core.executor import Deadline
+from kvstore.core.node_metrics import Counters
 from kvstore.format.header import expected_block
-from kvstore.memory.inventory import Place
-from kvstore.node import disk_tier
-from kvstore.node.counters import Counters
-from kvstore.node.disk_tier import DiskTier
-from kvstore.node.lanes import Deadline
 from kvstore.root.posix import PosixRoot
-from kvstore.sources import RandomIds
+from kvstore.tiers import disk as disk_tier
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.inventory import ChunkIdentity
 from tests.kit.descriptors import open_before, open_now
 from tests.kit.disks import (
     CHUNKS,
@@ -115,7 +115,7 @@ def test_what_is_larger_than_the_tier_is_refused_and_evicts_nothing(folder: Path
         disk.add(chain, 0)
         key = b"k" * 32
         large = image_as(expected_block(NAMESPACE, key, 3 * FILE_BYTES))
-        place = Place(NAMESPACE.digest, block_address(NAMESPACE, key), NO_PARENT, b"")
+        place = ChunkIdentity(NAMESPACE.digest, block_address(NAMESPACE, key), NO_PARENT, b"")
         assert not disk.tier.add(place, large)
         assert disk.has(chain, 0)
 

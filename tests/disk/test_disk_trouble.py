@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.node import disk_tier
+from kvstore.tiers import disk as disk_tier
 from tests.kit.disks import CHUNKS, FILE_BYTES, IMAGE_BYTES, MIB, Disk, bytes_under, chain_of, disk_on, files_under
 from tests.kit.faulty_root import EIO, ENOSPC, Hang, Rule
 from tests.kit.patience import PATIENCE_S, returns

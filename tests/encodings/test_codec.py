@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.encodings.codec import PLAIN, Decoding, Key, Wish, decode_header, encode_chunk
+from kvstore.codec.codec import PLAIN, Decoding, Key, Wish, decode_header, encode_chunk
 from kvstore.format.header import (
     Damage,
     Damaged,
@@ -166,7 +166,7 @@ def test_another_key_opens_nothing(file: ChunkFile, salt: bytes) -> None:
 def test_a_frame_that_claims_more_than_a_section_takes_no_memory() -> None:
     import zstandard
 
-    from kvstore.encodings.codec import stretch
+    from kvstore.codec.codec import stretch
 
     bomb = zstandard.ZstdCompressor().compress(bytes(64 << 20))
     tracemalloc.start()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.counts import NodeCount
-from kvstore.encodings.codec import Key, KeyFile, KeyRing
+from kvstore.codec.codec import Key, KeyFile, KeyRing
+from kvstore.core.metrics import NodeCount
 from kvstore.errors import InvalidRequest
 from tests.kit.cases import for_each
 from tests.kit.keyed import TENANT, key_file, secret, write_keys

@@ -11,21 +11,21 @@ import numpy.typing as npt
 import pytest
 
 from kvstore.client.cache import Cache
-from kvstore.client.local import LocalPort
+from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
-from kvstore.encodings.codec import KeyFile
+from kvstore.codec.codec import KeyFile
+from kvstore.core.clock import RandomIds, SystemClock
+from kvstore.engine.coordination import ClusterMember
+from kvstore.engine.open import join
+from kvstore.engine.settings import NO_TIERS, Limits, NodeOptions, TierSettings
 from kvstore.errors import WrongSize
 from kvstore.format.header import Encoding, decode_any, is_encoded
 from kvstore.format.places import Name
 from kvstore.fsck.check import Options, fsck
-from kvstore.meta.memory import MemoryMeta
-from kvstore.node.member import Member
-from kvstore.node.opening import join
-from kvstore.node.settings import NO_TIERS, Limits, NodeOptions, TierSettings
+from kvstore.meta.memory import MemoryMetadata
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.posix import PosixRoot
-from kvstore.sources import RandomIds, SystemClock
 from tests.kit.cases import for_each
 from tests.kit.keyed import LAYOUT, TENANT, chunk_files, key_file, kv_of, same, write_keys
 from tests.kit.patience import PATIENCE_S
@@ -42,20 +42,20 @@ WINDOW = 12
 @contextmanager
 def opened(
     root: Root | Path, keys: KeyFile | None = None, settings: TierSettings = NO_TIERS, *, compress: bool = False
-) -> Iterator[tuple[Member, Store]]:
+) -> Iterator[tuple[ClusterMember, Store]]:
     found = PosixRoot(root) if isinstance(root, Path) else root
     clock, ids = SystemClock(), RandomIds()
     identity = create_or_open(found, ids)
     member = join(
         found,
         identity,
-        MemoryMeta(clock=clock),
+        MemoryMetadata(clock=clock),
         limits=Limits(),
         clock=clock,
         ids=ids,
         options=NodeOptions(tiers=settings, keys=keys, compress=compress),
     )
-    store = Store(LocalPort(member))
+    store = Store(LocalTransport(member))
     try:
         yield member, store
     finally:

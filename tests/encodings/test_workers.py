@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.node.settings import NO_TIERS, TierSettings
-from kvstore.wire.bulk.channel import Channel
-from kvstore.wire.bulk.frames import Kind
-from kvstore.worker.worker import Worker
-from kvstore.writes import WriteMode
+from kvstore.core.write_mode import WriteMode
+from kvstore.engine.settings import NO_TIERS, TierSettings
+from kvstore.transport.channel import Channel
+from kvstore.transport.frames import FrameKind
+from kvstore.worker.server import Worker
 from tests.encodings.test_node import namespace, opened, put_all, reads_right
 from tests.kit.cases import for_each
 from tests.kit.keyed import key_file
@@ -42,8 +42,8 @@ def test_every_way_reads_what_was_put(
     handed: list[int] = []
     send = Channel.send
 
-    def noting(self: Channel, kind: Kind, number: int, *rest: object, **given: object) -> None:
-        handed.extend(rest[1] if kind is Kind.FILES and len(rest) > 1 else [])  # type: ignore[arg-type]
+    def noting(self: Channel, kind: FrameKind, number: int, *rest: object, **given: object) -> None:
+        handed.extend(rest[1] if kind is FrameKind.FILES and len(rest) > 1 else [])  # type: ignore[arg-type]
         send(self, kind, number, *rest, **given)  # type: ignore[arg-type]
 
     settings = TierSettings.of(memory, None, WriteMode.UNCACHED) if memory else NO_TIERS

@@ -6,10 +6,10 @@ import json
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
-from kvstore.address import Address, block_addresses
+from kvstore.core.address import Address, block_addresses
+from kvstore.core.namespace import Namespace
+from kvstore.engine.coordination import ClusterMember
 from kvstore.format.header import Ancestry, Descent
-from kvstore.namespace import Namespace
-from kvstore.node.member import Member
 from tests.kit.clusters import SPACE
 from tests.kit.stores import TINY
 
@@ -54,7 +54,7 @@ def prompt_of(seed: int, blocks: int, lora: str | None = None) -> Prompt:
     return Prompt(keys, descents)
 
 
-def put_blocks(member: Member, prompt: Prompt, which: range | None = None, space: Namespace = SPACE) -> None:
+def put_blocks(member: ClusterMember, prompt: Prompt, which: range | None = None, space: Namespace = SPACE) -> None:
     """Stores blocks of a prompt with their descents, all by default."""
     part = which or range(len(prompt.keys))
     ancestry = Ancestry(part.start, [prompt.descents[at].pack() for at in part])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from kvstore.address import Address
+from kvstore.core.address import Address
 from kvstore.format import places
 from kvstore.format.header import expected_block
 from kvstore.root.interface import Root

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.events.columns import NO_ROW, U64, Rows
-from kvstore.events.inventory import DEAD_MIN, Identities, Inventory
+from kvstore.events.inventory import DEAD_MIN, Identities, NamespaceIndex
 from tests.kit.cases import for_each
 
 LAST = (1 << 64) - 1
@@ -32,22 +32,22 @@ def numbers(chunks: list[tuple[int, int]]) -> U64:
     return np.array([key(*each) for each in chunks], np.uint64)
 
 
-def learn(inventory: Inventory, chunks: list[tuple[int, int]]) -> None:
+def learn(inventory: NamespaceIndex, chunks: list[tuple[int, int]]) -> None:
     above = [(chain, max(depth - 1, 0)) for chain, depth in chunks]
     depths = np.array([depth for _, depth in chunks], np.uint32)
     tokens = np.array([[chain, depth] for chain, depth in chunks], np.uint32).reshape(-1, 2)
     inventory.learn(Identities(numbers(chunks), ~numbers(chunks), numbers(above), ~numbers(above), depths, tokens))
 
 
-def arrive(inventory: Inventory, chunks: list[tuple[int, int]]) -> None:
+def arrive(inventory: NamespaceIndex, chunks: list[tuple[int, int]]) -> None:
     inventory.arrived(numbers(chunks), ~numbers(chunks))
 
 
-def chunks_of(inventory: Inventory, rows: Rows) -> list[tuple[int, int]]:
+def chunks_of(inventory: NamespaceIndex, rows: Rows) -> list[tuple[int, int]]:
     return [(int(chain), int(depth)) for chain, depth in inventory.rows.tokens.read(rows)]
 
 
-def check_replay(heard: set[tuple[int, int]], inventory: Inventory) -> None:
+def check_replay(heard: set[tuple[int, int]], inventory: NamespaceIndex) -> None:
     """Applies the difference to what a subscriber has; each event must change something, parents come first."""
     found = inventory.settle()
     for each in chunks_of(inventory, found.removed):
@@ -61,7 +61,7 @@ def check_replay(heard: set[tuple[int, int]], inventory: Inventory) -> None:
 @for_each("seed", range(5))
 def test_the_differences_add_up_to_what_match_would_find(seed: int) -> None:
     random = np.random.default_rng(seed)
-    inventory, model, heard = Inventory(2), Model(), set[tuple[int, int]]()
+    inventory, model, heard = NamespaceIndex(2), Model(), set[tuple[int, int]]()
     known: set[tuple[int, int]] = set()
     everything = [(chain, depth) for chain in range(6) for depth in range(12)]
     for _ in range(60):
@@ -95,7 +95,7 @@ def test_the_differences_add_up_to_what_match_would_find(seed: int) -> None:
 
 
 def test_a_listing_of_a_part_takes_nothing_from_the_other_parts() -> None:
-    inventory = Inventory(2)
+    inventory = NamespaceIndex(2)
     chunks = [(chain, 0) for chain in range(200)]
     arrive(inventory, chunks)
     learn(inventory, chunks)
@@ -107,7 +107,7 @@ def test_a_listing_of_a_part_takes_nothing_from_the_other_parts() -> None:
 
 
 def test_compacting_forgets_what_is_gone_and_keeps_what_is_told() -> None:
-    inventory, count = Inventory(2), 2 * DEAD_MIN
+    inventory, count = NamespaceIndex(2), 2 * DEAD_MIN
     chunks = [(chain, depth) for chain in range(count // 4) for depth in range(4)]
     arrive(inventory, chunks)
     learn(inventory, chunks)

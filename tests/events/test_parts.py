@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from kvstore.address import block_address
+from kvstore.core.address import block_address
+from kvstore.core.namespace import Namespace
 from kvstore.format import places
-from kvstore.namespace import Namespace
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.events.engines import Prompt, prompt_of, put_blocks
 from tests.events.test_speaker import TOPIC, Publishing

@@ -12,21 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore.core.text import parse_json
 from kvstore.errors import InvalidRequest, Unauthenticated
 from kvstore.events.http import Answers, application, decode
 from kvstore.events.index import Model
-from kvstore.events.inventory import Identities, Inventory
-from kvstore.keyset import ChunkKeys
+from kvstore.events.inventory import Identities, NamespaceIndex
+from kvstore.format.keyset import ChunkKeys
 from kvstore.security.access import Identity, Presented, Role
-from kvstore.text import parse_json
-from kvstore.wire.query import Question
+from kvstore.transport.query import Question
 from tests.kit.cases import for_each
 from tests.kit.clusters import SPACE
 from tests.kit.stores import TINY
 
 
-def known(chain: ChunkKeys) -> Inventory:
-    inventory = Inventory(TINY.chunk_tokens)
+def known(chain: ChunkKeys) -> NamespaceIndex:
+    inventory = NamespaceIndex(TINY.chunk_tokens)
     numbers = np.frombuffer(b"".join(chain.addresses), ">u8").astype(np.uint64).reshape(-1, 2)
     above = np.concatenate([np.zeros((1, 2), np.uint64), numbers[:-1]])
     tokens = chain.tokens.reshape(-1, TINY.chunk_tokens)
@@ -40,7 +40,7 @@ def known(chain: ChunkKeys) -> Inventory:
     return inventory
 
 
-def answers(inventory: Inventory) -> Answers:
+def answers(inventory: NamespaceIndex) -> Answers:
     model = Model(SPACE, inventory, np.zeros(0, np.int32))
     truth: Any = SimpleNamespace(models={1: model}, lock=threading.Condition())
     return Answers(truth, "pod", "STORAGE")

@@ -13,7 +13,7 @@ from click.testing import Result
 
 import kvstore
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.events.stream import END, Batch, Curve, Sockets, ended
+from kvstore.events.stream import END, Curve, EventBatch, Sockets, ended
 from tests.cli.conftest import run as run
 from tests.cli.conftest import serving
 from tests.events.subscriber import Subscriber
@@ -39,7 +39,7 @@ def test_with_curve_only_known_keys_hear_events(tmp_path: Path) -> None:
         plain = _subscriber(context, sockets.publish, None, key)
 
         def heard() -> bool:
-            sockets.send("kv@p@m", Batch(1, b"payload"))
+            sockets.send("kv@p@m", EventBatch(1, b"payload"))
             return bool(known.poll(20))
 
         eventually(heard)
@@ -59,7 +59,7 @@ def test_a_replay_is_asked_for_and_ended_as_vllm_does() -> None:
         while not requests:
             requests = list(sockets.requests(PATIENCE_S))
         assert [(each.seq, each.topic) for each in requests] == [(7, None)]
-        assert sockets.reply(requests[0].client, [Batch(7, b"seven"), ended()]) == 2
+        assert sockets.reply(requests[0].client, [EventBatch(7, b"seven"), ended()]) == 2
         assert asking.recv_multipart() == [b"", (7).to_bytes(8, "big"), b"seven"]
         assert asking.recv_multipart() == [b"", END.to_bytes(8, "big"), b""]
         context.destroy(0)

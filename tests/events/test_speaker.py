@@ -6,21 +6,21 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from kvstore.core.clock import RandomIds
+from kvstore.core.namespace import Namespace
+from kvstore.engine.coordination import ClusterMember
 from kvstore.errors import Unavailable
 from kvstore.events import stream as messages
-from kvstore.events.index import Doomed, Truth
+from kvstore.events.index import PendingDeletions, RootIndex
 from kvstore.events.limits import EventLimits
-from kvstore.events.publisher import Fence, Speaker, Told
-from kvstore.events.stream import MEDIUM, TERM_BITS, Batch, Stream
+from kvstore.events.publisher import Fence, PublishScope, Speaker
+from kvstore.events.stream import MEDIUM, TERM_BITS, EventBatch, TopicLog
+from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
-from kvstore.keyset import ChunkKeys
 from kvstore.meta.keys import Keys
-from kvstore.meta.memory import MemoryMeta, MemoryStore
+from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.meta.store import Compare, Delete, Put, TxnResult
-from kvstore.namespace import Namespace
-from kvstore.node.member import Member
-from kvstore.root.interface import Entry
-from kvstore.sources import RandomIds
+from kvstore.root.interface import FolderEntry
 from tests.events.subscriber import Index
 from tests.kit.clusters import SPACE, Cluster, cluster, prompt, put
 from tests.kit.events import TICK_S, Ticking, await_tick
@@ -34,12 +34,12 @@ class Publishing:
 
     def __init__(self, cluster: Cluster, clock: Ticking, limits: EventLimits | None = None) -> None:
         self.clock = clock
-        self.sent: list[tuple[str, Batch]] = []
+        self.sent: list[tuple[str, EventBatch]] = []
         self.index = Index()
-        limits, told = limits or EventLimits(), Told()
-        meta, keys = MemoryMeta(cluster.store), Keys(cluster.identity.root)
-        self.truth = Truth(
-            cluster.root, cluster.identity.shard_bits, Doomed(meta, keys, limits), told.wants, limits, clock
+        limits, told = limits or EventLimits(), PublishScope()
+        meta, keys = MemoryMetadata(cluster.store), Keys(cluster.identity.root)
+        self.truth = RootIndex(
+            cluster.root, cluster.identity.shard_bits, PendingDeletions(meta, keys, limits), told.wants, limits, clock
         )
         self.fence = Fence(meta, keys.speaker("kvstore"), limits, clock, RandomIds())
         self.speaker = Speaker(self.truth, self.fence, self._send, told, limits, clock)
@@ -55,7 +55,7 @@ class Publishing:
                 self.speaker.step()
         await_tick()
 
-    def _send(self, topic: str, batch: Batch) -> None:
+    def _send(self, topic: str, batch: EventBatch) -> None:
         self.sent.append((topic, batch))
         self.index.apply(batch.seq, batch.payload)
 
@@ -77,7 +77,7 @@ def expected(*chains: ChunkKeys) -> dict[int, tuple[int | None, list[int]]]:
     return found
 
 
-def _stored(node: Member, *chains: ChunkKeys) -> None:
+def _stored(node: ClusterMember, *chains: ChunkKeys) -> None:
     for chain in chains:
         put(node, chain)
 
@@ -170,17 +170,17 @@ def test_a_subscriber_that_missed_batches_gets_them_or_a_snapshot(
 
 
 def test_a_replay_of_another_speakers_numbers_is_a_snapshot() -> None:
-    stream = Stream(5, EventLimits())
+    stream = TopicLog(5, EventLimits())
     stream.add(b"")
     first = 5 << TERM_BITS
     assert stream.since(first - 1) is None and stream.since(0) is None
     assert stream.since(first + 2) is None, "numbers that nobody has said yet"
-    assert stream.since(first) == [Batch(first, b"")]
+    assert stream.since(first) == [EventBatch(first, b"")]
     assert stream.since(first + 1) == []
 
 
 def test_topics_keep_tenants_apart() -> None:
-    told = Told(pod="p")
+    told = PublishScope(pod="p")
     names = [
         told.topic(Namespace.of("m", TINY)),
         told.topic(Namespace.of("m", TINY, tenant="t")),
@@ -192,7 +192,7 @@ def test_topics_keep_tenants_apart() -> None:
 def test_a_lost_reply_of_the_election_is_read_back(clock: Ticking) -> None:
     store = MemoryStore(clock)
 
-    class Losing(MemoryMeta):
+    class Losing(MemoryMetadata):
         def txn(
             self, compares: Sequence[Compare], operations: Sequence[Put | Delete], timeout_s: float | None = None
         ) -> TxnResult:
@@ -202,7 +202,7 @@ def test_a_lost_reply_of_the_election_is_read_back(clock: Ticking) -> None:
     fence = Fence(Losing(store, clock), "/kv/speaker", EventLimits(), clock, RandomIds())
     fence.step()
     assert fence.term
-    other = Fence(MemoryMeta(store, clock), "/kv/speaker", EventLimits(), clock, RandomIds())
+    other = Fence(MemoryMetadata(store, clock), "/kv/speaker", EventLimits(), clock, RandomIds())
     other.step()
     assert not other.term
 
@@ -231,7 +231,7 @@ def test_a_root_that_does_not_answer_silences_nobody() -> None:
         told, last, listed = dict(publishing.index.blocks), publishing.index.last, made.root.list
         assert last is not None
 
-        def fails(folder: Name) -> Iterator[Entry]:
+        def fails(folder: Name) -> Iterator[FolderEntry]:
             raise Unavailable("the mount hangs")
 
         made.root.list = fails  # type: ignore[method-assign]

@@ -8,18 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.address import Address
-from kvstore.client.local import LocalPort
+from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
-from kvstore.events.index import Folders
+from kvstore.core.address import Address
+from kvstore.core.namespace import Namespace
+from kvstore.engine.coordination import ClusterMember
+from kvstore.events.index import ListingScheduler
 from kvstore.events.limits import EventLimits
 from kvstore.format import places
-from kvstore.keyset import ChunkKeys
+from kvstore.format.keyset import ChunkKeys
 from kvstore.meta.keys import Keys, SweepId
-from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.memory import MemoryMetadata
 from kvstore.meta.sweeps import Condemned
-from kvstore.namespace import Namespace
-from kvstore.node.member import Member
 from kvstore.root.posix import PosixRoot
 from tests.kit.clusters import SPACE, Cluster, cluster, looking, prompt, put
 from tests.kit.events import Following, addresses
@@ -29,7 +29,7 @@ from tests.kit.stores import TINY
 
 def condemn(made: Cluster, victims: list[Address]) -> list[str]:
     """Puts the keys of sweeps of these addresses, as a collector does; returns the keys."""
-    meta, keys, put_keys = MemoryMeta(made.store), Keys(made.identity.root), []
+    meta, keys, put_keys = MemoryMetadata(made.store), Keys(made.identity.root), []
     bits = made.identity.shard_bits
     for shard in sorted({places.shard(each, bits) for each in victims}):
         of_shard = [each for each in victims if places.shard(each, bits) == shard]
@@ -76,7 +76,7 @@ def test_what_a_sweep_spares_is_told_again(clustered: Cluster) -> None:
     assert not following.heard, "a listing during the sweep finds condemned chunks"
     clustered.root.remove(clustered.name(chain.addresses[3]))
     for key in keys:
-        MemoryMeta(clustered.store).delete(key)
+        MemoryMetadata(clustered.store).delete(key)
     following.catch_up()
     assert following.heard == addresses(chain.addresses[:3]) == following.on_root()
 
@@ -90,7 +90,7 @@ def test_what_comes_while_it_is_condemned_is_not_told(clustered: Cluster) -> Non
     keys = condemn(clustered, [chain.addresses[2]])
     following.catch_up()
     assert following.heard == addresses(chain.addresses[:2]), "and nothing behind it"
-    MemoryMeta(clustered.store).delete(keys[0])
+    MemoryMetadata(clustered.store).delete(keys[0])
     following.catch_up()
     assert following.heard == addresses(chain.addresses)
 
@@ -99,7 +99,7 @@ def test_a_clear_is_told_before_it_deletes_and_what_it_spares_again(clustered: C
     node, following = clustered.node(), Following(clustered)
     gone, pinned = prompt(1, 4), prompt(2, 4)
     put(node, gone), put(node, pinned)
-    cache = Store(LocalPort(node)).namespace(SPACE.name, TINY)
+    cache = Store(LocalTransport(node)).namespace(SPACE.name, TINY)
     cache.pin(pinned.tokens, ttl=3600)
     following.catch_up()
     told: list[str] = []
@@ -130,7 +130,7 @@ def test_a_damaged_chunk_is_taken_back_once_it_is_set_aside(clustered: Cluster) 
     put(node, chain)
     following.catch_up()
     _damage(clustered, chain.addresses[1])
-    cache = Store(LocalPort(node)).namespace(SPACE.name, TINY)
+    cache = Store(LocalTransport(node)).namespace(SPACE.name, TINY)
     assert cache.get(chain.tokens)[0] == TINY.chunk_tokens
     following.clock.passed_s += EventLimits().step_s
     following.step()
@@ -147,7 +147,7 @@ def test_only_wanted_namespaces_are_told(clustered: Cluster) -> None:
     following.catch_up()
     assert not following.heard
     other = Namespace.of("m2", TINY, tenant="other")
-    cache = Store(LocalPort(node)).namespace("m2", TINY, tenant="other")
+    cache = Store(LocalTransport(node)).namespace("m2", TINY, tenant="other")
     tokens = np.arange(8, dtype=np.uint32)
     cache.put(tokens, np.zeros(TINY.shape(8), np.int8))
     following.catch_up()
@@ -192,7 +192,7 @@ def test_a_lost_watch_loses_nothing(clustered: Cluster) -> None:
     for watch in following.truth._doomed._watches.values():
         watch.close()
     for key in keys:
-        MemoryMeta(clustered.store).delete(key)
+        MemoryMetadata(clustered.store).delete(key)
     following.step()  # hears that the watches are lost
     following.catch_up()
     assert following.heard == addresses(chain.addresses)
@@ -200,7 +200,7 @@ def test_a_lost_watch_loses_nothing(clustered: Cluster) -> None:
 
 def test_a_folder_whose_time_changed_is_listed_twice_and_then_left_alone() -> None:
     limits = EventLimits(settle_s=2.0, relist_s=1.0, list_share=1.0)
-    folders, now_s = Folders(4, limits), 100.0
+    folders, now_s = ListingScheduler(4, limits), 100.0
     for shard in range(4):
         folders.listed(shard, 7, now_s - 50, now_s - 50)
     now_s += 1
@@ -219,7 +219,7 @@ def test_a_folder_whose_time_changed_is_listed_twice_and_then_left_alone() -> No
 
 def test_etcd_pays_nothing_per_chunk(tmp_root: Path) -> None:
     with cluster(PosixRoot(str(tmp_root))) as made:
-        meta = MemoryMeta(made.store)
+        meta = MemoryMetadata(made.store)
         node, following = made.node(), Following(made, meta=meta)
         following.catch_up()
         before = meta.operations_count
@@ -230,10 +230,10 @@ def test_etcd_pays_nothing_per_chunk(tmp_root: Path) -> None:
         assert meta.operations_count == before
 
 
-def _readable(node: Member, chain: ChunkKeys) -> int:
+def _readable(node: ClusterMember, chain: ChunkKeys) -> int:
     eventually(lambda: node.node.gc_view.protects)
     # A match finds the end of a prefix by bisection, and so believes in what lies behind a hole.
-    return Store(LocalPort(node)).namespace(SPACE.name, TINY).get(chain.tokens)[0] // TINY.chunk_tokens
+    return Store(LocalTransport(node)).namespace(SPACE.name, TINY).get(chain.tokens)[0] // TINY.chunk_tokens
 
 
 def _damage(made: Cluster, address: Address) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.events import stream
-from kvstore.events.inventory import Identities, Inventory
+from kvstore.events.inventory import Identities, NamespaceIndex
 from kvstore.events.stream import MEDIUM
 
 EXPECTED = (
@@ -19,7 +19,7 @@ EXPECTED = (
 
 
 def test_a_batch_has_the_bytes_that_vllm_sends() -> None:
-    inventory = Inventory(1)
+    inventory = NamespaceIndex(1)
     numbers = np.array([1, 2, 3], np.uint64)
     above = np.array([0, 1, 2], np.uint64)
     inventory.arrived(numbers, numbers)

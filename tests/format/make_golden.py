@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.encodings.codec import Key, Wish, encode_chunk
+from kvstore.codec.codec import Key, Wish, encode_chunk
+from kvstore.core.layout import Layout
+from kvstore.core.namespace import Namespace
+from kvstore.core.tokens import token_array
 from kvstore.format.header import VERSION, Expected, Incarnation, checksum, encode, expected_block
-from kvstore.keyset import ChunkKeys
-from kvstore.layout import Layout
-from kvstore.namespace import Namespace
-from kvstore.tokens import token_array
+from kvstore.format.keyset import ChunkKeys
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.address import Address, block_address, chunk_address
+from kvstore.core.address import Address, block_address, chunk_address
+from kvstore.core.layout import Layout
+from kvstore.core.namespace import Namespace
+from kvstore.core.tokens import TOKEN_ID_MAX, TOKENS_MAX, token_array
 from kvstore.errors import InvalidRequest
-from kvstore.keyset import ChunkKeys
-from kvstore.layout import Layout
-from kvstore.namespace import Namespace
-from kvstore.tokens import TOKEN_ID_MAX, TOKENS_MAX, token_array
+from kvstore.format.keyset import ChunkKeys
 from tests.kit.strategies import namespaces, token_ids
 
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.address import block_addresses
-from kvstore.buffers import Buffers
+from kvstore.codec.image import make_images, verify_images
+from kvstore.core.address import block_addresses
+from kvstore.core.buffers import BlockBuffers
+from kvstore.core.namespace import Namespace
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import DESCENT_BYTES_MAX, PAGE_BYTES, Descent, checksum, decode, decode_as, expected_block
-from kvstore.keyset import BlockKeys
-from kvstore.namespace import Namespace
+from kvstore.format.keyset import BlockKeys
 from kvstore.native import library as native
-from kvstore.node.images import make_images, verify_images
 from tests.kit.stores import TINY
 from tests.kit.strategies import chunk_file, token_ids
 
@@ -136,7 +136,7 @@ def test_native_code_writes_the_same_headers(monkeypatch: pytest.MonkeyPatch) ->
     space, keys = Namespace.of("m", TINY), [bytes([at]) * (16 + at) for at in range(4)]
     said = [b"", b"a", bytes(range(256)) * 14, b"last"]
     wanted = BlockKeys(space, keys, block_addresses(space, keys), [5] * 4, (), said)
-    source = Buffers([memoryview(bytes([at]) * 5) for at in range(4)])
+    source = BlockBuffers([memoryview(bytes([at]) * 5) for at in range(4)])
 
     def made() -> list[bytes]:
         images = [memoryview(bytearray(wanted.image_bytes(at))) for at in range(4)]

@@ -1,6 +1,6 @@
 """Files of version 2 are read for ever, and match FORMAT.md (4.5) byte by byte.
 
-The decoder here is written from FORMAT.md alone: if it and ``kvstore/encodings`` disagree, one of them broke the
+The decoder here is written from FORMAT.md alone: if it and ``kvstore/codec`` disagree, one of them broke the
 format.
 """
 
@@ -14,7 +14,7 @@ import xxhash
 import zstandard
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from kvstore.encodings.codec import Decoding
+from kvstore.codec.codec import Decoding
 from kvstore.format.header import decode_any, decode_as
 from kvstore.format.places import Name
 from kvstore.root.inspect import Inspector, Whole

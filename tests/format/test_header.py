@@ -8,21 +8,21 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvstore.address import Address
+from kvstore.core.address import Address
+from kvstore.core.layout import Layout
+from kvstore.core.namespace import Namespace, NamespaceDigest
+from kvstore.core.tokens import token_array
 from kvstore.format.header import (
     PAGE_BYTES,
     Damage,
     Damaged,
-    Kind,
+    IdentityKind,
     checksum,
     decode,
     decode_as,
     is_self_consistent,
 )
-from kvstore.keyset import ChunkKeys
-from kvstore.layout import Layout
-from kvstore.namespace import Namespace, NamespaceDigest
-from kvstore.tokens import token_array
+from kvstore.format.keyset import ChunkKeys
 from tests.kit.strategies import ChunkFile, chunk_file, chunk_files
 
 
@@ -105,7 +105,7 @@ def test_every_field_of_the_identity_counts(file: ChunkFile) -> None:
     wanted = file.expected
     flipped = Address(bytes([wanted.address[0] ^ 1]) + wanted.address[1:])
     others = [
-        replace(wanted, kind=Kind.BLOCK if wanted.kind is Kind.TOKENS else Kind.TOKENS),
+        replace(wanted, kind=IdentityKind.BLOCK if wanted.kind is IdentityKind.TOKENS else IdentityKind.TOKENS),
         replace(wanted, address=flipped),
         replace(wanted, parent=flipped),
         replace(wanted, namespace=NamespaceDigest(flipped + wanted.namespace[16:])),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.address import Address
+from kvstore.core.address import Address
+from kvstore.core.namespace import NamespaceId
 from kvstore.format import places
-from kvstore.namespace import NamespaceId
 
 addresses = st.binary(min_size=16, max_size=16).map(Address)
 namespace_ids = st.binary(min_size=8, max_size=8).map(NamespaceId)

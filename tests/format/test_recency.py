@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.errors import InvalidRequest
-from kvstore.hints import DEFAULT, LEAST, PRESETS, TTL_CLASSES_S, Hints
-from kvstore.recency import (
+from kvstore.core.hints import DEFAULT, LEAST, PRESETS, TTL_CLASSES_S, Hints
+from kvstore.core.recency import (
     DEPTH_MAX,
     DEPTH_STEP_NS,
     NS_PER_S,
@@ -29,6 +28,7 @@ from kvstore.recency import (
     stamp_ns,
     superseded_ns,
 )
+from kvstore.errors import InvalidRequest
 
 times = st.floats(0, 4e9, allow_nan=False)
 quanta = st.integers(1, 3600)

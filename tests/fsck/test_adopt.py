@@ -6,26 +6,26 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from kvstore.core.clock import RandomIds
+from kvstore.core.layout import Layout
+from kvstore.core.namespace import Namespace
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.fsck import Options, adopt, fsck
 from kvstore.fsck.adopt import Adopted
-from kvstore.layout import Layout
 from kvstore.meta.cluster import Agreed, Foreign, read_generation
 from kvstore.meta.keys import Keys, SessionId, SweepId
-from kvstore.meta.memory import MemoryMeta, MemoryStore
+from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.meta.namespaces import Namespaces
-from kvstore.meta.pins import PinRecord, Pins
+from kvstore.meta.pins import Pins, StoredPin
 from kvstore.meta.session import Session
-from kvstore.meta.store import OPERATIONS_MAX, Absent, Meta, Put
+from kvstore.meta.store import OPERATIONS_MAX, Absent, MetadataStore, Put
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
-from kvstore.namespace import Namespace
 from kvstore.root.fences import list_twins, remove_twin
 from kvstore.root.identity import newest_number
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
-from kvstore.sources import RandomIds
 from tests.kit.cases import for_each
 from tests.kit.damage import LAYOUT, SHARD_BITS, Filled, fill, read, write
 from tests.kit.fake_meta import FakeClock
@@ -47,14 +47,14 @@ class Cluster:
         self.root = self.filled.root
         self.keys = Keys(self.filled.identity.root)
         self.store = MemoryStore(self.clock)
-        self.meta = MemoryMeta(self.store)
+        self.meta = MemoryMetadata(self.store)
         assert isinstance(join_root(self.meta, self.root, self.keys), Agreed)
         Namespaces(self.meta, self.keys).claim(self.filled.namespace)
 
     def session(self) -> Session:
         return Session.open(self.meta, self.keys, clock=self.clock, ids=RandomIds())
 
-    def pin(self, owner: str = "me", ttl_s: int = 600) -> PinRecord:
+    def pin(self, owner: str = "me", ttl_s: int = 600) -> StoredPin:
         session = self.session()
         pins = Pins(self.meta, self.keys, lambda: session, clock=self.clock, twins=RootTwins(self.root, self.clock))
         try:
@@ -76,16 +76,16 @@ class Cluster:
     def wipe(self) -> None:
         """etcd comes back with nothing in it."""
         self.store = MemoryStore(self.clock)
-        self.meta = MemoryMeta(self.store)
+        self.meta = MemoryMetadata(self.store)
 
-    def adopt(self, meta: Meta | None = None, root: Root | None = None) -> Adopted:
+    def adopt(self, meta: MetadataStore | None = None, root: Root | None = None) -> Adopted:
         return adopt(root or self.root, self.filled.identity, meta or self.meta, clock=self.clock)
 
-    def pins(self) -> list[PinRecord]:
-        return [PinRecord.of(kv) for kv in self.meta.list(self.keys.refs).items]
+    def pins(self) -> list[StoredPin]:
+        return [StoredPin.of(kv) for kv in self.meta.list(self.keys.refs).items]
 
 
-def condemn_key(meta: Meta, keys: Keys, shard: int, sweep: SweepId) -> None:
+def condemn_key(meta: MetadataStore, keys: Keys, shard: int, sweep: SweepId) -> None:
     """Puts a sweep's key and the next link of the chain (rules G2, C1)."""
     before = meta.get(keys.gc_seq)
     prev = Seq.from_json(before.value).nonce if before else NO_NONCE
@@ -100,7 +100,7 @@ def condemn_key(meta: Meta, keys: Keys, shard: int, sweep: SweepId) -> None:
 def test_every_namespace_of_the_root_is_recorded_once() -> None:
     filled = fill(MemoryRoot(), 1, "one")
     fill(filled.root, 1, "two")
-    meta = MemoryMeta()
+    meta = MemoryMetadata()
     adopted = adopt(filled.root, filled.identity, meta)
     assert (adopted.added_count, adopted.known_count, adopted.refused) == (2, 0, [])
     known = Namespaces(meta, Keys(filled.identity.root)).list()
@@ -116,7 +116,7 @@ def test_wrong_namespace_records_are_left_out() -> None:
     write(filled.root, places.namespace_record(other.digest), filled.namespace.to_json())
     third = Namespace.of("third", LAYOUT)
     write(filled.root, places.namespace_record(third.digest), b"{}")
-    adopted = adopt(filled.root, filled.identity, MemoryMeta())
+    adopted = adopt(filled.root, filled.identity, MemoryMetadata())
     assert adopted.added_count == 1
     assert sorted(line.partition(":")[0] for line in adopted.refused) == sorted(
         [places.namespace_record(other.digest), places.namespace_record(third.digest)]
@@ -128,7 +128,7 @@ def test_layout_that_the_root_claims_is_kept() -> None:
     for chunk_tokens in range(5, 12):
         rival = Namespace.of("model", Layout(layers=1, kv_heads=1, head_dim=1, chunk_tokens=chunk_tokens))
         write(filled.root, places.namespace_record(rival.digest), rival.to_json())
-    meta = MemoryMeta()
+    meta = MemoryMetadata()
     adopted = adopt(filled.root, filled.identity, meta)
     assert adopted.added_count == 1 and len(adopted.refused) == 7
     assert [namespace.digest for namespace in Namespaces(meta, Keys(filled.identity.root)).list()] == [
@@ -395,7 +395,7 @@ def ends_clean(cluster: Cluster, before: dict[int, bytes | None]) -> None:
     assert {finding.kind.value for finding in report.findings} <= {"orphan_staging", "young_staging"}
 
 
-def stopped_at(cluster: Cluster, meta: Meta, root: Root) -> bool:
+def stopped_at(cluster: Cluster, meta: MetadataStore, root: Root) -> bool:
     """True if adopting stopped before its end; if so, nobody may believe that root and etcd agree."""
     try:
         cluster.adopt(meta, root)

@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 
+from kvstore.core.clock import RandomIds
+from kvstore.core.layout import Layout
+from kvstore.core.namespace import Namespace, NamespaceId
+from kvstore.core.tokens import token_array
 from kvstore.format import places
 from kvstore.format.header import Damage
+from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
-from kvstore.fsck import Action, Kind, Options, Report, fsck
-from kvstore.keyset import ChunkKeys
-from kvstore.layout import Layout
-from kvstore.namespace import Namespace, NamespaceId
+from kvstore.fsck import Action, FindingKind, FsckReport, Options, fsck
 from kvstore.root.identity import claim_key
 from kvstore.root.inspect import READ_BYTES, Broken, Inspector
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
 from kvstore.root.object_store import open_object_root
 from kvstore.root.posix import PosixReader, PosixRoot
-from kvstore.sources import RandomIds
-from kvstore.tokens import token_array
 from tests.kit.cases import for_each
 from tests.kit.damage import LAYOUT, NOW_S, SHARD_BITS, Filled, chunk_bytes, fill, read, write
 from tests.kit.faulty_root import EIO, EROFS, FaultyRoot, Flipped, Rule
@@ -59,7 +59,7 @@ def memory() -> Filled:
     return fill(MemoryRoot())
 
 
-def check(filled: Filled, **options: Any) -> Report:
+def check(filled: Filled, **options: Any) -> FsckReport:
     return fsck(filled.root, filled.identity, Options(**options), clock=Clock())
 
 
@@ -68,11 +68,11 @@ def on(root: Root, filled: Filled) -> Filled:
     return Filled(root, filled.identity, filled.namespace, filled.chain)
 
 
-def found(report: Report) -> list[tuple[Kind, str, str, Action | None]]:
+def found(report: FsckReport) -> list[tuple[FindingKind, str, str, Action | None]]:
     return [(one.kind, one.name, one.detail, one.action) for one in report.findings]
 
 
-def done(report: Report) -> list[tuple[Kind, Action | None]]:
+def done(report: FsckReport) -> list[tuple[FindingKind, Action | None]]:
     return [(one.kind, one.action) for one in report.findings]
 
 
@@ -111,12 +111,12 @@ def test_damaged_chunk_is_found_and_repaired(filled: Filled, damage: str) -> Non
     change, reason = DAMAGES[damage]
     write(filled.root, filled.name(5), change(filled.content(5)))
     report = check(filled)
-    assert found(report) == [(Kind.DAMAGED, filled.name(5), reason.value, None)]
+    assert found(report) == [(FindingKind.DAMAGED, filled.name(5), reason.value, None)]
     assert not report.is_clean and report.unrepaired_count == 1
     assert filled.root.stat(filled.name(5)) is not None, "looking must not change anything"
 
     report = check(filled, repair=True)
-    assert done(report) == [(Kind.DAMAGED, Action.QUARANTINED), (Kind.QUARANTINED, Action.REMOVED)]
+    assert done(report) == [(FindingKind.DAMAGED, Action.QUARANTINED), (FindingKind.QUARANTINED, Action.REMOVED)]
     assert not report.is_clean and report.unrepaired_count == 0
     assert filled.root.stat(filled.name(5)) is None, "the next put can write it again"
     assert names(filled.root, "quarantine") == set(), "one run does it"
@@ -132,7 +132,7 @@ def test_file_read_wrong_for_a_moment_is_restored(memory: Filled) -> None:
     # Wrong at its name, and again just after it was taken: two readings each, of header and payload.
     root = FaultyRoot(memory.root, [Rule("read", Flipped(4096), is_its, times=8)])
     report = check(on(root, memory), repair=True)
-    assert done(report) == [(Kind.DAMAGED, Action.QUARANTINED), (Kind.QUARANTINED, Action.RESTORED)]
+    assert done(report) == [(FindingKind.DAMAGED, Action.QUARANTINED), (FindingKind.QUARANTINED, Action.RESTORED)]
     assert read(memory.root, memory.name(5)) == content and names(memory.root, "quarantine") == set()
 
 
@@ -158,7 +158,7 @@ def test_housekeeping_never_crowds_out_damage(memory: Filled) -> None:
     write(memory.root, Name("holiday.jpg"), b"mine")
     report = check(memory, live_sessions=set(), findings_max=3)
     assert not report.is_clean
-    assert {one.kind for one in report.findings if one.is_problem} == {Kind.DAMAGED, Kind.FOREIGN}
+    assert {one.kind for one in report.findings if one.is_problem} == {FindingKind.DAMAGED, FindingKind.FOREIGN}
 
 
 def test_misplaced_files_are_moved_to_their_names(filled: Filled) -> None:
@@ -173,7 +173,10 @@ def test_misplaced_files_are_moved_to_their_names(filled: Filled) -> None:
     filled.root.move(filled.name(5), wrong := Name(f"chunks/{shard:04x}/{filled.name(5).rpartition('/')[2]}"))
     report = check(filled)
     problems = {one.name: one.kind for one in report.findings if one.is_problem}
-    assert problems == {**{filled.name(index): Kind.MISPLACED for index in range(5)}, wrong: Kind.WRONG_SHARD}
+    assert problems == {
+        **{filled.name(index): FindingKind.MISPLACED for index in range(5)},
+        wrong: FindingKind.WRONG_SHARD,
+    }
     assert check(filled, repair=True).unrepaired_count == 0
     assert [read(filled.root, filled.name(index)) for index in (0, 1, 2, 3)] == contents[:4]
     assert read(filled.root, other.name(1)) == theirs and filled.root.stat(filled.name(4)) is None
@@ -184,7 +187,7 @@ def test_misplaced_files_are_moved_to_their_names(filled: Filled) -> None:
 def test_misplaced_copy_of_a_sound_chunk_is_removed(filled: Filled) -> None:
     write(filled.root, filled.name(5), filled.content(0))
     report = check(filled, repair=True)
-    assert done(report) == [(Kind.MISPLACED, Action.QUARANTINED), (Kind.QUARANTINED, Action.REMOVED)]
+    assert done(report) == [(FindingKind.MISPLACED, Action.QUARANTINED), (FindingKind.QUARANTINED, Action.REMOVED)]
     assert read(filled.root, filled.name(0)) is not None
     assert names(filled.root, "quarantine") == set()
 
@@ -195,7 +198,7 @@ def test_only_copy_stays_while_its_name_is_taken(memory: Filled) -> None:
     write(memory.root, memory.name(2), b"damaged")
     root = FaultyRoot(memory.root, [Rule("move", EROFS)])
     report = check(on(root, memory), repair=True)
-    assert (Kind.QUARANTINED, Action.QUARANTINED) in done(report)
+    assert (FindingKind.QUARANTINED, Action.QUARANTINED) in done(report)
     assert memory.root.stat(aside) is not None
 
 
@@ -220,7 +223,7 @@ def test_foreign_files_are_named_and_never_touched(filled: Filled) -> None:
     for name in ("lost+found/x", "trash/x/y", "plans/x", "pins/o/p", ".snapshot/x"):
         write(filled.root, Name(name), b"kept by file systems and by garbage collection")
     report = check(filled, repair=True, live_sessions=set())
-    assert report.counts == {Kind.FOREIGN: len(FOREIGN)}
+    assert report.counts == {FindingKind.FOREIGN: len(FOREIGN)}
     assert all(sum(name.startswith(one.name) for one in report.findings) == 1 for name in FOREIGN)
     assert all(read(filled.root, Name(name)) == b"mine" for name in FOREIGN)
 
@@ -228,7 +231,7 @@ def test_foreign_files_are_named_and_never_touched(filled: Filled) -> None:
 def test_scratch_folder_of_a_killed_check_is_removed(memory: Filled) -> None:
     write(memory.root, Name(".check-00ff/race/1"), b"x")
     report = check(memory)
-    assert [(one.kind, one.name) for one in report.findings] == [(Kind.LEFTOVER, ".check-00ff")]
+    assert [(one.kind, one.name) for one in report.findings] == [(FindingKind.LEFTOVER, ".check-00ff")]
     assert check(memory, repair=True).actions == {Action.REMOVED: 1}
     assert check(memory).is_clean
 
@@ -239,8 +242,8 @@ def test_staged_files_of_dead_sessions_are_removed(memory: Filled) -> None:
         write(memory.root, places.staged(session, 1), b"part", age_s=age_s)
     report = check(memory, repair=True, live_sessions={live})
     assert set(found(report)) == {
-        (Kind.ORPHAN_STAGING, places.staged(dead, 1), "4 bytes", Action.REMOVED),
-        (Kind.YOUNG_STAGING, places.staged(new, 1), "4 bytes", None),  # may have begun after the list was read
+        (FindingKind.ORPHAN_STAGING, places.staged(dead, 1), "4 bytes", Action.REMOVED),
+        (FindingKind.YOUNG_STAGING, places.staged(new, 1), "4 bytes", None),  # may have begun after the list was read
     }
     assert names(memory.root, "staging") == {live.hex(), new.hex()} and report.is_clean
     assert read(memory.root, places.staged(live, 1)) == read(memory.root, places.staged(new, 1)) == b"part"
@@ -248,20 +251,20 @@ def test_staged_files_of_dead_sessions_are_removed(memory: Filled) -> None:
 
 @for_each(
     "age_s, kind",
-    [(3500.0, Kind.YOUNG_STAGING), (3700.0, Kind.ORPHAN_STAGING), (-1e6, Kind.ORPHAN_STAGING)],
+    [(3500.0, FindingKind.YOUNG_STAGING), (3700.0, FindingKind.ORPHAN_STAGING), (-1e6, FindingKind.ORPHAN_STAGING)],
 )
-def test_staged_file_without_sessions_counts_by_age(memory: Filled, age_s: float, kind: Kind) -> None:
+def test_staged_file_without_sessions_counts_by_age(memory: Filled, age_s: float, kind: FindingKind) -> None:
     write(memory.root, places.staged(SESSION, 1), b"part", age_s=age_s)
     report = check(memory, repair=True)
     assert [one.kind for one in report.findings] == [kind]
-    assert (memory.root.stat(places.staged(SESSION, 1)) is None) is (kind is Kind.ORPHAN_STAGING)
+    assert (memory.root.stat(places.staged(SESSION, 1)) is None) is (kind is FindingKind.ORPHAN_STAGING)
 
 
 def test_whole_chunk_in_quarantine_is_published_back(filled: Filled) -> None:
     content = read(filled.root, filled.name(2))
     aside = places.quarantined(filled.chain.addresses[2], SESSION, 1)
     assert filled.root.move(filled.name(2), aside)
-    assert (Kind.QUARANTINED, aside, "whole", None) in found(check(filled))
+    assert (FindingKind.QUARANTINED, aside, "whole", None) in found(check(filled))
     assert check(filled, repair=True).actions == {Action.RESTORED: 1}
     assert read(filled.root, filled.name(2)) == content
     write(filled.root, aside, filled.content(2))
@@ -273,12 +276,12 @@ def test_whole_chunk_in_quarantine_is_published_back(filled: Filled) -> None:
 def test_orphans_and_unrecorded_namespaces_are_information(memory: Filled) -> None:
     memory.root.remove(memory.name(2))
     report = check(memory)
-    assert [(one.kind, one.name) for one in report.findings] == [(Kind.UNREACHABLE, memory.name(3))]
+    assert [(one.kind, one.name) for one in report.findings] == [(FindingKind.UNREACHABLE, memory.name(3))]
     assert memory.chain.addresses[2].hex() in report.findings[0].detail
     assert report.is_clean and report.unreachable_count == 1
     memory.root.remove(places.namespace_record(memory.namespace.digest))
     report = check(memory)
-    assert report.counts == {Kind.NO_RECORD: 1, Kind.UNREACHABLE: 1} and report.is_clean
+    assert report.counts == {FindingKind.NO_RECORD: 1, FindingKind.UNREACHABLE: 1} and report.is_clean
     assert memory.namespace.digest.hex() in report.findings[0].detail
 
 
@@ -291,11 +294,11 @@ def test_unreadable_record_makes_way_for_a_new_one(filled: Filled, which: str, c
     assert filled.root.stat(name) is not None
     write(filled.root, name, content)
     report = check(filled)
-    assert [(one.kind, one.name) for one in report.findings if one.is_problem] == [(Kind.BAD_RECORD, name)]
+    assert [(one.kind, one.name) for one in report.findings if one.is_problem] == [(FindingKind.BAD_RECORD, name)]
     check(filled, repair=True)
     assert filled.root.stat(name) is None
     fill(filled.root, 0)
-    assert check(filled, repair=True).counts.keys() <= {Kind.QUARANTINED}
+    assert check(filled, repair=True).counts.keys() <= {FindingKind.QUARANTINED}
     assert check(filled).is_clean
 
 
@@ -306,7 +309,10 @@ def test_record_under_another_name_is_found(memory: Filled) -> None:
     write(memory.root, record, memory.namespace.to_json())
     write(memory.root, claim, read(memory.root, own) or b"")
     report = check(memory)
-    assert {(one.kind, one.name) for one in report.findings} == {(Kind.BAD_RECORD, record), (Kind.BAD_RECORD, claim)}
+    assert {(one.kind, one.name) for one in report.findings} == {
+        (FindingKind.BAD_RECORD, record),
+        (FindingKind.BAD_RECORD, claim),
+    }
 
 
 def test_unreadable_file_does_not_stop_the_check(memory: Filled) -> None:
@@ -315,8 +321,8 @@ def test_unreadable_file_does_not_stop_the_check(memory: Filled) -> None:
     root = FaultyRoot(inner, [Rule("read", EIO, lambda name: name == memory.name(1))])
     report = check(on(root, memory), repair=True)
     assert {(one.kind, one.name) for one in report.findings if one.is_problem} == {
-        (Kind.UNREADABLE, memory.name(1)),
-        (Kind.DAMAGED, memory.name(5)),
+        (FindingKind.UNREADABLE, memory.name(1)),
+        (FindingKind.DAMAGED, memory.name(5)),
     }
     assert inner.stat(memory.name(1)) is not None, "what cannot be read is not known to be damaged"
 
@@ -325,7 +331,7 @@ def test_failed_repair_is_reported(memory: Filled) -> None:
     write(memory.root, memory.name(5), b"damaged")
     root = FaultyRoot(memory.root, [Rule("move", EROFS)])
     report = check(on(root, memory), repair=True)
-    assert done(report) == [(Kind.DAMAGED, Action.FAILED)]
+    assert done(report) == [(FindingKind.DAMAGED, Action.FAILED)]
     assert report.unrepaired_count == 1
 
 
@@ -348,7 +354,7 @@ def test_file_repaired_by_another_node_is_put_back(memory: Filled) -> None:
     write(memory.root, memory.name(5), b"damaged")
     root = Meddling(memory.root, lambda: write(memory.root, memory.name(5), whole))
     report = check(on(root, memory), repair=True)
-    assert done(report) == [(Kind.DAMAGED, Action.VANISHED)]
+    assert done(report) == [(FindingKind.DAMAGED, Action.VANISHED)]
     assert report.is_clean
     assert read(memory.root, memory.name(5)) == whole
     assert names(memory.root, "quarantine") == set()
@@ -403,7 +409,7 @@ def test_header_with_foreign_tokens_is_damage(memory: Filled) -> None:
     """Each part of it is valid alone: one chunk's tokens are in front of another's bytes."""
     forged = replace(memory.expected(5), identity=memory.expected(4).identity)
     write(memory.root, memory.name(5), chunk_bytes(forged))
-    assert found(check(memory)) == [(Kind.DAMAGED, memory.name(5), Damage.IDENTITY.value, None)]
+    assert found(check(memory)) == [(FindingKind.DAMAGED, memory.name(5), Damage.IDENTITY.value, None)]
 
 
 def test_file_cut_while_it_is_read_is_damage(tmp_root: Path) -> None:

@@ -12,18 +12,18 @@ import grpc
 import numpy as np
 import pytest
 
-from kvstore.address import block_address
 from kvstore.client.cache import Cache
-from kvstore.client.local import LocalPort
+from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
+from kvstore.core.address import block_address
+from kvstore.core.executor import Deadline
 from kvstore.errors import HoldBroken
-from kvstore.keyset import BlockKeys, ChunkKeys
-from kvstore.node.lanes import Deadline
+from kvstore.format.keyset import BlockKeys, ChunkKeys
 from kvstore.root.posix import PosixRoot
+from kvstore.transport.messages import pack_keys, sealed
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.messages import pack_keys, sealed
 from kvstore.worker.limits import WorkerLimits
-from kvstore.worker.worker import Worker
+from kvstore.worker.server import Worker
 from tests.kit.clusters import SPACE, Cluster, cluster, eventually, looking
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import TINY
@@ -47,7 +47,7 @@ def cache(request: pytest.FixtureRequest, c: Cluster) -> Iterator[Cache]:
     with ExitStack() as undo:
         member = c.node()
         if request.param == "embedded":
-            yield Store(LocalPort(member)).namespace(SPACE.name, TINY)
+            yield Store(LocalTransport(member)).namespace(SPACE.name, TINY)
             return
         worker = Worker(member, "127.0.0.1:0")
         undo.callback(worker.stop)
@@ -84,7 +84,7 @@ def test_held_blocks_outlive_sweeps_and_are_read_meanwhile_and_afterwards(c: Clu
 def test_a_sweep_waits_for_a_look_that_goes_on(c: Cluster) -> None:
     """Rule A2: until the look has ended nobody knows what the hold is on."""
     node, seen = c.node(), list[int]()
-    cache = Store(LocalPort(node)).namespace(SPACE.name, TINY)
+    cache = Store(LocalTransport(node)).namespace(SPACE.name, TINY)
     cache.blocks.put(KEYS, BLOCKS)
     real = node.node.blocks._present
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.core.clock import RandomIds
 from kvstore.meta.keys import Keys, SessionId
-from kvstore.meta.memory import MemoryMeta, MemoryStore
+from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.meta.session import Session
-from kvstore.meta.usage import Capacity, Usage
-from kvstore.root.interface import Space
+from kvstore.meta.usage import Capacity, UsageReport
+from kvstore.root.interface import StorageSpace
 from kvstore.root.memory import MemoryRoot
-from kvstore.sources import RandomIds
 from kvstore_gc.capacity import LATE_S, RATE_S, STALE_S, TICK_S, Accounts, Level, Pressure
 from kvstore_gc.membership import TTL_S, Collectors
 from tests.kit.clusters import site_of
@@ -43,7 +43,7 @@ def test_a_level_exists_once_a_root_with_a_limit_was_listed() -> None:
     accounts = Accounts(None)
     scanned(accounts, 500)
     assert accounts.level is None and not accounts.is_known
-    accounts.measured(Space(None, 300))
+    accounts.measured(StorageSpace(None, 300))
     assert accounts.level is not None and accounts.level.capacity_bytes == 800
     accounts.limited(600)
     assert accounts.level.capacity_bytes == 600
@@ -52,12 +52,12 @@ def test_a_level_exists_once_a_root_with_a_limit_was_listed() -> None:
 def test_reports_since_a_listing_count_and_those_before_do_not() -> None:
     clock = FakeClock()
     accounts = Accounts(10_000, clock)
-    accounts.reported(ONE, Usage(700, 100))
+    accounts.reported(ONE, UsageReport(700, 100))
     scanned(accounts, 1000)
     assert used(accounts) == 1000
     clock.advance(LATE_S)
-    accounts.reported(ONE, Usage(900, 150))
-    accounts.reported(TWO, Usage(40, 0))
+    accounts.reported(ONE, UsageReport(900, 150))
+    accounts.reported(TWO, UsageReport(40, 0))
     accounts.deleted(300)
     assert used(accounts) == 1000 + 200 - 50 + 40 - 300
 
@@ -65,23 +65,23 @@ def test_reports_since_a_listing_count_and_those_before_do_not() -> None:
 def test_writes_during_a_listing_count_twice_and_deletions_not() -> None:
     clock = FakeClock()
     accounts = Accounts(10_000, clock)
-    accounts.reported(ONE, Usage(100, 0))
+    accounts.reported(ONE, UsageReport(100, 0))
     accounts.begin_listing()
-    accounts.reported(ONE, Usage(150, 20))
+    accounts.reported(ONE, UsageReport(150, 20))
     accounts.deleted(70)
     accounts.end_listing(1000)
     assert used(accounts) == 1050
-    accounts.reported(ONE, Usage(150, 30))
+    accounts.reported(ONE, UsageReport(150, 30))
     assert used(accounts) == 1050, "the report may be late, and the listing without those"
     clock.advance(LATE_S)
-    accounts.reported(ONE, Usage(150, 35))
+    accounts.reported(ONE, UsageReport(150, 35))
     assert used(accounts) == 1045
 
 
 def test_an_ended_reporter_counts_until_the_next_listing() -> None:
     accounts = Accounts(10_000)
     scanned(accounts, 1000)
-    accounts.reported(ONE, Usage(200, 0))
+    accounts.reported(ONE, UsageReport(200, 0))
     accounts.ended(ONE)
     assert used(accounts) == 1200
     scanned(accounts, 1200)
@@ -91,9 +91,9 @@ def test_an_ended_reporter_counts_until_the_next_listing() -> None:
 def test_an_unheard_node_counts_from_its_first_report() -> None:
     accounts = Accounts(10_000)
     scanned(accounts, 1000, ONE)
-    accounts.reported(ONE, Usage(5000, 0))
+    accounts.reported(ONE, UsageReport(5000, 0))
     assert used(accounts) == 1000
-    accounts.reported(ONE, Usage(5300, 0))
+    accounts.reported(ONE, UsageReport(5300, 0))
     assert used(accounts) == 1300
 
 
@@ -106,7 +106,7 @@ def test_a_level_is_never_below_what_was_reported(steps: list[tuple[str, int]]) 
         if step == "write":
             written, on_root = written + size, on_root + size
         elif step == "report":
-            accounts.reported(ONE, Usage(written, 0))
+            accounts.reported(ONE, UsageReport(written, 0))
             reported = written
         elif step == "scan":
             scanned(accounts, on_root)
@@ -123,9 +123,9 @@ def test_the_headroom_is_a_share_of_the_capacity_or_two_puts() -> None:
     accounts = Accounts(1000 * MIB)
     scanned(accounts, 0)
     assert accounts.level == Level(0, 1000 * MIB, 50 * MIB)
-    accounts.reported(ONE, Usage(0, 0, 40 * MIB))
+    accounts.reported(ONE, UsageReport(0, 0, 40 * MIB))
     assert accounts.level == Level(0, 1000 * MIB, 80 * MIB)
-    accounts.reported(ONE, Usage(0, 0, 900 * MIB))
+    accounts.reported(ONE, UsageReport(0, 0, 900 * MIB))
     assert accounts.level == Level(0, 1000 * MIB, 250 * MIB), "a quarter at most"
 
 
@@ -133,11 +133,11 @@ def test_the_headroom_follows_the_write_rate_and_the_latency() -> None:
     clock = FakeClock()
     accounts = Accounts(1000 * MIB, clock)
     scanned(accounts, 0)
-    accounts.reported(ONE, Usage(0, 0))
+    accounts.reported(ONE, UsageReport(0, 0))
     accounts.deleted(0, 0.5)
     clock.advance(RATE_S)
-    accounts.reported(ONE, Usage(100 * MIB, 0))
-    accounts.measured(Space(None, None))
+    accounts.reported(ONE, UsageReport(100 * MIB, 0))
+    accounts.measured(StorageSpace(None, None))
     assert accounts.level is not None and accounts.level.headroom_bytes == int(2 * 100 * MIB * 0.4)
 
 
@@ -150,12 +150,12 @@ def test_the_headroom_grows_while_nodes_lack_credit() -> None:
         assert accounts.record(0, 1).credit_bytes == 0 and accounts.level is not None
         sizes.append(accounts.level.headroom_bytes)
         clock.advance(RATE_S)
-        accounts.measured(Space(None, None))
+        accounts.measured(StorageSpace(None, None))
     assert sizes[0] == 50 and sizes == sorted(sizes) and sizes[-1] == 250
     scanned(accounts, 0)
     for _ in range(20):
         clock.advance(RATE_S)
-        accounts.measured(Space(None, None))
+        accounts.measured(StorageSpace(None, None))
     assert accounts.level is not None and accounts.level.headroom_bytes == 50
 
 
@@ -187,14 +187,14 @@ class Cluster:
 
     def __init__(self) -> None:
         self.clock = FakeClock()
-        self.meta = MemoryMeta(MemoryStore(self.clock))
+        self.meta = MemoryMetadata(MemoryStore(self.clock))
         self.keys = Keys(bytes(16))
 
     def session(self) -> Session:
         return Session.open(self.meta, self.keys, clock=self.clock, ids=RandomIds(), ttl_s=3600)
 
     def report(self, session: Session, written_bytes: int) -> int:
-        return self.meta.put(self.keys.usage_of(session.id), Usage(written_bytes, 0).to_json(), session.lease)
+        return self.meta.put(self.keys.usage_of(session.id), UsageReport(written_bytes, 0).to_json(), session.lease)
 
     def collector(self, max_bytes: int = 1000) -> tuple[Pressure, Accounts]:
         site = site_of(self.meta, clock=self.clock)

@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.errors import Unavailable
 from kvstore.meta.keys import Keys, SessionId
-from kvstore.meta.memory import MemoryMeta, MemoryStore
+from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore_gc.config import Config
 from kvstore_gc.membership import TTL_S, Collectors, owner
 from kvstore_gc.summary import Summary
@@ -32,7 +32,7 @@ def test_shards_are_shared_and_change_hands_only_where_they_must() -> None:
 def test_each_shard_is_one_live_collector_s() -> None:
     clock, ids = FakeClock(), CountingIds()
     store = MemoryStore(clock)
-    one, two = (Collectors(site_of(MemoryMeta(store), clock=clock, ids=ids)) for _ in range(2))
+    one, two = (Collectors(site_of(MemoryMetadata(store), clock=clock, ids=ids)) for _ in range(2))
     with pytest.raises(Unavailable, match="joins again"):
         one.shards(16)
     one.beat()
@@ -55,7 +55,7 @@ def test_the_smallest_limit_of_the_collectors_holds_for_all_and_is_said_once(cap
     clock, ids = FakeClock(), CountingIds()
     store = MemoryStore(clock)
     one, two, three = (
-        Collectors(site_of(MemoryMeta(store), clock=clock, ids=ids), max_bytes) for max_bytes in (100, None, 50)
+        Collectors(site_of(MemoryMetadata(store), clock=clock, ids=ids), max_bytes) for max_bytes in (100, None, 50)
     )
     one.beat()
     two.beat()
@@ -77,7 +77,7 @@ def test_the_smallest_limit_of_the_collectors_holds_for_all_and_is_said_once(cap
 
 def test_a_collector_whose_put_stayed_unknown_is_listed_once() -> None:
     clock, keys = FakeClock(), Keys(bytes(16))
-    meta = FaultyMeta(MemoryMeta(MemoryStore(clock)))
+    meta = FaultyMeta(MemoryMetadata(MemoryStore(clock)))
     meta.add(MetaRule(Fault.REPLY_LOST, ("put",), times=1))
     one = Collectors(site_of(meta, clock=clock))
     with pytest.raises(Unavailable):

@@ -8,8 +8,8 @@ import pytest
 
 from kvstore.cli.options import DURATION, SIZE
 from kvstore.errors import InvalidRequest
-from kvstore_gc.config import Config, Share, read_config
-from kvstore_gc.policy import Order
+from kvstore_gc.config import Config, QuotaRule, read_config
+from kvstore_gc.policy import EvictionOrder
 from tests.kit.cases import for_each
 
 ALL = """
@@ -38,8 +38,8 @@ def read(folder: Path, text: str) -> Config:
 def test_everything_can_be_said_in_the_units_of_the_command_line(tmp_path: Path) -> None:
     found = read(tmp_path, ALL)
     assert (found.ttl_s, found.max_bytes) == (7 * 86_400.0, 2 << 40)
-    assert found.order is Order.LRU
-    assert found.shares == (Share("acme", None, 200 << 30), Share(None, "llama", 1000))
+    assert found.order is EvictionOrder.LRU
+    assert found.shares == (QuotaRule("acme", None, 200 << 30), QuotaRule(None, "llama", 1000))
 
 
 @for_each(

@@ -8,10 +8,10 @@ from unittest.mock import ANY
 
 import pytest
 
+from kvstore.core.clock import SystemClock
 from kvstore.errors import RootMismatch, Unavailable
-from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.memory import MemoryMetadata
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.sources import SystemClock
 from kvstore_gc.capacity import Pressure
 from kvstore_gc.config import Config
 from kvstore_gc.cycle import FRESH_S
@@ -109,7 +109,7 @@ def test_a_prompt_whose_hold_ends_between_rounds_keeps_its_prefix(
     place: Place, monkeypatch: pytest.MonkeyPatch, linger_s: float, renews: bool
 ) -> None:
     """``linger_s`` is 0 as where the node has died; a root that keeps no times renews nothing."""
-    monkeypatch.setattr("kvstore.node.holds.LINGER_S", linger_s)
+    monkeypatch.setattr("kvstore.engine.holds.LINGER_S", linger_s)
     node, once, other = place.cluster.node(), prompt(1, 12), prompt(2, 12)
     put(node, once)
     put(node, other)
@@ -149,13 +149,13 @@ def test_a_dry_run_says_the_same_and_changes_nothing_at_all(place: Place) -> Non
     put(node, chain)
     place.age(chain)
     place.cycle().run()  # what the first round makes is there
-    root, meta = FaultyRoot(place.cluster.root), FaultyMeta(MemoryMeta(place.cluster.store))
-    tree, keys = place.tree(), MemoryMeta(place.cluster.store).list("/kv/")
+    root, meta = FaultyRoot(place.cluster.root), FaultyMeta(MemoryMetadata(place.cluster.store))
+    tree, keys = place.tree(), MemoryMetadata(place.cluster.store).list("/kv/")
     explain = [chain.addresses[0], chain.addresses[5], prompt(9, 1).addresses[0]]
     rounds = place.cycle(Config(max_bytes=place.bytes_of(chain) // 2), root=root, meta=meta)
     summary = rounds.dry_run(examples_max=2, explain=explain)
     assert place.tree() == tree
-    assert MemoryMeta(place.cluster.store).list("/kv/").revision == keys.revision
+    assert MemoryMetadata(place.cluster.store).list("/kv/").revision == keys.revision
     assert not set(root.calls) & {"stage", "publish", "discard", "touch", "move", "make_folder", "remove"}
     assert [each.address for each in summary.examples] == [chain.addresses[5].hex(), chain.addresses[4].hex()]
     assert [(each.goes, each.reason) for each in summary.explained] == [
@@ -169,7 +169,7 @@ def test_a_dry_run_says_the_same_and_changes_nothing_at_all(place: Place) -> Non
 
 def test_a_collector_does_not_run_on_an_etcd_that_does_not_know_the_root(place: Place) -> None:
     put(place.cluster.node(), prompt(1, 3))
-    foreign = MemoryMeta()
+    foreign = MemoryMetadata()
     for run in (place.cycle(Config(ttl_s=0), meta=foreign).run, place.cycle(Config(ttl_s=0), meta=foreign).dry_run):
         with pytest.raises(RootMismatch, match="fsck"):
             run()

@@ -17,12 +17,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 import kvstore
-from kvstore.meta.etcd import EtcdMeta
+from kvstore.core.clock import RandomIds, SystemClock
+from kvstore.meta.etcd import EtcdMetadata
 from kvstore.meta.keys import Keys
 from kvstore.meta.session import Session
 from kvstore.root.identity import read_identity
 from kvstore.root.posix import PosixRoot
-from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.cli import command
 from kvstore_gc.cycle import FRESH_S
 from tests.cli.conftest import PATIENCE_S, SOURCE, Running, descendants, eventually, serving
@@ -144,7 +144,7 @@ def test_a_dry_run_changes_neither_the_root_nor_etcd(up: Running, at: tuple[str,
     put(up, 30)
     time.sleep(2 * FRESH_S)  # what was put just before a listing stays
     limit = bounded_to(15 * CHUNK_BYTES)
-    meta = EtcdMeta(up.etcd)
+    meta = EtcdMetadata(up.etcd)
     try:
         before, revision = tree(root), meta.list("/kv/").revision
         as_json = line(ended(*at, "--dry-run", *limit, "--json"))
@@ -189,7 +189,7 @@ def test_rounds_go_on_until_sigterm(up: Running, at: tuple[str, ...], module_roo
         child.send_signal(signal.SIGTERM)
         assert child.wait(PATIENCE_S) == 0
         assert "gc.stopped" in said()
-    meta = EtcdMeta(up.etcd)
+    meta = EtcdMetadata(up.etcd)
     try:
         left = [kv.key for kv in meta.list("/kv/").items if "/collectors/" in kv.key or "/condemned/" in kv.key]
         assert left == [], "it has left, and nothing is open"
@@ -202,7 +202,7 @@ def test_sigterm_during_a_grace_ends_it_and_takes_nothing(up: Running, at: tuple
     root = module_root / "root"
     put(up, 10, first=20_000)
     before = chunks(root)
-    meta = EtcdMeta(up.etcd)
+    meta = EtcdMetadata(up.etcd)
     identity = read_identity(PosixRoot(str(root)))
     assert identity is not None
     silent = Session.open(meta, Keys(identity.root), clock=SystemClock(), ids=RandomIds(), ttl_s=3600)

@@ -14,19 +14,19 @@ from typing import Any
 
 import pytest
 
+from kvstore.core.clock import SystemClock
+from kvstore.engine.coordination import ClusterMember
 from kvstore.errors import PermissionDenied, RootMismatch, Unavailable
 from kvstore.format import places
+from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
-from kvstore.keyset import ChunkKeys
 from kvstore.meta.keys import Keys
-from kvstore.meta.memory import MemoryMeta, MemoryStore
+from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.meta.store import Compare, Delete, Put, TxnResult
 from kvstore.meta.sweeps import Condemned
-from kvstore.node.member import Member
 from kvstore.root.fences import LOG_BYTES
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
-from kvstore.sources import SystemClock
 from kvstore_gc.membership import Collectors
 from kvstore_gc.threads import Stopped
 from tests.kit.clusters import Cluster, cluster, eventually, looking, prompt, put, site_of
@@ -339,7 +339,7 @@ def test_g8_a_sweep_that_was_not_abandoned_after_all_can_be_finished() -> None:
         assert c.present(chain) == 0 and c.leftovers() == []
 
 
-class FinishedMeanwhile(MemoryMeta):
+class FinishedMeanwhile(MemoryMetadata):
     """Somebody else finishes a sweep between the transaction that began it and whatever its collector does next."""
 
     def __init__(self, c: Cluster, reply: bool) -> None:
@@ -375,7 +375,7 @@ def test_g2_a_transaction_that_has_begun_sweeps_is_never_repeated(c: Cluster, re
 
 
 def test_a_collector_whose_key_was_deleted_joins_again() -> None:
-    meta, keys = MemoryMeta(MemoryStore(SystemClock())), Keys(b"r" * 16)
+    meta, keys = MemoryMetadata(MemoryStore(SystemClock())), Keys(b"r" * 16)
     collectors = Collectors(site_of(meta, keys.root_id))
     collectors.beat()
     before = collectors.me
@@ -390,7 +390,7 @@ def test_a_collector_whose_key_was_deleted_joins_again() -> None:
 
 
 def test_a_collector_without_a_lease_has_no_shards() -> None:
-    meta, keys = MemoryMeta(MemoryStore(SystemClock())), Keys(b"r" * 16)
+    meta, keys = MemoryMetadata(MemoryStore(SystemClock())), Keys(b"r" * 16)
     collectors = Collectors(site_of(meta, keys.root_id))
     collectors.beat()
     for number in range(4):
@@ -402,7 +402,7 @@ def test_c1_a_chain_that_is_garbage_is_named(c: Cluster) -> None:
     node, chain = c.node(), prompt(1, 8)
     put(node, chain)
     keys = Keys(c.identity.root)
-    MemoryMeta(c.store).put(keys.gc_seq, b"[" * 100_000)
+    MemoryMetadata(c.store).put(keys.gc_seq, b"[" * 100_000)
     with pytest.raises(RootMismatch, match=f"{keys.gc_seq} cannot be read.*fsck --adopt"):
         c.collector().sweep(c.plans(chain))
     assert c.present(chain) == 8
@@ -417,7 +417,7 @@ class Died(Exception):
     """Killed, as far as anybody else can tell."""
 
 
-def leave_in_flight(c: Cluster, node: Member, chain: ChunkKeys) -> None:
+def leave_in_flight(c: Cluster, node: ClusterMember, chain: ChunkKeys) -> None:
     """A collector condemns a chain and dies while it waits for the node."""
 
     def die(_: float) -> None:
@@ -459,7 +459,7 @@ def twin_without_ref(c: Cluster, chain: ChunkKeys) -> Name:
     put(node, chain)
     owner, _, pin = node.pin(chain, 60.0, "me").id.rpartition("/")
     (ref,) = c.store.list(Keys(c.identity.root).refs).items
-    assert MemoryMeta(c.store).delete(ref.key)
+    assert MemoryMetadata(c.store).delete(ref.key)
     return places.twin(owner, bytes.fromhex(pin))
 
 

@@ -6,19 +6,19 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from kvstore.address import Address
+from kvstore.core.address import Address
+from kvstore.core.clock import SystemClock
 from kvstore.meta.keys import Keys, SweepId
-from kvstore.meta.memory import MemoryMeta, MemoryStore
+from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.meta.store import Compare, Delete, Put, TxnResult
 from kvstore.meta.sweeps import Condemned, Seq
-from kvstore.sources import SystemClock
-from kvstore_gc.ledger import InFlight, Ledger
+from kvstore_gc.ledger import InFlight, SweepStore
 from tests.kit.clusters import site_of
 
 KEYS = Keys(b"r" * 16)
 
 
-class Meddled(MemoryMeta):
+class Meddled(MemoryMetadata):
     """Metadata in which ``meanwhile`` happens once, just before a transaction reaches the store."""
 
     meanwhile: Callable[[], object] | None = None
@@ -38,7 +38,9 @@ class Two:
     def __init__(self) -> None:
         self.store = MemoryStore(SystemClock())
         self.meta = Meddled(self.store)
-        self.ours, self.theirs = (Ledger(site_of(meta, KEYS.root_id)) for meta in (self.meta, MemoryMeta(self.store)))
+        self.ours, self.theirs = (
+            SweepStore(site_of(meta, KEYS.root_id)) for meta in (self.meta, MemoryMetadata(self.store))
+        )
 
     def keys(self) -> dict[int, SweepId]:
         return {shard: one.sweep for shard, one in self.theirs.in_flight().items()}
@@ -64,8 +66,8 @@ def unlinked(two: Two, shard: int, one: Condemned) -> Callable[[], object]:
     """Another sweep gets the key of a shard, in a store that was restored: the chain of sweeps does not tell."""
 
     def put() -> None:
-        MemoryMeta(two.store).delete(KEYS.condemned_in(shard))
-        MemoryMeta(two.store).put(KEYS.condemned_in(shard), one.to_bytes())
+        MemoryMetadata(two.store).delete(KEYS.condemned_in(shard))
+        MemoryMetadata(two.store).put(KEYS.condemned_in(shard), one.to_bytes())
 
     return put
 

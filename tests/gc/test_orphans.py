@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
+from kvstore.core.namespace import NamespaceDigest
+from kvstore.core.recency import AHEAD_MAX_S
 from kvstore.errors import RootMismatch
 from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.meta.keys import Keys, PinId, SweepId
-from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.pins import PinRecord
+from kvstore.meta.memory import MemoryMetadata
+from kvstore.meta.pins import StoredPin
 from kvstore.meta.session import Session
 from kvstore.meta.sweeps import Condemned
-from kvstore.namespace import NamespaceDigest
-from kvstore.recency import AHEAD_MAX_S
 from kvstore.root.fences import list_twins, write_twin
-from kvstore.root.interface import Root, Space
+from kvstore.root.interface import Root, StorageSpace
 from kvstore.root.memory import MemoryRoot
 from kvstore_gc.capacity import Pressure
 from kvstore_gc.leftovers import Orphans
@@ -52,7 +52,7 @@ class Scene:
         self.root = root or MemoryRoot()
         self.filled: Filled = fill(self.root)
         self.keys = Keys(self.filled.identity.root)
-        self.meta = MemoryMeta(clock=self.clock)
+        self.meta = MemoryMetadata(clock=self.clock)
         self.ids = CountingIds()
         self.orphans = self.again()
 
@@ -179,7 +179,7 @@ def test_a_damaged_file_is_kept_for_a_day(scene: Scene) -> None:
 def pressure_of(scene: Scene, used_bytes: int, free_bytes: int) -> Pressure:
     pressure = Pressure(scene.site(), None)
     pressure.after_listing(used_bytes)
-    pressure.accounts.measured(Space(None, free_bytes))
+    pressure.accounts.measured(StorageSpace(None, free_bytes))
     return pressure
 
 
@@ -254,8 +254,8 @@ def test_a_sweep_that_cannot_be_understood_ends_it(scene: Scene) -> None:
 # Twins
 
 
-def twin(scene: Scene, number: int, expires_s: float) -> PinRecord:
-    record = PinRecord(
+def twin(scene: Scene, number: int, expires_s: float) -> StoredPin:
+    record = StoredPin(
         PinId(number.to_bytes(16, "big")), "a/b", NamespaceDigest(bytes(32)), 4, 60, expires_s, b"a" * 16
     )
     write_twin(scene.root, record.owner, record.id, record.to_bytes(), ids=scene.ids, clock=scene.clock)

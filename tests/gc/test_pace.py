@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.memory import MemoryMetadata
 from kvstore_gc.capacity import Pressure
 from kvstore_gc.collector import BURST_S, SHARE, Pace
 from tests.kit.clusters import site_of
@@ -17,7 +17,7 @@ class _Host:
     def __init__(self) -> None:
         self.clock = FakeClock()
         self.used_s = 0.0
-        site = replace(site_of(MemoryMeta(), clock=self.clock), pause=self.clock.advance)
+        site = replace(site_of(MemoryMetadata(), clock=self.clock), pause=self.clock.advance)
         self.pressure = Pressure(site, 100)
         self.pace = Pace(site, self.pressure, used_s=lambda: self.used_s)
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.hints import TTL_CLASSES_S, Hints
-from kvstore.recency import DEPTH_MAX, QUANTUM_S, decode, stamp_ns, superseded_ns
-from kvstore_gc.policy import TIE_BITS, Column, Order, Uses, expired, ranks, weighted_age_s
+from kvstore.core.hints import TTL_CLASSES_S, Hints
+from kvstore.core.recency import DEPTH_MAX, QUANTUM_S, decode, stamp_ns, superseded_ns
+from kvstore_gc.policy import TIE_BITS, Column, EvictionOrder, Uses, expired, ranks, weighted_age_s
 from tests.kit.cases import for_each
 from tests.kit.chains import NOW_S, Chunk, forests, stamp
 
@@ -37,7 +37,7 @@ def column(*values: int) -> Column:
     return np.array(values, np.int64)
 
 
-def rank_of(mtime_ns: int, *, tie: int = 0, order: Order = Order.USES, now_s: float = NOW_S) -> int:
+def rank_of(mtime_ns: int, *, tie: int = 0, order: EvictionOrder = EvictionOrder.USES, now_s: float = NOW_S) -> int:
     return int(ranks(Uses.of(column(mtime_ns), QUANTUM_S), column(tie), now_s, order)[0])
 
 
@@ -45,9 +45,9 @@ def is_expired(mtime_ns: int, most_s: float | None, now_s: float = NOW_S) -> boo
     return bool(expired(Uses.of(column(mtime_ns), QUANTUM_S), now_s, QUANTUM_S, most_s)[0])
 
 
-@given(forests(), st.sampled_from(Order), st.none() | st.sampled_from([0, 60, 1000, 86_400]))
+@given(forests(), st.sampled_from(EvictionOrder), st.none() | st.sampled_from([0, 60, 1000, 86_400]))
 def test_a_parent_ranks_above_its_child_and_expires_no_earlier(
-    chunks: list[Chunk], order: Order, most_s: float | None
+    chunks: list[Chunk], order: EvictionOrder, most_s: float | None
 ) -> None:
     uses = Uses.of(column(*(chunk.mtime_ns for chunk in chunks)), QUANTUM_S)
     ties = column(*(int.from_bytes(chunk.address[-8:], "big") % (1 << TIE_BITS) for chunk in chunks))
@@ -62,7 +62,7 @@ def test_a_parent_ranks_above_its_child_and_expires_no_earlier(
 @given(st.integers(0, 1000), st.integers(1, 1000))
 def test_lru_takes_the_least_recently_used_however_often_it_was_used(quanta: int, more: int) -> None:
     newer, older = stamp(quanta * QUANTUM_S), stamp((quanta + more) * QUANTUM_S, uses=3)
-    assert rank_of(newer, order=Order.LRU) > rank_of(older, order=Order.LRU)
+    assert rank_of(newer, order=EvictionOrder.LRU) > rank_of(older, order=EvictionOrder.LRU)
 
 
 @for_each("age_s", [600, HOUR_S, 30 * 24 * HOUR_S])
@@ -79,8 +79,8 @@ def test_priority_100_is_nearly_last_to_go_and_0_nearly_first() -> None:
     assert steps == sorted(steps) and len(set(steps)) == 101
 
 
-@for_each("order", Order)
-def test_an_abandoned_branch_goes_before_what_was_not_used_for_half_a_day(order: Order) -> None:
+@for_each("order", EvictionOrder)
+def test_an_abandoned_branch_goes_before_what_was_not_used_for_half_a_day(order: EvictionOrder) -> None:
     left = superseded(stamp(60, uses=3))
     assert rank_of(left, order=order) < rank_of(stamp(12 * HOUR_S), order=order)
     assert rank_of(left, order=order) > rank_of(superseded(stamp(600)), order=order), "the one left first goes first"

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.buffers import Borrowed
+from kvstore.core.buffers import BufferLoan
+from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.errors import InvalidRequest, SessionLost
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, INCARNATION_AT
 from kvstore.format.places import Name
 from kvstore.meta.keys import Keys, SessionId
-from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.memory import MemoryMetadata
 from kvstore.meta.session import Session
 from kvstore.meta.store import LeaseId
 from kvstore.root.interface import Root, Seen
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.execute import Sweeper
 from tests.kit import faulty_meta as meta_faulty
 from tests.kit.clusters import TIMINGS, Cluster, cluster, eventually, looking, prompt, put
@@ -46,7 +46,7 @@ def test_a_sweep_takes_what_nobody_holds_and_leaves_nothing(c: Cluster) -> None:
 
 
 def test_a2_a_held_chunk_is_spared_and_holds_no_sweep_up(c: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.node.holds.LINGER_S", 0.0)
+    monkeypatch.setattr("kvstore.engine.holds.LINGER_S", 0.0)
     node, kept, other = c.node(), prompt(1, 8), prompt(2, 8)
     put(node, kept)
     put(node, other)
@@ -128,7 +128,7 @@ def test_g7_a_sweep_left_by_a_dead_collector_is_adopted(c: Cluster) -> None:
 
 def test_v2_a_node_without_a_session_stages_under_an_id_of_its_own(c: Cluster) -> None:
     """Files in the folder of an ended session belong to puts that began in it: a collector may clear it."""
-    meta = FaultyMeta(MemoryMeta(c.store))
+    meta = FaultyMeta(MemoryMetadata(c.store))
     node, chain = c.node(meta=meta), prompt(1, 8)
     session = node.presence.current()
     assert node.node._session() == session.id
@@ -168,7 +168,7 @@ def test_a_collector_that_was_slow_after_it_wrote_a_plan_gives_the_sweep_up(c: C
 
 
 def test_a_node_alone_announces_nothing_and_costs_etcd_nothing(c: Cluster) -> None:
-    meta = MemoryMeta(c.store)
+    meta = MemoryMetadata(c.store)
     node, chain = c.node(meta=meta), prompt(1, 50)
     put(node, chain)
     before = meta.operations_count
@@ -269,7 +269,7 @@ def test_g8_a_sweep_whose_grace_does_not_end_is_abandoned_and_takes_nothing(c: C
     hold = looking(node, chain)
     patient = replace(TIMINGS, announce_lag_max_s=0.2, grace_max_s=0.3)
 
-    class NeverRevoked(MemoryMeta):
+    class NeverRevoked(MemoryMetadata):
         def revoke(self, lease: LeaseId, timeout_s: float | None = None) -> None:
             """The store does not hear it."""
 
@@ -283,7 +283,9 @@ def test_g8_a_sweep_whose_grace_does_not_end_is_abandoned_and_takes_nothing(c: C
 def test_h4_a_session_that_never_announces_is_revoked(c: Cluster) -> None:
     node, chain = c.node(), prompt(1, 8)
     put(node, chain)
-    stuck = Session.open(MemoryMeta(c.store), Keys(c.identity.root), clock=SystemClock(), ids=RandomIds(), ttl_s=3600)
+    stuck = Session.open(
+        MemoryMetadata(c.store), Keys(c.identity.root), clock=SystemClock(), ids=RandomIds(), ttl_s=3600
+    )
     patient = replace(TIMINGS, announce_lag_max_s=0.2, grace_max_s=10.0)
     assert c.collector(timings=patient).sweep(c.plans(chain)).reaped.count == 8
     stuck.beat()
@@ -343,7 +345,7 @@ def republish(root: Root, name: Name) -> bytes:
     reader = root.open(name)
     assert reader is not None
     content = bytearray(reader.stat.size_bytes)
-    reader.read([memoryview(content)], 0, Borrowed())
+    reader.read([memoryview(content)], 0, BufferLoan())
     content[INCARNATION_AT] ^= 0xFF
     root.remove(name)
     staged = places.staged(b"z" * 16, 0)

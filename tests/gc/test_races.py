@@ -11,26 +11,26 @@ from dataclasses import replace
 
 import pytest
 
-from kvstore.address import Address
+from kvstore.core.address import Address
+from kvstore.core.clock import SystemClock
+from kvstore.engine.coordination import ClusterMember
 from kvstore.format import places
 from kvstore.meta.keys import Keys, SessionId, SweepId
-from kvstore.meta.memory import MemoryMeta, MemoryStore
+from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.meta.session import SessionRecord
 from kvstore.meta.store import Compare, Delete, Put, Snapshot, TxnResult
 from kvstore.meta.sweeps import Condemned
-from kvstore.node.member import Member
 from kvstore.root import fences
 from kvstore.root.memory import MemoryFile, MemoryRoot
-from kvstore.sources import SystemClock
 from kvstore_gc.grace import Announced, Grace
-from kvstore_gc.ledger import Ledger
+from kvstore_gc.ledger import SweepStore
 from tests.kit.clusters import SPACE, TIMINGS, Cluster, cluster, looking, prompt, put, site_of
 
 KEYS = Keys(b"r" * 16)
 CHUNK = places.chunk(Address(bytes(16)), SPACE.id, 0)
 
 
-class Meanwhile(MemoryMeta):
+class Meanwhile(MemoryMetadata):
     """Metadata that let somebody else act just before a transaction."""
 
     def __init__(self, store: MemoryStore) -> None:
@@ -62,8 +62,8 @@ def record(sweep: int) -> Condemned:
     return Condemned.of_victims(SweepId(bytes([sweep]) * 16), bytes(16), [])
 
 
-def ledger(meta: MemoryMeta) -> Ledger:
-    return Ledger(site_of(meta, KEYS.root_id))
+def ledger(meta: MemoryMetadata) -> SweepStore:
+    return SweepStore(site_of(meta, KEYS.root_id))
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def c() -> Iterator[Cluster]:
         yield made
 
 
-def sweeps(meta: MemoryMeta) -> dict[int, int]:
+def sweeps(meta: MemoryMetadata) -> dict[int, int]:
     return {shard: one.sweep[0] for shard, one in ledger(meta).in_flight().items()}
 
 
@@ -109,7 +109,7 @@ def test_g4_a_session_that_begins_before_the_sweep_is_waited_for(c: Cluster) -> 
     first, chain = c.node(), prompt(1, 4)
     put(first, chain)
     meta = Meanwhile(c.store)
-    young: list[Member] = []
+    young: list[ClusterMember] = []
 
     def meanwhile() -> None:
         young.append(c.node())

@@ -10,20 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.address import Address
+from kvstore.core.address import Address
+from kvstore.core.recency import TICK_S, stamp_ns
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format import places
-from kvstore.recency import TICK_S, stamp_ns
 from kvstore.root.memory import MemoryFile, MemoryFiles, MemoryRoot
-from kvstore_gc.policy import Goals, Order, Quota
-from kvstore_gc.ranking import CONDEMNING, NO_MARKS, Marks, Ranking, Reason, Tally, marks_of, tallies
+from kvstore_gc.policy import EvictionOrder, Goals, NamespaceQuota
+from kvstore_gc.rank import CONDEMNING, NO_MARKS, CountAndBytes, Marks, Ranking, VerdictReason, marks_of, tallies
 from tests.kit.cases import for_each
 from tests.kit.chains import NOW_S, SHARD_BITS, SHARDS, SPACES, Chunk, forests, loose, root_of, stamp
 from tests.kit.faulty_root import EIO, FaultyRoot, Rule
 
 QUOTAS = (
-    Quota("tenant a", frozenset(SPACES[1:3]), 1000),
-    Quota("namespace b", frozenset(SPACES[2:3]), 500),
+    NamespaceQuota("tenant a", frozenset(SPACES[1:3]), 1000),
+    NamespaceQuota("namespace b", frozenset(SPACES[2:3]), 500),
 )
 
 
@@ -36,7 +36,7 @@ def ranked(chunks: list[Chunk], goals: Goals, pinned: Marks = NO_MARKS, *, share
 
 def taken(
     chunks: list[Chunk], goals: Goals, left_bytes: int | None = None, pinned: Marks = NO_MARKS
-) -> dict[Address, Reason]:
+) -> dict[Address, VerdictReason]:
     """The chunks that are evicted so that ``left_bytes`` are left, in order, and why."""
     rows = ranked(chunks, goals, pinned).take(0 if left_bytes is None else size_of(chunks) - left_bytes)
     return {Address(row["address"].item()): CONDEMNING[row["reason"]] for row in rows}
@@ -46,18 +46,20 @@ def size_of(chunks: list[Chunk]) -> int:
     return sum(chunk.size_bytes for chunk in chunks)
 
 
-def tally(chunks: list[Chunk]) -> Tally:
-    return Tally(len(chunks), size_of(chunks))
+def tally(chunks: list[Chunk]) -> CountAndBytes:
+    return CountAndBytes(len(chunks), size_of(chunks))
 
 
 GOALS = st.builds(
     Goals,
     ttl_s=st.none() | st.sampled_from([60.0, 3600.0]),
     quotas=st.lists(
-        st.builds(Quota, st.just("quota"), st.frozensets(st.sampled_from(SPACES), max_size=3), st.integers(0, 800)),
+        st.builds(
+            NamespaceQuota, st.just("quota"), st.frozensets(st.sampled_from(SPACES), max_size=3), st.integers(0, 800)
+        ),
         max_size=3,
     ).map(tuple),
-    order=st.sampled_from(Order),
+    order=st.sampled_from(EvictionOrder),
 )
 
 
@@ -73,7 +75,9 @@ def test_counts_and_bytes_are_exact(chunks: list[Chunk], ttl_s: float | None, sp
     ranking.rank()
     assert ranking.total == tally(chunks) and ranking.shards_count == len(SHARDS)
     for space in SPACES:
-        assert ranking.namespaces.get(space, Tally()) == tally([one for one in chunks if one.namespace == space])
+        assert ranking.namespaces.get(space, CountAndBytes()) == tally(
+            [one for one in chunks if one.namespace == space]
+        )
     assert ranking.left_bytes == size_of(chunks)
 
 
@@ -101,8 +105,8 @@ def test_entries_that_are_no_chunks_are_counted_apart() -> None:
     files.make_folder(f"{folder}/{chunk.entry.name[:-2]}ff")
     ranking = Ranking(Goals(ttl_s=0), NOW_S, SHARD_BITS)
     ranking.read(MemoryRoot(files), SHARDS)
-    assert ranking.total == Tally(1, 100)
-    assert ranking.foreign == Tally(len(foreign) + 1, 7 * len(foreign)), "a folder has no bytes"
+    assert ranking.total == CountAndBytes(1, 100)
+    assert ranking.foreign == CountAndBytes(len(foreign) + 1, 7 * len(foreign)), "a folder has no bytes"
 
 
 # The order
@@ -177,51 +181,54 @@ def test_chunks_used_during_the_listing_stay() -> None:
 def test_expired_chunks_are_due_though_no_space_is_needed() -> None:
     old, new = loose(50, age_s=7200), loose(50, seed=1, age_s=0)
     gone = taken(old + new, Goals(ttl_s=3600), 8000)
-    assert gone == {chunk.address: Reason.TTL for chunk in old}, "then 5,000 bytes are left"
+    assert gone == {chunk.address: VerdictReason.TTL for chunk in old}, "then 5,000 bytes are left"
 
 
 def test_quotas_apply_to_their_namespaces() -> None:
     chunks = [replace(chunk, namespace=SPACES[number % 4]) for number, chunk in enumerate(loose(400))]
     quotas = (
-        Quota("tenant a", frozenset(SPACES[:2]), 10_000),
-        Quota("namespace b", frozenset(SPACES[1:2]), 2_000),
-        Quota("namespace c", frozenset(SPACES[2:3]), 20_000),
+        NamespaceQuota("tenant a", frozenset(SPACES[:2]), 10_000),
+        NamespaceQuota("namespace b", frozenset(SPACES[1:2]), 2_000),
+        NamespaceQuota("namespace c", frozenset(SPACES[2:3]), 20_000),
     )
     gone = taken(chunks, Goals(quotas=quotas))
-    assert set(gone.values()) == {Reason.QUOTA}
+    assert set(gone.values()) == {VerdictReason.QUOTA}
     left = Counter(chunk.namespace for chunk in chunks if chunk.address not in gone)
     assert left[SPACES[0]] + left[SPACES[1]] <= 95 and left[SPACES[1]] <= 19
     assert left[SPACES[2]] == left[SPACES[3]] == 100, "below its quota, and without one"
 
 
 def test_a_share_of_the_shards_has_a_share_of_each_quota() -> None:
-    chunks, quota = loose(100), Quota("namespace a", frozenset(SPACES[:1]), 8_000)
+    chunks, quota = loose(100), NamespaceQuota("namespace a", frozenset(SPACES[:1]), 8_000)
     ranking = ranked(chunks, Goals(quotas=(quota,)), share=0.5)
-    assert ranking.due == Tally(62, 6200)
+    assert ranking.due == CountAndBytes(62, 6200)
 
 
 def test_a_tenants_quota_counts_without_a_namespaces_own_quota() -> None:
     chunks = [replace(chunk, namespace=SPACES[number % 2]) for number, chunk in enumerate(loose(200))]
-    own = Quota("namespace b", frozenset(SPACES[1:2]), 0)
+    own = NamespaceQuota("namespace b", frozenset(SPACES[1:2]), 0)
     for most, left_count in ((12_000, 100), (9_000, 85)):
-        gone = taken(chunks, Goals(quotas=(own, Quota("tenant a", frozenset(SPACES[:2]), most))))
+        gone = taken(chunks, Goals(quotas=(own, NamespaceQuota("tenant a", frozenset(SPACES[:2]), most))))
         left = Counter(chunk.namespace for chunk in chunks if chunk.address not in gone)
         assert left == {SPACES[0]: left_count}
 
 
 def test_pinned_chunks_count_for_the_quota() -> None:
     chunks = loose(100)
-    quota, pinned = Quota("namespace a", frozenset(SPACES[:1]), 9_000), [chunk.address for chunk in chunks[:50]]
+    quota, pinned = (
+        NamespaceQuota("namespace a", frozenset(SPACES[:1]), 9_000),
+        [chunk.address for chunk in chunks[:50]],
+    )
     assert len(taken(chunks, Goals(quotas=(quota,)), pinned=marks_of(pinned))) == 15
 
 
 def test_the_capacity_takes_only_what_quotas_left_over() -> None:
     chunks = [replace(chunk, namespace=SPACES[number % 2]) for number, chunk in enumerate(loose(200))]
-    goals = Goals(quotas=(Quota("namespace a", frozenset(SPACES[:1]), 5_000),))
-    assert set(taken(chunks, goals, 16_000).values()) == {Reason.QUOTA}
-    assert Counter(taken(chunks, goals, 8_000).values()) == {Reason.QUOTA: 53, Reason.CAPACITY: 67}
+    goals = Goals(quotas=(NamespaceQuota("namespace a", frozenset(SPACES[:1]), 5_000),))
+    assert set(taken(chunks, goals, 16_000).values()) == {VerdictReason.QUOTA}
+    assert Counter(taken(chunks, goals, 8_000).values()) == {VerdictReason.QUOTA: 53, VerdictReason.CAPACITY: 67}
     counted = {(space, reason): found for space, reason, found in tallies(ranked(chunks, goals).take(12_000))}
-    assert counted[SPACES[0], Reason.QUOTA] == Tally(53, 5300)
+    assert counted[SPACES[0], VerdictReason.QUOTA] == CountAndBytes(53, 5300)
 
 
 # Orphans
@@ -235,7 +242,7 @@ def test_orphans_are_due_and_go_first() -> None:
     lost = np.arange(8) == 5
     address = front["address"][5].item()
     ranking.orphaned(lost)
-    assert ranking.due == Tally(1, 100) and Address(ranking.take(0)["address"][0].item()) == address
+    assert ranking.due == CountAndBytes(1, 100) and Address(ranking.take(0)["address"][0].item()) == address
     assert ranking.have([chunks[0].address, chunks[-1].address, Address(bytes(16))]).tolist() == [True, True, False]
 
 
@@ -245,7 +252,7 @@ def test_orphans_are_due_and_go_first() -> None:
         ({"ttl_s": -1}, "ttl_s=-1"),
         ({"ttl_s": float("nan")}, "ttl_s=nan"),
         ({"quantum_s": 0}, "quantum_s=0"),
-        ({"quotas": (Quota("tenant a", frozenset(), -1),)}, "tenant a"),
+        ({"quotas": (NamespaceQuota("tenant a", frozenset(), -1),)}, "tenant a"),
     ],
 )
 def test_goals_that_make_no_sense_are_refused(wrong: dict[str, object], said: str) -> None:

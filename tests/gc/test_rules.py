@@ -7,21 +7,21 @@ from dataclasses import replace
 
 import pytest
 
-from kvstore.buffers import Borrowed
+from kvstore.core.buffers import BufferLoan
 from kvstore.errors import RootMismatch
 from kvstore.format import places
 from kvstore.format.header import Generation
 from kvstore.format.places import Name
 from kvstore.meta.keys import Keys, SessionId
-from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.memory import MemoryMetadata
 from kvstore.meta.store import Compare, Delete, Put, Snapshot, TxnResult
 from kvstore.root.fences import lift
 from kvstore.root.interface import Stat
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore_gc.deletion import Deleting, Taken, read_victims
+from kvstore_gc.deletion import Deleting, SweepOutcome, read_victims
 from kvstore_gc.execute import Sweeper
 from kvstore_gc.grace import Spared
-from kvstore_gc.ledger import Ledger
+from kvstore_gc.ledger import SweepStore
 from kvstore_gc.threads import Stopped
 from tests.gc.test_protocol import Died, die, republish
 from tests.kit.clusters import SPACE, Cluster, cluster, eventually, looking, prompt, put
@@ -34,7 +34,7 @@ def c() -> Iterator[Cluster]:
         yield made
 
 
-class Hooked(MemoryMeta):
+class Hooked(MemoryMetadata):
     """Metadata that call ``listed`` with each prefix after it was read, and ``writing`` before each transaction."""
 
     listed: Callable[[str], object] = staticmethod(lambda prefix: None)
@@ -106,7 +106,7 @@ def test_g4_a_session_that_cannot_be_read_is_waited_for(c: Cluster) -> None:
     node, chain = c.node(), prompt(1, 8)
     put(node, chain)
     node.close()
-    meta = MemoryMeta(c.store)
+    meta = MemoryMetadata(c.store)
     meta.put(Keys(c.identity.root).session(SessionId(b"x" * 16)), b"?", meta.grant(3600))
     with pytest.raises(Died):
         c.collector(pause=die).sweep(c.plans(chain))
@@ -150,7 +150,7 @@ def test_c3_a_sweep_whose_key_went_after_the_read_that_decides_takes_nothing(c: 
     def restored(prefix: str) -> None:
         if prefix == keys.prefix:
             for kv in c.store.list(keys.condemned).items:
-                MemoryMeta(c.store).delete(kv.key)
+                MemoryMetadata(c.store).delete(kv.key)
 
     meta.listed = restored
     assert c.collector(meta=meta).sweep(c.plans(chain)).reaped.count == 0
@@ -162,7 +162,7 @@ def test_c5_a_pin_that_only_its_twin_remembers_is_spared(c: Cluster) -> None:
     put(node, chain)
     node.pin(chain, 60.0, "me")
     for kv in c.store.list(keys.refs).items:
-        MemoryMeta(c.store).delete(kv.key)
+        MemoryMetadata(c.store).delete(kv.key)
     report = c.collector().sweep(c.plans(chain))
     assert report.reaped.count == 0 and report.spared["pinned"] == 8 and c.present(chain) == 8
 
@@ -171,7 +171,7 @@ def test_c6_root_and_etcd_are_compared_again_before_anything_is_taken(c: Cluster
     node, chain = c.node(), prompt(1, 8)
     put(node, chain)
 
-    keys, meta = Keys(c.identity.root), MemoryMeta(c.store)
+    keys, meta = Keys(c.identity.root), MemoryMetadata(c.store)
 
     def adopted(_: float) -> None:
         eventually(lambda: node.presence.current().announced > 0)
@@ -275,13 +275,13 @@ def test_o1_every_run_deletes_from_the_list_that_became_final() -> None:
     """Ours was made before another run's became final, on which something is spared that was pinned since."""
     with cluster(MemoryRoot(MemoryFiles(), objects=True), shard_bits=0) as c:
         left_in_grace(c)
-        ledger = Ledger(c.site())
+        ledger = SweepStore(c.site())
         (sweep,) = ledger.in_flight().values()
         victims = read_victims(c.root, sweep.sweep, sweep.record.plan_checksum)
         assert victims is not None and len(victims) == 8
         ours, theirs = (Deleting(c.site(), ledger) for _ in range(2))
         assert theirs._settle(sweep, victims[:3]) is not None
-        ours.reap(sweep, victims, Spared.of([]), Taken())
+        ours.reap(sweep, victims, Spared.of([]), SweepOutcome())
         assert c.present(prompt(1, 8)) == 5
 
 
@@ -301,7 +301,7 @@ def test_a_plan_that_was_changed_takes_nothing(c: Cluster) -> None:
         reader = c.root.open(name)
         assert reader is not None
         content = bytearray(reader.stat.size_bytes)
-        reader.read([memoryview(content)], 0, Borrowed())
+        reader.read([memoryview(content)], 0, BufferLoan())
         content[-1] ^= 1
         c.root.remove(name)
         staged = places.staged(b"z" * 16, 0)

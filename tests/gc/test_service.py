@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import Unavailable
-from kvstore.meta.memory import MemoryMeta
-from kvstore_gc.collector import RETRY_S_MIN, Collector, Service
+from kvstore.meta.memory import MemoryMetadata
+from kvstore_gc.collector import RETRY_S_MIN, Collector, CycleScheduler
 from kvstore_gc.config import Config
 from kvstore_gc.cycle import Cycle
-from kvstore_gc.ranking import Tally
+from kvstore_gc.rank import CountAndBytes
 from kvstore_gc.summary import Summary
 from kvstore_gc.threads import Stopped
 from tests.kit.clusters import site_of
@@ -73,12 +73,12 @@ class Driven(Cycle):
             if self.now_s >= self.until_s:
                 raise Stopped
 
-        site = replace(site_of(MemoryMeta(), clock=self.clock), pause=pause)
-        Service(self, site, interval_s, done=lambda summary: None).run()
+        site = replace(site_of(MemoryMetadata(), clock=self.clock), pause=pause)
+        CycleScheduler(self, site, interval_s, done=lambda summary: None).run()
 
     @staticmethod
     def _summary_of(count: int) -> Summary:
-        return Summary(False, 0.0, 1, reaped=Tally(count, count))
+        return Summary(False, 0.0, 1, reaped=CountAndBytes(count, count))
 
 
 def test_a_cycle_that_fails_is_repeated_with_growing_pauses(caplog: pytest.LogCaptureFixture) -> None:
@@ -123,7 +123,7 @@ from kvstore.meta.memory import MemoryMeta
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
 from kvstore.root.identity import create_or_open
 from kvstore.root.memory import MemoryRoot
-from kvstore.sources import RandomIds
+from kvstore.core.clock import RandomIds
 from kvstore_gc.config import Config
 from kvstore_gc.collector import Collector
 from kvstore_gc.site import Site

@@ -13,12 +13,12 @@ import numpy as np
 
 import kvstore
 from kvstore import Layout
-from kvstore.client.bulk.links import Bulk
 from kvstore.client.cache import Cache, Hold
-from kvstore.node import tier_stack
-from kvstore.node.opening import open_member
-from kvstore.node.settings import Limits, TierSettings
-from kvstore.worker.worker import Worker
+from kvstore.client.pool import Bulk
+from kvstore.engine.open import open_member
+from kvstore.engine.settings import Limits, TierSettings
+from kvstore.tiers import stack
+from kvstore.worker.server import Worker
 from tests.hops.recording import Function, Recorder
 from tests.kit.patience import NEVER_S, eventually
 from tests.kit.transports import tokens_and_kv
@@ -64,14 +64,14 @@ def cache_by(way: str, root: Path) -> Iterator[Cache]:
 
 def hops_by(way: str, root: Path) -> dict[str, set[Function]]:
     """The functions that each call typically enters on one way."""
-    recorder, after_s = Recorder(), tier_stack.AFTER_S
+    recorder, after_s = Recorder(), stack.AFTER_S
     # Lanes that write behind would work for no call. What waits at the end is given up: nobody reads it.
-    tier_stack.AFTER_S = NEVER_S
+    stack.AFTER_S = NEVER_S
     try:
         with recorder.installed(), cache_by(way, root) as cache:
             return {name: recorder.typical(*call) for name, call in _calls(cache).items()}
     finally:
-        tier_stack.AFTER_S = after_s
+        stack.AFTER_S = after_s
 
 
 def _calls(cache: Cache) -> dict[str, tuple[Callable[[Any], object], Callable[[], Any]]]:

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 
+from kvstore.core.recency import NS_PER_S, QUANTUM_S
 from kvstore.host.tables import Number, Own
-from kvstore.recency import NS_PER_S, QUANTUM_S
-from kvstore_gc.config import Config, Share
+from kvstore_gc.config import Config, QuotaRule
 from kvstore_gc.host import HostCollector, opened
 from tests.kit.host_parts import CHUNKS, Parts, child_of
 from tests.kit.hosts import TICK_S, chunks_count, used_bytes
@@ -53,7 +53,7 @@ def test_a_quota_takes_the_oldest_of_its_namespace(parts: Parts) -> None:
     old = parts.chain(1)
     ago(parts, 5000)
     new = parts.chain(2)
-    share = Share(None, "model", int(5.3 * FILE_BYTES))  # 95 % of it is 5 files
+    share = QuotaRule(None, "model", int(5.3 * FILE_BYTES))  # 95 % of it is 5 files
     assert parts.collector(Config(shares=(share,))).once().count == 3
     assert (len(parts.files(old)), len(parts.files(new))) == (1, CHUNKS)
     assert parts.collector(Config(shares=(replace(share, namespace="other"),))).once().count == 0

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import kvstore
+from kvstore.engine.host import HostGcState
 from kvstore.host import eviction
 from kvstore.host.eviction import file_system_now_ns
 from kvstore.host.pins import PinnedPrints
 from kvstore.host.tables import HoldTable, Number, Shared
-from kvstore.node.host import HostView
 from kvstore_gc.host import opened, victims_of
 from tests.kit.host_parts import CHUNKS, SHARD_BITS, Parts, child_of
 from tests.kit.host_process import LAYOUT, TOKENS_COUNT, kv, tokens
@@ -37,7 +37,7 @@ def before(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, act: Callable
     monkeypatch.setattr(owner, name, call)
 
 
-def holds(parts: Parts, view: HostView, chain: Any, held: list[int]) -> None:
+def holds(parts: Parts, view: HostGcState, chain: Any, held: list[int]) -> None:
     """Holds as a node does: the table, then the log, then it looks for what it does not remember."""
     view.protect(chain.packed_addresses)
     count = view.leading(chain)
@@ -84,7 +84,7 @@ def test_an_eviction_between_two_steps_of_a_hold_is_seen(
     with kvstore.open(parts.folder) as store:
         cache = store.namespace("model", LAYOUT)
         assert cache.match(tokens(1)) == TOKENS_COUNT, "it remembers them"
-        owner = HoldTable if step == "add" else HostView
+        owner = HoldTable if step == "add" else HostGcState
         before(monkeypatch, owner, step, lambda: parts.evict(chain))
         with cache.hold(tokens(1)) as hold:
             assert (

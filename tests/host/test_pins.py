@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore.core.clock import SystemClock
 from kvstore.errors import Overloaded, RootMismatch
 from kvstore.host.pins import PinnedPrints
 from kvstore.meta.pins import PinQuota
-from kvstore.sources import SystemClock
 from tests.kit.host_parts import SPACE, Parts, address
 from tests.kit.stores import SetClock
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.errors import Overloaded
 from kvstore.host import room as room_module
-from kvstore.host.room import Room
+from kvstore.host.room import HostRoom
 from kvstore.host.tables import HoldTable, Number, Own, Shared, live_tables
 from tests.kit.host_parts import Parts, child_of
 
@@ -74,9 +74,9 @@ def test_writers_together_never_pass_the_limit(parts: Parts) -> None:
     """Of several mappings of one file, as several processes have."""
     parts.limit(100)
     folder, most = str(parts.folder), list[int]()
-    rooms = [Room(Shared(folder), HoldTable(folder), lambda: None, lambda **_: None) for _ in range(3)]
+    rooms = [HostRoom(Shared(folder), HoldTable(folder), lambda: None, lambda **_: None) for _ in range(3)]
 
-    def write(room: Room) -> None:
+    def write(room: HostRoom) -> None:
         for _ in range(300):
             if room._take(40):
                 most.append(sum(each._reserved for each in rooms))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from kvstore.address import ADDRESS_BYTES
+from kvstore.core.address import ADDRESS_BYTES
 from kvstore.host.tables import SIZE_BYTES_MIN, LiveTable, Number, Own, live_tables, read_tables
 from tests.kit.host_parts import Parts, address, child_of
 from tests.kit.patience import eventually

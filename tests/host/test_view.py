@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.address import ADDRESS_BYTES
+from kvstore.core.address import ADDRESS_BYTES
+from kvstore.engine.host import HostGcState
+from kvstore.format.keyset import ChunkKeys
 from kvstore.host.tables import BATCH_MAX, Number
-from kvstore.keyset import ChunkKeys
-from kvstore.node.host import HostView
 from tests.kit.host_parts import CHUNKS, SPACE, Parts, address
 from tests.kit.host_process import tokens
 
@@ -20,7 +20,7 @@ def remember(parts: Parts, epoch: int | None = None) -> None:
     known.add_all(CHAIN.addresses, known.quantum(), renewed=True, epoch=known.epoch if epoch is None else epoch)
 
 
-def remembered(parts: Parts, view: HostView) -> int:
+def remembered(parts: Parts, view: HostGcState) -> int:
     """Returns how many chunks it remembers, after it has read the log."""
     view.leading(CHAIN)
     return parts.known.leading_count(CHAIN.packed_addresses, parts.known.quantum())
@@ -62,6 +62,6 @@ def test_a_look_during_a_batch_brings_nothing_back(parts: Parts) -> None:
 def test_a_put_waits_for_the_batch_that_has_its_chunks(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     view = parts.view()
     begin(parts)
-    monkeypatch.setattr("kvstore.node.host.time.sleep", lambda _: settle(parts))
+    monkeypatch.setattr("kvstore.engine.host.time.sleep", lambda _: settle(parts))
     view.settle(CHAIN)
     assert view.leading(CHAIN) == CHUNKS

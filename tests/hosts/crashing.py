@@ -17,8 +17,8 @@ import numpy as np
 
 import kvstore
 from kvstore.cli.selectors import identified
+from kvstore.core.write_mode import Durability, WriteMode
 from kvstore.fsck import Options, fsck
-from kvstore.writes import Durability, WriteMode
 
 ON_DISK, TIER = "/mnt/disk/root", "/mnt/disk/tier"
 ON_NFS = "/mnt/nfs/root"

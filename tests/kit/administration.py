@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.client.control import Control
+from kvstore.core.results import LimitValue
 from kvstore.errors import KVStoreError
-from kvstore.results import LimitValue
 from kvstore.v1.control_pb2_grpc import ControlStub
 from tests.kit.stores import SMALL, kv_of
 from tests.kit.workers import Served, connected, raw_channel

@@ -14,21 +14,21 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import Layout
-from kvstore.buffers import Planes
-from kvstore.keyset import ChunkKeys
-from kvstore.meta.memory import MemoryMeta
-from kvstore.namespace import Namespace
-from kvstore.node.memory_tier import MemoryTier
-from kvstore.node.opening import join
-from kvstore.node.settings import Limits, NodeOptions, TierSettings
+from kvstore.core.buffers import Planes
+from kvstore.core.clock import RandomIds, SystemClock
+from kvstore.core.namespace import Namespace
+from kvstore.core.write_mode import WriteMode
+from kvstore.engine.open import join
+from kvstore.engine.settings import Limits, NodeOptions, TierSettings
+from kvstore.format.keyset import ChunkKeys
+from kvstore.meta.memory import MemoryMetadata
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
-from kvstore.sources import RandomIds, SystemClock
+from kvstore.tiers.memory import MemoryTier
 from kvstore.worker.limits import WorkerLimits
-from kvstore.worker.worker import Worker
-from kvstore.writes import WriteMode
+from kvstore.worker.server import Worker
 from tests.kit.workers import WAIT_S, Served, eventually
 
 MEMORY_BYTES = 64 << 20
@@ -50,7 +50,7 @@ def serving_memory(
     member = join(
         opened,
         create_or_open(opened, ids),
-        MemoryMeta(clock=clock),
+        MemoryMetadata(clock=clock),
         limits=limits or Limits(),
         clock=clock,
         ids=ids,
@@ -126,9 +126,9 @@ def mapped_bytes(pid: int, name: str = "memfd:kvstore-memory") -> dict[str, int]
 
 _WORKER = """
 import sys
-from kvstore.node.opening import open_member
-from kvstore.node.settings import TierSettings
-from kvstore.worker.worker import Worker
+from kvstore.engine.open import open_member
+from kvstore.engine.settings import TierSettings
+from kvstore.worker.server import Worker
 member = open_member(sys.argv[1], create=True, settings=TierSettings(memory_bytes=int(sys.argv[2])))
 worker = Worker(member, "127.0.0.1:0")
 print(worker.start(), flush=True)

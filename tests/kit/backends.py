@@ -20,26 +20,26 @@ import numpy.typing as npt
 import kvstore
 from kvstore import Layout
 from kvstore.client import Cache, Store
-from kvstore.client.bulk.links import Bulk
 from kvstore.client.limits import ClientLimits
-from kvstore.client.local import LocalPort
+from kvstore.client.local import LocalTransport
+from kvstore.client.pool import Bulk
+from kvstore.core.clock import RandomIds, SystemClock
+from kvstore.core.namespace import Namespace
+from kvstore.engine.coordination import ClusterMember, Coordination
+from kvstore.engine.open import join
+from kvstore.engine.settings import NO_TIERS, Limits, NodeOptions, TierSettings
 from kvstore.format import places
+from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
-from kvstore.keyset import ChunkKeys
-from kvstore.meta.memory import MemoryMeta, MemoryStore
-from kvstore.meta.store import Meta
-from kvstore.namespace import Namespace
-from kvstore.node.member import Member, Sharing
-from kvstore.node.opening import join
-from kvstore.node.settings import NO_TIERS, Limits, NodeOptions, TierSettings
+from kvstore.meta.memory import MemoryMetadata, MemoryStore
+from kvstore.meta.store import MetadataStore
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
-from kvstore.sources import RandomIds, SystemClock
 from kvstore.worker.limits import WorkerLimits
-from kvstore.worker.worker import Worker
-from kvstore_gc.deletion import SweepPlan, Victim
+from kvstore.worker.server import Worker
+from kvstore_gc.deletion import SweepPlan, SweepVictim
 from kvstore_gc.execute import Sweeper, SweepReport
 from kvstore_gc.site import Site, Timings
 from tests.kit.keyed import key_file
@@ -97,7 +97,7 @@ class Backend:
         self.plain_root = self._new_root()
         self.identity = create_or_open(self.plain_root, self._ids, shard_bits=2)
         self._undo = ExitStack()
-        self.member: Member
+        self.member: ClusterMember
         self.worker: Worker | None = None
         self.store: Store
         self._open()
@@ -129,17 +129,17 @@ class Backend:
         self.member = join(
             cast(Root, Stepped(self._new_root(), self.steps, ROOT)) if self._folder is None else self._new_root(),
             self.identity,
-            cast(Meta, Stepped(MemoryMeta(self._meta), self.steps, META)),
+            cast(MetadataStore, Stepped(MemoryMetadata(self._meta), self.steps, META)),
             NodeOptions(tiers=tiers, keys=keys),
             limits=self._limits,
             clock=SystemClock(),
             ids=self._ids,
-            sharing=Sharing.CLUSTER,
+            sharing=Coordination.CLUSTER,
         )
         self._undo.callback(self.member.close)
         eventually(lambda: self.member.node.gc_view.protects, "the session protects")
         if self.way not in REMOTE:
-            self.store = Store(LocalPort(self.member))
+            self.store = Store(LocalTransport(self.member))
         else:
             self.worker = Worker(self.member, "127.0.0.1:0", self._worker_limits)
             self._undo.callback(self.worker.stop)
@@ -257,7 +257,7 @@ class Backend:
         site = Site(
             cast(Root, Stepped(self._new_root(), self.steps, ROOT)) if self._folder is None else self._new_root(),
             self.identity,
-            cast(Meta, Stepped(MemoryMeta(self._meta), self.steps, META)),
+            cast(MetadataStore, Stepped(MemoryMetadata(self._meta), self.steps, META)),
             SystemClock(),
             timings=TIMINGS,
         )
@@ -270,12 +270,12 @@ class Backend:
 
     def plans(self, namespaces: Sequence[Namespace]) -> list[SweepPlan]:
         ids = {namespace.id for namespace in namespaces}
-        shards: dict[int, list[Victim]] = {}
+        shards: dict[int, list[SweepVictim]] = {}
         for name in sorted(self.chunk_names()):
             parsed = places.parse_chunk(name.rpartition("/")[2])
             stat = self.plain_root.stat(Name(name))
             if parsed is not None and parsed[1] in ids and stat is not None:
-                victim = Victim(*parsed, stat.size_bytes, stat.mtime_ns)
+                victim = SweepVictim(*parsed, stat.size_bytes, stat.mtime_ns)
                 shards.setdefault(places.shard(parsed[0], self.identity.shard_bits), []).append(victim)
         return [SweepPlan(shard, tuple(victims)) for shard, victims in sorted(shards.items())]
 

@@ -6,21 +6,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from kvstore.client.local import LocalPort
+from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
-from kvstore.dashboard.views import Board, Documents, Pace, Reach, open_board
-from kvstore.meta.memory import MemoryMeta
-from kvstore.node.member import Sharing
-from kvstore.node.opening import join
-from kvstore.node.settings import Limits
+from kvstore.core.clock import RandomIds, SystemClock
+from kvstore.dashboard.views import Board, Documents, RefreshIntervals, SourceOpener, open_board
+from kvstore.engine.coordination import Coordination
+from kvstore.engine.open import join
+from kvstore.engine.settings import Limits
+from kvstore.meta.memory import MemoryMetadata
 from kvstore.root.identity import create_or_open
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.sources import RandomIds, SystemClock
 from tests.kit.faulty_meta import FaultyMeta
 from tests.kit.faulty_root import FaultyRoot
 from tests.kit.patience import slowness
 
-QUICK = Pace(0.05, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05, late_s=0.3)
+QUICK = RefreshIntervals(0.05, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05, late_s=0.3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,12 @@ def shown(collector: Sequence[str] | None = None) -> Iterator[Shown]:
     """A dashboard of a store in memory, its feeds running; ``collector`` is the command that makes its plans."""
     clock, ids = SystemClock(), RandomIds()
     files = MemoryFiles()
-    root, meta = MemoryRoot(files), MemoryMeta(clock=clock)
+    root, meta = MemoryRoot(files), MemoryMetadata(clock=clock)
     identity = create_or_open(root, ids)
-    member = join(root, identity, meta, limits=Limits(), clock=clock, ids=ids, sharing=Sharing.CLUSTER)
-    store = Store(LocalPort(member))
+    member = join(root, identity, meta, limits=Limits(), clock=clock, ids=ids, sharing=Coordination.CLUSTER)
+    store = Store(LocalTransport(member))
     faulty_root, faulty_meta = FaultyRoot(root), FaultyMeta(meta)
-    reach = Reach(root.url, lambda: faulty_root, lambda: faulty_meta, lambda root_id: store, collector)
+    reach = SourceOpener(root.url, lambda: faulty_root, lambda: faulty_meta, lambda root_id: store, collector)
     board = open_board(reach, replace(QUICK, late_s=QUICK.late_s * slowness()))
     try:
         board.start()

@@ -13,18 +13,18 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import Layout
-from kvstore.census.walk import Found, walk
-from kvstore.client.local import LocalPort
+from kvstore.census.walk import ChunkFile, walk
+from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
+from kvstore.core.clock import RandomIds, SystemClock
+from kvstore.engine.coordination import Coordination
+from kvstore.engine.open import join
+from kvstore.engine.settings import NodeOptions, TierSettings
 from kvstore.format.header import lineage_id, written
-from kvstore.keyset import ChunkKeys
-from kvstore.meta.memory import MemoryMeta, MemoryStore
-from kvstore.node.member import Sharing
-from kvstore.node.opening import join
-from kvstore.node.settings import NodeOptions, TierSettings
+from kvstore.format.keyset import ChunkKeys
+from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
-from kvstore.sources import RandomIds, SystemClock
 from tests.kit.patience import eventually, stretched
 from tests.kit.stores import kv_of
 from tests.kit.tiers import QUICK
@@ -45,15 +45,15 @@ class RolledOut:
         self.member = join(
             root,
             create_or_open(root, ids),
-            MemoryMeta(store, clock=clock),
+            MemoryMetadata(store, clock=clock),
             limits=limits,
             clock=clock,
             ids=ids,
-            sharing=Sharing.CLUSTER,
+            sharing=Coordination.CLUSTER,
             options=NodeOptions(tiers=settings, label=label),
         )
         self.node = self.member.node
-        self.cache = Store(LocalPort(self.member)).namespace("m", LAYOUT)
+        self.cache = Store(LocalTransport(self.member)).namespace("m", LAYOUT)
 
     @property
     def session(self) -> bytes:
@@ -88,10 +88,10 @@ class RolledOut:
         assert self.node.memory is not None
         return self.node.memory.leading(self.chain(number, chunks))
 
-    def on_root(self) -> list[Found]:
+    def on_root(self) -> list[ChunkFile]:
         return list(walk(self.root, self.node.identity.shard_bits, headers=True))
 
-    def wrote(self, found: Found) -> bool:
+    def wrote(self, found: ChunkFile) -> bool:
         assert found.header is not None
         said = written(found.header.incarnation)
         return said is not None and said.lineage == lineage_id(self.session)

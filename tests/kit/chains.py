@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from kvstore.address import Address
+from kvstore.core.address import Address
+from kvstore.core.hints import TTL_CLASSES_S, Hints
+from kvstore.core.namespace import NamespaceId
+from kvstore.core.recency import QUANTUM_S, USES_MAX, stamp_ns, superseded_ns
 from kvstore.format import places
-from kvstore.hints import TTL_CLASSES_S, Hints
-from kvstore.namespace import NamespaceId
-from kvstore.recency import QUANTUM_S, USES_MAX, stamp_ns, superseded_ns
-from kvstore.root.interface import Entry, Stat
+from kvstore.root.interface import FolderEntry, Stat
 from kvstore.root.memory import MemoryFile, MemoryFiles, MemoryRoot
 
 NOW_S = 1_800_000_000
@@ -43,8 +43,8 @@ class Chunk:
         return places.chunk(self.address, self.namespace, SHARD_BITS)
 
     @property
-    def entry(self) -> Entry:
-        return Entry(self.name.rpartition("/")[2], Stat(self.size_bytes, self.mtime_ns))
+    def entry(self) -> FolderEntry:
+        return FolderEntry(self.name.rpartition("/")[2], Stat(self.size_bytes, self.mtime_ns))
 
 
 def stamp(age_s: int, depth: int = 0, uses: int = 0, hints: Hints | None = None) -> int:
@@ -66,7 +66,7 @@ def loose(count: int, *, seed: int = 0, age_s: int | None = None, size_bytes: in
     ]
 
 
-def entries(chunks: Iterable[Chunk], shard: int) -> list[Entry]:
+def entries(chunks: Iterable[Chunk], shard: int) -> list[FolderEntry]:
     """Returns the entries that a listing of that shard shows."""
     return [chunk.entry for chunk in chunks if chunk.shard == shard]
 

@@ -9,25 +9,25 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvstore.address import Address
-from kvstore.client.local import LocalPort
+from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
+from kvstore.core.address import Address
+from kvstore.core.clock import Clock, Ids, RandomIds, SystemClock
+from kvstore.core.namespace import Namespace
+from kvstore.core.results import PutResult
+from kvstore.engine.coordination import ClusterMember, Coordination
+from kvstore.engine.holds import ChunkHold
+from kvstore.engine.open import join
+from kvstore.engine.settings import AS_SHIPPED, Limits, NodeOptions
 from kvstore.format import places
+from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
-from kvstore.keyset import ChunkKeys
-from kvstore.meta.memory import MemoryMeta, MemoryStore
-from kvstore.meta.store import Meta
-from kvstore.namespace import Namespace
-from kvstore.node.holds import Hold
-from kvstore.node.member import Member, Sharing
-from kvstore.node.opening import join
-from kvstore.node.settings import AS_SHIPPED, Limits, NodeOptions
-from kvstore.results import PutResult
+from kvstore.meta.memory import MemoryMetadata, MemoryStore
+from kvstore.meta.store import MetadataStore
 from kvstore.root.identity import RootId, RootIdentity, create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.sources import Clock, Ids, RandomIds, SystemClock
-from kvstore_gc.deletion import SweepPlan, Victim
+from kvstore_gc.deletion import SweepPlan, SweepVictim
 from kvstore_gc.execute import Sweeper
 from kvstore_gc.site import Site, Timings
 from tests.kit.patience import eventually as eventually
@@ -38,7 +38,9 @@ TIMINGS = Timings(poll_s_min=0.01, poll_s_max=0.02, announce_lag_max_s=60.0, gra
 SPACE = Namespace.of("m", TINY)
 
 
-def site_of(meta: Meta, root_id: bytes = bytes(16), clock: Clock | None = None, ids: Ids | None = None) -> Site:
+def site_of(
+    meta: MetadataStore, root_id: bytes = bytes(16), clock: Clock | None = None, ids: Ids | None = None
+) -> Site:
     """A site for what needs no root, over some metadata."""
     return Site(MemoryRoot(), RootIdentity(RootId(root_id), 0, 2), meta, clock or SystemClock(), ids or RandomIds())
 
@@ -57,25 +59,25 @@ class Cluster:
     store: MemoryStore
     identity: RootIdentity
     undo: ExitStack
-    members: list[Member] = field(default_factory=list)
+    members: list[ClusterMember] = field(default_factory=list)
 
     def node(
         self,
         root: Root | None = None,
-        meta: Meta | None = None,
+        meta: MetadataStore | None = None,
         limits: Limits = NODE_LIMITS,
         options: NodeOptions = AS_SHIPPED,
-    ) -> Member:
+    ) -> ClusterMember:
         """A node of the cluster, with a session and a view."""
         member = join(
             root or self.root,
             self.identity,
-            meta or MemoryMeta(self.store),
+            meta or MemoryMetadata(self.store),
             limits=limits,
             clock=SystemClock(),
             ids=RandomIds(),
             options=options,
-            sharing=Sharing.CLUSTER,
+            sharing=Coordination.CLUSTER,
         )
         member.claim_namespace(SPACE)
         self.undo.callback(member.close)
@@ -86,7 +88,7 @@ class Cluster:
     def collector(
         self,
         root: Root | None = None,
-        meta: Meta | None = None,
+        meta: MetadataStore | None = None,
         timings: Timings = TIMINGS,
         pause: Callable[[float], object] = time.sleep,
     ) -> Sweeper:
@@ -96,7 +98,7 @@ class Cluster:
     def site(
         self,
         root: Root | None = None,
-        meta: Meta | None = None,
+        meta: MetadataStore | None = None,
         clock: Clock | None = None,
         timings: Timings = TIMINGS,
         pause: Callable[[float], object] = time.sleep,
@@ -105,7 +107,7 @@ class Cluster:
         return Site(
             root or self.root,
             self.identity,
-            meta or MemoryMeta(self.store),
+            meta or MemoryMetadata(self.store),
             clock or SystemClock(),
             timings=timings,
             pause=pause,
@@ -113,13 +115,13 @@ class Cluster:
 
     def plans(self, *chains: ChunkKeys) -> list[SweepPlan]:
         """A plan to take all of some chains."""
-        shards: dict[int, list[Victim]] = {}
+        shards: dict[int, list[SweepVictim]] = {}
         for chain in chains:
             for address in chain.addresses:
                 stat = self.root.stat(self.name(address))
                 if stat is not None:
                     shards.setdefault(places.shard(address, self.identity.shard_bits), []).append(
-                        Victim(address, SPACE.id, stat.size_bytes, stat.mtime_ns)
+                        SweepVictim(address, SPACE.id, stat.size_bytes, stat.mtime_ns)
                     )
         return [SweepPlan(shard, tuple(victims)) for shard, victims in sorted(shards.items())]
 
@@ -147,16 +149,16 @@ def cluster(root: Root | None = None, shard_bits: int = 2) -> Iterator[Cluster]:
         yield Cluster(root, store, create_or_open(root, RandomIds(), shard_bits=shard_bits), undo)
 
 
-def looking(member: Member, chain: ChunkKeys) -> Hold:
+def looking(member: ClusterMember, chain: ChunkKeys) -> ChunkHold:
     """A hold whose look goes on: nobody knows yet which chunks it is on, so sweeps wait for it (rule A2)."""
     return member.node.holds.take(chain, whatever=True)
 
 
-def put(member: Member, chain: ChunkKeys) -> int:
+def put(member: ClusterMember, chain: ChunkKeys) -> int:
     """Stores a chain; the leading chunks that are there then."""
     return put_result(member, chain).tokens_present // TINY.chunk_tokens
 
 
-def put_result(member: Member, chain: ChunkKeys) -> PutResult:
+def put_result(member: ClusterMember, chain: ChunkKeys) -> PutResult:
     """Stores a chain."""
-    return Store(LocalPort(member)).namespace(SPACE.name, TINY).put(chain.tokens, kv_of(TINY, chain.tokens))
+    return Store(LocalTransport(member)).namespace(SPACE.name, TINY).put(chain.tokens, kv_of(TINY, chain.tokens))

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.address import Address
-from kvstore.buffers import Borrowed
+from kvstore.core.address import Address
+from kvstore.core.buffers import BufferLoan
+from kvstore.core.clock import RandomIds, SystemClock
+from kvstore.core.layout import Layout
+from kvstore.core.namespace import Namespace, NamespaceId
+from kvstore.core.tokens import token_array
 from kvstore.format import places
 from kvstore.format.header import Expected, Incarnation, checksum, encode, expected_block
+from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
-from kvstore.keyset import ChunkKeys
-from kvstore.layout import Layout
-from kvstore.namespace import Namespace, NamespaceId
 from kvstore.root.identity import NamespaceRecords, RootIdentity, create_or_open
 from kvstore.root.interface import Root
-from kvstore.sources import RandomIds, SystemClock
-from kvstore.tokens import token_array
 
 NOW_S = 1_700_000_000.0
 SHARD_BITS = 4
@@ -71,7 +71,7 @@ def read(root: Root, name: Name) -> bytes | None:
         return None
     with reader:
         content = bytearray(reader.stat.size_bytes)
-        return bytes(content[: reader.read([memoryview(content)], 0, Borrowed())]) if content else b""
+        return bytes(content[: reader.read([memoryview(content)], 0, BufferLoan())]) if content else b""
 
 
 def fill(root: Root, chunks_count: int = 6, name: str = "model") -> Filled:

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import numpy as np
 
+from kvstore.core.clock import RandomIds
+from kvstore.core.executor import Deadline
+from kvstore.core.hints import Hints
+from kvstore.core.namespace import Namespace
+from kvstore.core.node_metrics import Counters
 from kvstore.format.header import Expected, Incarnation, checksum, encode
-from kvstore.hints import Hints
-from kvstore.keyset import ChunkKeys
-from kvstore.namespace import Namespace
-from kvstore.node.counters import Counters
-from kvstore.node.disk_tier import DiskTier
-from kvstore.node.lanes import Deadline
+from kvstore.format.keyset import ChunkKeys
 from kvstore.root.interface import Root
 from kvstore.root.posix import PosixRoot
-from kvstore.sources import RandomIds
+from kvstore.tiers.disk import DiskTier
 from tests.kit.faulty_root import FaultyRoot, Rule
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import TINY

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 
-from kvstore.address import Address
-from kvstore.events.index import Doomed, Truth, Wanted
+from kvstore.core.address import Address
+from kvstore.events.index import PendingDeletions, RootIndex, Wanted
 from kvstore.events.limits import EventLimits
 from kvstore.format import places
 from kvstore.meta.keys import Keys
-from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.store import Meta
+from kvstore.meta.memory import MemoryMetadata
+from kvstore.meta.store import MetadataStore
 from kvstore.root.interface import Root
 from tests.kit.clusters import Cluster
 
@@ -45,13 +45,17 @@ class Following:
     """What one subscriber has, by addresses."""
 
     def __init__(
-        self, cluster: Cluster, root: Root | None = None, meta: Meta | None = None, wanted: Wanted = lambda _: True
+        self,
+        cluster: Cluster,
+        root: Root | None = None,
+        meta: MetadataStore | None = None,
+        wanted: Wanted = lambda _: True,
     ) -> None:
         self.clock = Ticking()
         self.root = root or cluster.root
         limits, keys = EventLimits(), Keys(cluster.identity.root)
-        doomed = Doomed(meta or MemoryMeta(cluster.store), keys, limits)
-        self.truth = Truth(self.root, cluster.identity.shard_bits, doomed, wanted, limits, self.clock)
+        doomed = PendingDeletions(meta or MemoryMetadata(cluster.store), keys, limits)
+        self.truth = RootIndex(self.root, cluster.identity.shard_bits, doomed, wanted, limits, self.clock)
         self.heard: set[bytes] = set()
         cluster.undo.enter_context(closing(self.truth))
 

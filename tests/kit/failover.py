@@ -7,13 +7,13 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
-from kvstore.client.bulk.links import NoAnswer
-from kvstore.client.caller import Caller
-from kvstore.client.endpoints import Endpoints
+from kvstore.client.endpoints import WorkerEndpoints
+from kvstore.client.failover import Caller
 from kvstore.client.limits import ClientLimits
-from kvstore.counts import ClientCount, Counts
+from kvstore.client.pool import NoAnswer
+from kvstore.core.metrics import ClientCount, Counts
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.wire.bulk.channel import LinkLate
+from kvstore.transport.channel import LinkLate
 from tests.kit.fake_meta import FakeClock
 
 FAILURES: dict[str, Callable[[], Exception]] = {
@@ -41,7 +41,7 @@ class Attempts:
             is_closed=False,
             set_aside=lambda *_: None,
         )
-        self._caller = Caller(cast(Endpoints, endpoints), Counts(ClientCount), ClientLimits(), self.clock)
+        self._caller = Caller(cast(WorkerEndpoints, endpoints), Counts(ClientCount), ClientLimits(), self.clock)
 
     def run(self, timeout_s: float, *, may_repeat: bool) -> Exception:
         """Returns the error that the call ends with."""

@@ -24,7 +24,7 @@ from kvstore.meta.store import (
     KeyValue,
     LeaseGone,
     LeaseId,
-    Meta,
+    MetadataStore,
     Put,
     Snapshot,
     TxnResult,
@@ -89,7 +89,7 @@ class FaultyMeta:
     ``counts`` has how often each (operation, fault) was met.
     """
 
-    def __init__(self, inner: Meta, seed: int = 0, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, inner: MetadataStore, seed: int = 0, sleep: Callable[[float], None] = time.sleep) -> None:
         self._inner = inner
         self._sleep = sleep
         self._random = random.Random(seed)

@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvstore.buffers import Borrowed, Pieces, byte_length, skip
+from kvstore.core.buffers import BufferLoan, Pieces, byte_length, skip
 from kvstore.errors import KVStoreError, PermissionDenied, StoreFull, Unavailable
 from kvstore.format.places import Name
-from kvstore.root.interface import Entry, Reader, Root, Seen, Space, Stat, Traits
+from kvstore.root.interface import FileReader, FolderEntry, Root, Seen, Stat, StorageSpace, Traits
 
 OPERATIONS = frozenset(
     (
@@ -205,7 +205,7 @@ class FaultyRoot:
         self.strike("discard", staged)
         self.inner.discard(staged)
 
-    def open(self, name: Name) -> Reader | None:
+    def open(self, name: Name) -> FileReader | None:
         if isinstance(self.strike("open", name), Missing):
             return None
         reader = self.inner.open(name)
@@ -240,14 +240,14 @@ class FaultyRoot:
         self.strike("remove_folder", name)
         return self.inner.remove_folder(name, durable=durable)
 
-    def list(self, folder: Name) -> Iterator[Entry]:
+    def list(self, folder: Name) -> Iterator[FolderEntry]:
         return iter(()) if isinstance(self.strike("list", folder), Missing) else self.inner.list(folder)
 
     def sync(self) -> None:
         self.strike("sync", Name(""))
         self.inner.sync()
 
-    def space(self) -> Space:
+    def space(self) -> StorageSpace:
         self.strike("space", Name(""))
         return self.inner.space()
 
@@ -260,13 +260,13 @@ class FaultyReader:
 
     __slots__ = ("_inner", "_name", "_root", "stat")
 
-    def __init__(self, root: FaultyRoot, name: Name, inner: Reader) -> None:
+    def __init__(self, root: FaultyRoot, name: Name, inner: FileReader) -> None:
         self._root = root
         self._name = name
         self._inner = inner
         self.stat = inner.stat
 
-    def read(self, pieces: Pieces, offset: int, borrowed: Borrowed) -> int:
+    def read(self, pieces: Pieces, offset: int, borrowed: BufferLoan) -> int:
         fault = self._root.strike("read", self._name)
         if isinstance(fault, Missing):
             return 0

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvstore.core.clock import RandomIds, SystemClock
+from kvstore.engine.engine import Engine
+from kvstore.engine.follower import GcFollower, StartFence
+from kvstore.engine.gc_state import ClusterGcState
+from kvstore.engine.settings import Limits
 from kvstore.meta.cluster import Standing
 from kvstore.meta.keys import Keys
-from kvstore.meta.memory import MemoryMeta, MemoryStore
+from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.meta.session import Session
 from kvstore.meta.store import Event, Watch
-from kvstore.node.follower import Follower, StartFence
-from kvstore.node.gc_state import View
-from kvstore.node.node import Node
-from kvstore.node.settings import Limits
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.sources import RandomIds, SystemClock
 
 SWEEP = b"s" * 16
 
@@ -37,7 +37,7 @@ class Hooked:
         self._inner.close()
 
 
-class HookedMeta(MemoryMeta):
+class HookedMeta(MemoryMetadata):
     """Metadata whose watches do that, and that do something before they open one; both may be replaced at any time."""
 
     def __init__(self, store: MemoryStore) -> None:
@@ -74,7 +74,7 @@ class Alone:
         identity = create_or_open(root, ids)
         self.meta = HookedMeta(MemoryStore(clock))
         self.keys = Keys(identity.root)
-        self.node = Node(
+        self.node = Engine(
             root,
             identity,
             session=lambda: bytes(16),
@@ -82,13 +82,13 @@ class Alone:
             clock=clock,
             ids=ids,
         )
-        assert isinstance(self.node.gc_view, View)
+        assert isinstance(self.node.gc_view, ClusterGcState)
         self.view = self.node.gc_view
         fence: Fence | None = None
         if standing is not None:
             fence = Fence(self.node, self.meta, self.keys)
             fence.found = standing
-        self.follower = Follower(self.node, self.view, self.meta, self.keys, fence)
+        self.follower = GcFollower(self.node, self.view, self.meta, self.keys, fence)
 
     def session(self) -> Session:
         return Session.open(self.meta, self.keys, clock=SystemClock(), ids=RandomIds())

@@ -14,19 +14,19 @@ from pathlib import Path
 import numpy as np
 
 import kvstore
-from kvstore.address import Address
+from kvstore.core.address import Address
+from kvstore.core.clock import RandomIds, SystemClock
+from kvstore.core.namespace import Namespace
+from kvstore.engine.host import HostGcState
+from kvstore.engine.presence_cache import PresenceCache
+from kvstore.format.keyset import ChunkKeys
 from kvstore.host import tables as shared_file
-from kvstore.host.eviction import Evicted, Eviction, Victim
+from kvstore.host.eviction import Evicted, Eviction, EvictionVictim
 from kvstore.host.pins import HostPins
-from kvstore.host.room import Room
+from kvstore.host.room import HostRoom
 from kvstore.host.tables import COLLECTOR, HoldTable, Number, Shared
-from kvstore.keyset import ChunkKeys
 from kvstore.meta.pins import PinQuota
-from kvstore.namespace import Namespace
-from kvstore.node.host import HostView
-from kvstore.node.known import Known
 from kvstore.root.posix import PosixRoot
-from kvstore.sources import RandomIds, SystemClock
 from kvstore_gc.config import Config
 from kvstore_gc.host import HostCollector
 from tests.kit.host_process import LAYOUT, TOKENS_COUNT, kv, tokens
@@ -50,7 +50,7 @@ class Parts:
     root: PosixRoot
     shared: Shared
     table: HoldTable
-    known: Known
+    known: PresenceCache
 
     @staticmethod
     @contextmanager
@@ -59,7 +59,7 @@ class Parts:
         kvstore.open(folder, shard_bits=SHARD_BITS, max_bytes=None).close()
         shared_file.make(str(folder), 0)
         (folder / COLLECTOR).touch()
-        root, known = PosixRoot(folder), Known(1 << 12, 3600, SystemClock())
+        root, known = PosixRoot(folder), PresenceCache(1 << 12, 3600, SystemClock())
         made = Parts(folder, root, Shared(str(folder)), HoldTable(str(folder)), known)
         try:
             yield made
@@ -74,9 +74,9 @@ class Parts:
         time.sleep(TICK_S)
         return ChunkKeys.of(SPACE, np.array(tokens(prompt), np.uint32))
 
-    def victims(self, chain: ChunkKeys) -> list[Victim]:
+    def victims(self, chain: ChunkKeys) -> list[EvictionVictim]:
         """The chunks of a prompt as victims, children first."""
-        found = [Victim(each, chain.namespace.id, 1) for each in chain.addresses]
+        found = [EvictionVictim(each, chain.namespace.id, 1) for each in chain.addresses]
         return found[::-1]
 
     def files(self, chain: ChunkKeys) -> list[int]:
@@ -90,11 +90,11 @@ class Parts:
     def evict(self, chain: ChunkKeys) -> Evicted:
         return self.eviction().evict(self.victims(chain))
 
-    def view(self) -> HostView:
-        return HostView(self.shared, self.table, self.known, self.room())
+    def view(self) -> HostGcState:
+        return HostGcState(self.shared, self.table, self.known, self.room())
 
-    def room(self, wake: Callable[..., None] = lambda **_: None) -> Room:
-        return Room(self.shared, self.table, lambda: None, wake)
+    def room(self, wake: Callable[..., None] = lambda **_: None) -> HostRoom:
+        return HostRoom(self.shared, self.table, lambda: None, wake)
 
     def pins(self, quota: PinQuota = PinQuota(10, 10)) -> HostPins:  # noqa: B008
         return HostPins(self.root, RandomIds(), SystemClock(), lambda call: call(), quota)

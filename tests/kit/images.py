@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import Layout
-from kvstore.buffers import planes_of
-from kvstore.keyset import ChunkKeys
-from kvstore.namespace import Namespace
-from kvstore.node.images import make_images
+from kvstore.codec.image import make_images
+from kvstore.core.buffers import planes_of
+from kvstore.core.namespace import Namespace
+from kvstore.format.keyset import ChunkKeys
 from tests.kit.stores import resealed
 
 Spoil = Callable[[bytes], bytes]

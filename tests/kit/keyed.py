@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.encodings.codec import KeyFile
-from kvstore.layout import Layout
+from kvstore.codec.codec import KeyFile
+from kvstore.core.layout import Layout
 from tests.kit.stores import chunk_files as chunk_files
 from tests.kit.stores import same as same
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvstore.address import NO_PARENT, chunk_address, hashed_block_address
-from kvstore.memory.inventory import Entry, Inventory, Place, Room
-from kvstore.namespace import NamespaceDigest
+from kvstore.core.address import NO_PARENT, chunk_address, hashed_block_address
+from kvstore.core.namespace import NamespaceDigest
+from kvstore.tiers.inventory import ChunkIdentity, TierEntry, TierInventory, TierSpace
 
 NAMESPACES = [NamespaceDigest(bytes([number]) * 32) for number in (1, 2)]
 
@@ -34,22 +34,24 @@ class Bytes:
         del self.taken[offset]  # KeyError: given back twice
 
 
-def block(number: int) -> Place:
-    return Place(NAMESPACES[0], hashed_block_address(NAMESPACES[0], number.to_bytes(16, "big")), NO_PARENT, b"")
+def block(number: int) -> ChunkIdentity:
+    return ChunkIdentity(NAMESPACES[0], hashed_block_address(NAMESPACES[0], number.to_bytes(16, "big")), NO_PARENT, b"")
 
 
-def chain(count: int, seed: int = 0, namespace: NamespaceDigest = NAMESPACES[0]) -> list[Place]:
-    places: list[Place] = []
+def chain(count: int, seed: int = 0, namespace: NamespaceDigest = NAMESPACES[0]) -> list[ChunkIdentity]:
+    places: list[ChunkIdentity] = []
     parent = NO_PARENT
     for number in range(count):
         tokens = (seed * 1_000 + number).to_bytes(4, "little")
         address = chunk_address(namespace, parent, tokens)
-        places.append(Place(namespace, address, parent, tokens))
+        places.append(ChunkIdentity(namespace, address, parent, tokens))
         parent = address
     return places
 
 
-def fill(inventory: Inventory, places: Iterable[Place], now_s: float = 0.0, size_bytes: int = 10) -> list[Entry]:
+def fill(
+    inventory: TierInventory, places: Iterable[ChunkIdentity], now_s: float = 0.0, size_bytes: int = 10
+) -> list[TierEntry]:
     """Claims, shows and releases each."""
     entries = []
     for place in places:
@@ -61,5 +63,5 @@ def fill(inventory: Inventory, places: Iterable[Place], now_s: float = 0.0, size
     return entries
 
 
-def lru(room: Room) -> Inventory:
-    return Inventory(room)
+def lru(room: TierSpace) -> TierInventory:
+    return TierInventory(room)

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.buffers import Borrowed, planes_of
-from kvstore.hints import Hints
-from kvstore.keyset import ChunkKeys
-from kvstore.memory.arena import Arena
-from kvstore.namespace import Namespace
-from kvstore.node.counters import Counters
-from kvstore.node.images import make_images
-from kvstore.node.memory_tier import MemoryTier, Slot, Slots
-from kvstore.sources import RandomIds
+from kvstore.codec.image import make_images
+from kvstore.core.buffers import BufferLoan, planes_of
+from kvstore.core.clock import RandomIds
+from kvstore.core.hints import Hints
+from kvstore.core.namespace import Namespace
+from kvstore.core.node_metrics import Counters
+from kvstore.format.keyset import ChunkKeys
+from kvstore.tiers.arena import SealedArena
+from kvstore.tiers.memory import MemoryTier, Slot, Slots
 from tests.kit.stores import SMALL, kv_of, same
 
 SPACE = Namespace.of("m", SMALL)
@@ -43,7 +43,7 @@ class Case:
     """A tier with room for this many chunks of SMALL."""
 
     def __init__(self, chunks: int) -> None:
-        self.arena = Arena(chunks * UNIT).open()
+        self.arena = SealedArena(chunks * UNIT).open()
         self.counters = Counters()
         self.clock = StoppedClock()
         self.tier = MemoryTier(self.arena, self.counters, self.clock)
@@ -73,7 +73,7 @@ class Case:
         """Reads chunks, and compares all bytes of those reported right."""
         layout = wanted.namespace.layout
         out = np.zeros(layout.shape(len(wanted.tokens)), layout.numpy_dtype)
-        done = self.tier.read(slots, start, stop, planes_of(out, layout), Borrowed())
+        done = self.tier.read(slots, start, stop, planes_of(out, layout), BufferLoan())
         kv, size = kv_for(wanted), layout.chunk_tokens
         for index, right in zip(range(start, stop), done.tolist(), strict=True):
             part = slice(index * size, (index + 1) * size)

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvstore.client.cache import Cache
-from kvstore.operations import OperationState
+from kvstore.core.operations import OperationState
+from kvstore.core.write_mode import WriteMode, WriteModeName
 from kvstore.root.interface import Root
 from kvstore.worker.limits import WorkerLimits
-from kvstore.worker.worker import Worker
-from kvstore.writes import WriteMode, WriteModeName
+from kvstore.worker.server import Worker
 from tests.kit.tiers import QUICK, Acting
 from tests.kit.workers import Served, connected
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvstore.client.local import LocalPort
+from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
+from kvstore.engine.chunk_store import ChunkStore
+from kvstore.engine.settings import Limits
 from kvstore.format.places import HOST
-from kvstore.node.chunk_store import ChunkStore
-from kvstore.node.settings import Limits
 from kvstore.root.posix import PosixRoot
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import member_of, member_on
@@ -27,7 +27,7 @@ def opened(path: Path, *, native: bool, limits: Limits | None = None, direct: bo
     """A store on ``path``, with the native data path or without."""
     root = PosixRoot(path, direct=direct) if native else PlainRoot(path)
     assert (root.local_files is not None) == native
-    store = Store(LocalPort(member_on(root, limits)))
+    store = Store(LocalTransport(member_on(root, limits)))
     try:
         yield store
     finally:

@@ -11,21 +11,21 @@ from typing import Any, cast
 import grpc
 import numpy as np
 
+from kvstore.core.clock import RandomIds
+from kvstore.core.layout import Layout
+from kvstore.core.namespace import Namespace
 from kvstore.format.header import Incarnation, checksum, encode
-from kvstore.keyset import ChunkKeys
-from kvstore.layout import Layout
-from kvstore.namespace import Namespace
-from kvstore.sources import RandomIds
+from kvstore.format.keyset import ChunkKeys
+from kvstore.transport.channel import Channel, LinkBroken, LinkLate
+from kvstore.transport.frames import FrameKind, LentSlots, Mode, decode_request, encode_slots, encode_span
+from kvstore.transport.limits import method
+from kvstore.transport.messages import parse
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
-from kvstore.wire.bulk.frames import Kind, LentSlots, Mode, decode_request, encode_slots, encode_span
-from kvstore.wire.limits import method
-from kvstore.wire.messages import parse
 from kvstore.worker.context import Calls, Gate
 from kvstore.worker.data_put import Connection
 from kvstore.worker.data_server import BulkListener, BulkRequests
 from kvstore.worker.limits import WorkerLimits
-from kvstore.worker.worker import Health
+from kvstore.worker.server import Health
 from tests.kit.patience import NEVER_S, PATIENCE_S
 
 LAYOUT = Layout(layers=2, kv_heads=2, head_dim=64, dtype="float16", chunk_tokens=16)
@@ -55,11 +55,11 @@ def room_for(chain: ChunkKeys, indexes: Sequence[int]) -> list[memoryview]:
 
 
 def send_file(channel: Channel, number: int, index: int, image: bytes) -> None:
-    channel.send(Kind.IMAGES, number, [encode_span(index, 1), image])
+    channel.send(FrameKind.IMAGES, number, [encode_span(index, 1), image])
 
 
 def start(channel: Channel, number: int, chunks: int) -> None:
-    channel.send(Kind.SLOTS, number, [encode_slots(LentSlots(chunks, 0, ()))])
+    channel.send(FrameKind.SLOTS, number, [encode_slots(LentSlots(chunks, 0, ()))])
 
 
 def honest(chain: ChunkKeys, has: set[int] | None = None) -> Say:
@@ -95,7 +95,7 @@ class Speaker:
         try:
             channel.limit(NEVER_S, NEVER_S)
             head = channel.receive_head()
-            channel.expect(head, Kind.GET)
+            channel.expect(head, FrameKind.GET)
             request = decode_request(channel.receive(head.length))
             assert request.flag == Mode.STREAM
             message = parse(pb.GetRequest, request.message)

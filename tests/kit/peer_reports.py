@@ -7,19 +7,19 @@ from random import Random
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.address import Address
+from kvstore.core.address import Address
+from kvstore.core.clock import Clock, RandomIds
+from kvstore.core.namespace import NamespaceDigest
+from kvstore.core.node_metrics import Counters
 from kvstore.meta.keys import Keys
-from kvstore.meta.memory import MemoryMeta, MemoryStore
+from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.meta.session import Session
-from kvstore.meta.store import Meta
+from kvstore.meta.store import MetadataStore
 from kvstore.meta.workers import Digests, WorkerRecord
-from kvstore.namespace import NamespaceDigest
-from kvstore.node.counters import Counters
 from kvstore.peers.limits import PeerLimits
-from kvstore.peers.reports import Publisher
-from kvstore.peers.selection import Roster
-from kvstore.peers.tier import Follower
-from kvstore.sources import Clock, RandomIds
+from kvstore.peers.reports import DigestPublisher
+from kvstore.peers.selection import PeerSelector
+from kvstore.peers.tier import PeerFollower
 from tests.kit.fake_meta import FakeClock
 
 KEYS = Keys(bytes(16))
@@ -71,7 +71,7 @@ class Held:
 class Node:
     """One node: its memory, its session, and both ends of its digests."""
 
-    def __init__(self, address: str, meta: Meta, clock: Clock, limits: PeerLimits | None = None) -> None:
+    def __init__(self, address: str, meta: MetadataStore, clock: Clock, limits: PeerLimits | None = None) -> None:
         self.meta = meta
         self.clock = clock
         self.held = Held()
@@ -79,9 +79,11 @@ class Node:
         self.limits = limits or PeerLimits()
         self.cleared: list[NamespaceDigest] = []
         self.digests = Digests(meta, KEYS)
-        roster = Roster(self.limits, clock, Random())
-        self.follower = Follower(self.digests, address, self.limits, self.counters, clock, self.cleared.append, roster)
-        self.publisher = Publisher(
+        roster = PeerSelector(self.limits, clock, Random())
+        self.follower = PeerFollower(
+            self.digests, address, self.limits, self.counters, clock, self.cleared.append, roster
+        )
+        self.publisher = DigestPublisher(
             self.digests,
             self.held,
             WorkerRecord(address),
@@ -118,7 +120,7 @@ class Cluster:
         self.clock = FakeClock()
         self.store = MemoryStore(self.clock)
         self.nodes = [
-            Node(f"10.0.0.{n}:7070", MemoryMeta(self.store, self.clock), self.clock, limits) for n in range(count)
+            Node(f"10.0.0.{n}:7070", MemoryMetadata(self.store, self.clock), self.clock, limits) for n in range(count)
         ]
         self.sync()
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from kvstore.core.clock import SystemClock
+from kvstore.core.recency import stamp_ns
 from kvstore.format import places
-from kvstore.keyset import ChunkKeys
-from kvstore.meta.store import Meta
-from kvstore.recency import stamp_ns
+from kvstore.format.keyset import ChunkKeys
+from kvstore.meta.store import MetadataStore
 from kvstore.root.interface import Root
-from kvstore.sources import SystemClock
 from kvstore_gc.capacity import Pressure
 from kvstore_gc.config import Config
 from kvstore_gc.cycle import Cycle
@@ -34,7 +34,7 @@ class Place:
         config: Config | None = None,
         *,
         root: Root | None = None,
-        meta: Meta | None = None,
+        meta: MetadataStore | None = None,
         collectors: Collectors | None = None,
         timings: Timings = TIMINGS,
         pressure: Pressure | None = None,

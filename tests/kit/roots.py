@@ -22,9 +22,10 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from kvstore.core.clock import Clock, RandomIds, SystemClock
 from kvstore.meta.cluster import Standing, join_generation
 from kvstore.meta.keys import Keys, PinId
-from kvstore.meta.store import Meta
+from kvstore.meta.store import MetadataStore
 from kvstore.root.fences import remove_twin, write_twin
 from kvstore.root.identity import publish as publish_generation
 from kvstore.root.identity import read_newest
@@ -32,7 +33,6 @@ from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.object_store import ObjectRoot, Remote, connect, open_object_root
 from kvstore.root.posix import PosixRoot
-from kvstore.sources import Clock, RandomIds, SystemClock
 from kvstore.testing.roots import WAIT_S, Hosts, eventually
 from tests.kit.faulty_root import FaultyRoot
 from tests.kit.s3_endpoint import Server, serve
@@ -194,7 +194,7 @@ class RootTwins:
         return remove_twin(self._root, owner, pin)
 
 
-def join_root(meta: Meta, root: Root, keys: Keys) -> Standing:
+def join_root(meta: MetadataStore, root: Root, keys: Keys) -> Standing:
     """Compares the generations of a root and its metadata, as a node does at its start."""
     return join_generation(
         meta,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from kvstore.core.write_mode import WriteMode
 from kvstore.errors import HoldBroken
 from kvstore.root.posix import PosixRoot
-from kvstore.writes import WriteMode
 from tests.kit.faulty_root import FaultyRoot
 from tests.kit.stores import same
 from tests.kit.tiers import Acting, eventually

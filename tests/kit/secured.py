@@ -13,14 +13,14 @@ from typing import Any
 import grpc
 
 from kvstore import ClientTls
-from kvstore.node.member import Member
+from kvstore.engine.coordination import ClusterMember
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.security.audit import AuditLog
 from kvstore.security.authentication import REVOKED, Authenticator, issue, new_key
 from kvstore.security.guard import ServerSecurity
 from kvstore.security.tls import ServerTls, server_certificate
 from kvstore.worker.limits import WorkerLimits
-from kvstore.worker.worker import Worker
+from kvstore.worker.server import Worker
 from tests.kit.certificates import Authority, Pair
 from tests.kit.stores import member_on
 
@@ -43,7 +43,7 @@ class Secured:
     """A worker that asks who calls."""
 
     worker: Worker
-    member: Member
+    member: ClusterMember
     folder: Path
     authority: Authority
     issuer: Issuer
@@ -107,7 +107,7 @@ def secured(
     mutual: bool = True,
     quotas: Mapping[str, Mapping[str, float]] | None = None,
     limits: WorkerLimits | None = None,
-    member: Member | None = None,
+    member: ClusterMember | None = None,
     listen: str = "127.0.0.1:0",
 ) -> Iterator[Secured]:
     """A worker on a root in memory, stopped at the end."""

@@ -15,18 +15,18 @@ import numpy.typing as npt
 
 from kvstore import Layout
 from kvstore.client.cache import close_when_dropped
-from kvstore.client.local import LocalPort
+from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
+from kvstore.core.clock import Clock, RandomIds, SystemClock
+from kvstore.core.write_mode import Durability
+from kvstore.engine.coordination import ClusterMember
+from kvstore.engine.open import join
+from kvstore.engine.settings import Limits, NodeOptions
 from kvstore.format.header import checksum
-from kvstore.meta.memory import MemoryMeta
-from kvstore.node.member import Member
-from kvstore.node.opening import join
-from kvstore.node.settings import Limits, NodeOptions
+from kvstore.meta.memory import MemoryMetadata
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.posix import PosixRoot
-from kvstore.sources import Clock, RandomIds, SystemClock
-from kvstore.writes import Durability
 from tests.kit.faulty_root import FaultyRoot
 from tests.kit.patience import PATIENCE_S
 
@@ -47,20 +47,20 @@ class SetClock:
         return SystemClock().monotonic_s()
 
 
-def member_of(store: Store) -> Member:
+def member_of(store: Store) -> ClusterMember:
     """The member behind a store in this process."""
     port = store._port
-    assert isinstance(port, LocalPort)
+    assert isinstance(port, LocalTransport)
     return port._store.member
 
 
 def member_on(
     root: Root, limits: Limits | None = None, clock: Clock | None = None, durability: Durability = Durability.NONE
-) -> Member:
+) -> ClusterMember:
     """Opens a member on ``root`` with its own metadata."""
     clock, ids = clock or SystemClock(), RandomIds()
     identity = create_or_open(root, ids)
-    meta = MemoryMeta(clock=clock)
+    meta = MemoryMetadata(clock=clock)
     return join(
         root,
         identity,
@@ -76,11 +76,11 @@ def store_on(root: Root | Path, limits: Limits | None = None, clock: Clock | Non
     """A store on ``root``, closed like any other."""
     opened = PosixRoot(root) if isinstance(root, Path) else root
     member = member_on(opened, limits, clock)
-    port = LocalPort(member)
+    port = LocalTransport(member)
     return Store(port, close_when_dropped(port, member.close, opened.url))
 
 
-def hasty_while_faulty(root: FaultyRoot, member: Member, limits: Limits) -> None:
+def hasty_while_faulty(root: FaultyRoot, member: ClusterMember, limits: Limits) -> None:
     """Gives the member's calls these deadlines while its root has rules, and ample ones while it has none.
 
     A loaded machine then ends no call that must succeed.

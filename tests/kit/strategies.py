@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from kvstore.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
+from kvstore.core.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
+from kvstore.core.layout import DTYPES, Layout
+from kvstore.core.namespace import Namespace
+from kvstore.core.tokens import token_array
 from kvstore.format.header import Expected, Incarnation, checksum, encode, expected_block
-from kvstore.keyset import ChunkKeys
-from kvstore.layout import DTYPES, Layout
-from kvstore.namespace import Namespace
-from kvstore.tokens import token_array
+from kvstore.format.keyset import ChunkKeys
 
 token_ids = st.integers(0, 2**32 - 1)
 layouts = st.builds(

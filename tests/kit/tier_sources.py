@@ -7,21 +7,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
-from kvstore.keyset import ChunkKeys
-from kvstore.meta.memory import MemoryMeta, MemoryStore
-from kvstore.meta.session import Presence, Session
+from kvstore.codec.encodings import Encodings
+from kvstore.core.clock import RandomIds, SystemClock
+from kvstore.core.executor import Deadline
+from kvstore.core.namespace import Namespace
+from kvstore.core.node_metrics import Counters
+from kvstore.format.keyset import ChunkKeys
+from kvstore.meta.memory import MemoryMetadata, MemoryStore
+from kvstore.meta.session import Session, SessionManager
 from kvstore.meta.workers import Digests, WorkerRecord
-from kvstore.namespace import Namespace
-from kvstore.node.counters import Counters
-from kvstore.node.disk_tier import DiskTier
-from kvstore.node.encoded import Encodings
-from kvstore.node.lanes import Deadline
-from kvstore.node.tier_stack import Tier
 from kvstore.peers.limits import PeerLimits
 from kvstore.peers.reports import encode
-from kvstore.peers.selection import Roster
+from kvstore.peers.selection import PeerSelector
 from kvstore.peers.tier import Peers
-from kvstore.sources import RandomIds, SystemClock
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.stack import Tier
 from tests.kit.keyed import TENANT, key_file
 from tests.kit.patience import NEVER_S, PATIENCE_S, eventually
 from tests.kit.peer_channel import LAYOUT, chain_of, honest, image_of, room_for, speaking
@@ -56,10 +56,10 @@ def source(kind: str, folder: Path, count: int = 6, missing: int = 2) -> Iterato
     if kind == "peers":
         with speaking(honest(chain, set(range(count)))) as speaker:
             store, counters = MemoryStore(), Counters()
-            presence = Presence(MemoryMeta(store), KEYS)
+            presence = SessionManager(MemoryMetadata(store), KEYS)
             presence.start(PATIENCE_S)
-            roster = Roster(LIMITS, CLOCK, Random(1))
-            digests = Digests(MemoryMeta(store), KEYS)
+            roster = PeerSelector(LIMITS, CLOCK, Random(1))
+            digests = Digests(MemoryMetadata(store), KEYS)
             peers = Peers(digests, presence, Held(), roster, counters, CLOCK, LIMITS, lambda digest: None)
             peers.start(None)
             try:
@@ -90,7 +90,7 @@ def source(kind: str, folder: Path, count: int = 6, missing: int = 2) -> Iterato
 
 def _report(store: MemoryStore, address: str, chain: ChunkKeys, count: int) -> None:
     """Has a peer report the leading chunks of a chain."""
-    meta = MemoryMeta(store)
+    meta = MemoryMetadata(store)
     session = Session.open(meta, KEYS, clock=CLOCK, ids=RandomIds(), ttl_s=300)
     chunks = chain.addresses[:count]
     digests = {

@@ -17,25 +17,25 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import Layout
-from kvstore.buffers import planes_of
-from kvstore.client.local import LocalPort
+from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
+from kvstore.core.buffers import planes_of
+from kvstore.core.clock import Clock, RandomIds, SystemClock
+from kvstore.core.hints import Hints
+from kvstore.core.results import PutResult
+from kvstore.core.write_mode import Durability, WriteMode
+from kvstore.engine.engine import Engine
+from kvstore.engine.open import join
+from kvstore.engine.settings import Limits, NodeOptions, TierSettings
 from kvstore.format import places
-from kvstore.hints import Hints
-from kvstore.keyset import ChunkKeys
-from kvstore.meta.memory import MemoryMeta
-from kvstore.node.memory_tier import MemoryTier
-from kvstore.node.node import Node
-from kvstore.node.opening import join
-from kvstore.node.settings import Limits, NodeOptions, TierSettings
-from kvstore.node.tier_stack import TierStack
-from kvstore.results import PutResult
+from kvstore.format.keyset import ChunkKeys
+from kvstore.meta.memory import MemoryMetadata
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
-from kvstore.sources import Clock, RandomIds, SystemClock
-from kvstore.writes import Durability, WriteMode
+from kvstore.tiers.memory import MemoryTier
+from kvstore.tiers.stack import TierStack
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
 from tests.kit.patience import PATIENCE_S, stretched
 from tests.kit.patience import eventually as eventually
@@ -97,7 +97,7 @@ class Acting:
         limits: Limits = QUICK,
         clock: Clock | None = None,
         layout: Layout = LARGE,
-        meta: MemoryMeta | None = None,
+        meta: MemoryMetadata | None = None,
     ) -> None:
         clock, ids = clock or SystemClock(), RandomIds()
         limits = stretched(limits, "match_deadline_s", "read_deadline_s", "write_deadline_s", "stall_s")
@@ -107,7 +107,7 @@ class Acting:
         self.member = join(
             root,
             self.identity,
-            meta or MemoryMeta(clock=clock),
+            meta or MemoryMetadata(clock=clock),
             limits=limits,
             clock=clock,
             ids=ids,
@@ -115,11 +115,11 @@ class Acting:
         )
         if isinstance(root, FaultyRoot):
             hasty_while_faulty(root, self.member, limits)
-        self.node: Node = self.member.node
+        self.node: Engine = self.member.node
         assert self.node.tiers is not None
         self.tiers: TierStack = self.node.tiers
         self.memory: MemoryTier = self.tiers.memory
-        self.store = Store(LocalPort(self.member))
+        self.store = Store(LocalTransport(self.member))
         self.cache = self.store.namespace("m", layout)
         self.prompts = Prompts(layout)
 

@@ -14,14 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import Layout
-from kvstore.client.bulk.links import Dialled, Link, WorkerMemory
 from kvstore.client.limits import ClientLimits
+from kvstore.client.pool import DataConnection, Dialled, WorkerMemory
+from kvstore.transport.channel import NONCE_BYTES, Channel, Grant, dial_tcp, dial_unix
+from kvstore.transport.frames import FrameKind, encode_head
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import NONCE_BYTES, Channel, Grant, dial_tcp, dial_unix
-from kvstore.wire.bulk.frames import (
-    Kind,
-    encode_head,
-)
 from tests.kit.patience import stretched
 from tests.kit.stores import same as same
 from tests.kit.workers import WAIT_S, Served, raw_stub
@@ -70,8 +67,8 @@ def greeted(served: Served, way: str) -> Iterator[Channel]:
     channel = Channel(dialled(served, way), WAIT_S)
     try:
         grant, nonce = Grant(answer.grant, answer.secret), os.urandom(NONCE_BYTES)
-        channel.send(Kind.HELLO, 0, [grant.hello(nonce)])
-        _, proof = channel.receive_frame(Kind.WELCOME)
+        channel.send(FrameKind.HELLO, 0, [grant.hello(nonce)])
+        _, proof = channel.receive_frame(FrameKind.WELCOME)
         assert grant.is_welcome(nonce, proof)
         for fd in channel.take_files(1 if way == "shared" else 0):
             os.close(fd)
@@ -80,12 +77,12 @@ def greeted(served: Served, way: str) -> Iterator[Channel]:
         channel.close()
 
 
-def linked(channel: Channel, memory: WorkerMemory | None = None, address: str = "worker") -> Link:
+def linked(channel: Channel, memory: WorkerMemory | None = None, address: str = "worker") -> DataConnection:
     """The client's end of a connection whose other end a test speaks for."""
-    return Link(Dialled(channel, False, None, memory, 0), address)
+    return DataConnection(Dialled(channel, False, None, memory, 0), address)
 
 
-def send_head(channel: Channel, kind: Kind, request: int, length: int) -> None:
+def send_head(channel: Channel, kind: FrameKind, request: int, length: int) -> None:
     """Begins a frame whose ``length`` bytes follow by ``send_bytes``, or never come."""
     channel.send_bytes([memoryview(encode_head(kind, request, length))])
 

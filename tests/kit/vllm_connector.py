@@ -14,9 +14,9 @@ from typing import Any
 
 from kvstore import Layout
 from kvstore.client.cache import BlockCache
-from kvstore.connectors.vllm.blocks import Cluster
-from kvstore.connectors.vllm.settings import Settings
-from kvstore.namespace import Namespace
+from kvstore.connectors.vllm.blocks import LayerGroups
+from kvstore.connectors.vllm.settings import ConnectorSettings
+from kvstore.core.namespace import Namespace
 from tests.kit.patience import PATIENCE_S
 from tests.kit.vllm_modules import vllm_modules
 
@@ -84,12 +84,12 @@ def _halves() -> Iterator[Callable[..., Any]]:
     made: list[Any] = []
 
     def half(
-        clusters: Sequence[Cluster] = (Cluster((0,), BLOCK_TOKENS),),
-        events: Callable[[Sequence[Cluster]], Any] | None = None,
+        clusters: Sequence[LayerGroups] = (LayerGroups((0,), BLOCK_TOKENS),),
+        events: Callable[[Sequence[LayerGroups]], Any] | None = None,
         parts: int = 1,
         **settings: Any,
     ) -> Any:
-        given = Settings.of({"root": "memory://", **settings})
+        given = ConnectorSettings.of({"root": "memory://", **settings})
         shape = SimpleNamespace(
             tp=1,
             pp=1,
@@ -113,10 +113,10 @@ def _halves() -> Iterator[Callable[..., Any]]:
         each.close()
 
 
-def events_of(*, parts: int = 1, medium: str = "STORAGE", **more: Any) -> Callable[[Sequence[Cluster]], Any]:
+def events_of(*, parts: int = 1, medium: str = "STORAGE", **more: Any) -> Callable[[Sequence[LayerGroups]], Any]:
     """What makes events, for ``halves``."""
 
-    def made(clusters: Sequence[Cluster]) -> Any:
+    def made(clusters: Sequence[LayerGroups]) -> Any:
         from kvstore.connectors.vllm.events import Describer, Events
 
         return Events([None] * 8, Describer(clusters, BLOCK_TOKENS), parts=parts, medium=medium, **more)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
-from kvstore.meta.etcd.client import EtcdWatch, Members
+from kvstore.meta.etcd.client import EndpointPool, EtcdWatch
 from kvstore.meta.etcd.messages import rpc
 from tests.kit.patience import PATIENCE_S
 
@@ -60,7 +60,7 @@ def received(streams: Streams, from_revision: int, count: int) -> list[int]:
     members = SimpleNamespace(
         current=lambda: member, metadata=lambda *_: (), failed=lambda _: None, drop_token=lambda: None
     )
-    watch = EtcdWatch(cast(Members, members), "/kv/", from_revision, PATIENCE_S)
+    watch = EtcdWatch(cast(EndpointPool, members), "/kv/", from_revision, PATIENCE_S)
     found: list[int] = []
     try:
         while len(found) < count and (batch := watch.next(5.0)) is not None:

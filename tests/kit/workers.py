@@ -20,24 +20,24 @@ import numpy.typing as npt
 
 import kvstore
 from kvstore import Layout
-from kvstore.client.bulk.links import Bulk
 from kvstore.client.limits import ClientLimits
+from kvstore.client.pool import Bulk
 from kvstore.client.store import Store
+from kvstore.core.clock import Clock
+from kvstore.core.namespace import Namespace
+from kvstore.core.write_mode import WriteMode, WriteModeName
+from kvstore.engine.coordination import ClusterMember
+from kvstore.engine.settings import Limits
 from kvstore.format.header import Incarnation, checksum, decode, encode
-from kvstore.keyset import ChunkKeys, KeySet
-from kvstore.namespace import Namespace
-from kvstore.node.member import Member
-from kvstore.node.settings import Limits
+from kvstore.format.keyset import ChunkKeys, KeySet
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
-from kvstore.sources import Clock
+from kvstore.transport.status import ERROR_KEY
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
-from kvstore.wire.statuses import ERROR_KEY
 from kvstore.worker.limits import WorkerLimits
-from kvstore.worker.worker import Worker
-from kvstore.writes import WriteMode, WriteModeName
+from kvstore.worker.server import Worker
 from tests.kit.patience import PATIENCE_S
 from tests.kit.patience import eventually as eventually
 from tests.kit.stores import member_on
@@ -51,7 +51,7 @@ class Served:
     """A worker and the member that it serves."""
 
     worker: Worker
-    member: Member
+    member: ClusterMember
 
     @property
     def address(self) -> str:
@@ -190,8 +190,8 @@ def refused(call: Callable[[], object]) -> tuple[grpc.StatusCode, str, str]:
 
 _PROCESS = """
 import sys
-from kvstore.node.opening import open_member
-from kvstore.worker.worker import Worker
+from kvstore.engine.open import open_member
+from kvstore.worker.server import Worker
 member = open_member(sys.argv[1], create=True)
 worker = Worker(member, sys.argv[2])
 print(worker.start(), flush=True)

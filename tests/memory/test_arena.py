@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import Unavailable
-from kvstore.memory import arena as host
-from kvstore.memory.arena import Arena, follow, map_arena, memory_most_bytes, memory_there_bytes
+from kvstore.tiers import arena as host
+from kvstore.tiers.arena import SealedArena, follow, map_arena, memory_most_bytes, memory_there_bytes
 from tests.kit.patience import PATIENCE_S
 
 SIZE = 64 * 4096
@@ -76,7 +76,7 @@ with socket.socket(fileno=int(sys.argv[1])) as link:
 
 
 def test_a1_another_process_reads_what_is_written_and_changes_nothing() -> None:
-    arena = Arena(SIZE).open()
+    arena = SealedArena(SIZE).open()
     arena.memory[:5] = b"first"
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -96,7 +96,7 @@ def test_a1_another_process_reads_what_is_written_and_changes_nothing() -> None:
 
 WRITER = """
 import socket, sys, time
-from kvstore.memory.arena import Arena
+from kvstore.tiers.arena import Arena
 with socket.socket(fileno=int(sys.argv[1])) as link:
     arena = Arena(int(sys.argv[2])).open()
     arena.memory[-4:] = b"left"
@@ -120,7 +120,7 @@ def test_a2_what_is_mapped_stays_readable_when_the_writer_is_killed() -> None:
 
 
 def test_pages_are_taken_in_the_background_and_keep_what_is_written_meanwhile() -> None:
-    arena = Arena(SIZE).open()
+    arena = SealedArena(SIZE).open()
     arena.memory[4096:4100] = b"page"
     assert arena._filling is not None
     arena._filling.join(PATIENCE_S)
@@ -129,7 +129,7 @@ def test_pages_are_taken_in_the_background_and_keep_what_is_written_meanwhile() 
 
 
 def test_a_view_outlives_the_arena() -> None:
-    arena = Arena(SIZE).open()
+    arena = SealedArena(SIZE).open()
     arena.memory[4096:4101] = b"alive"
     image = arena.memory.toreadonly()[4096:8192]
     arena.close()
@@ -147,7 +147,7 @@ def sealed_file(size_bytes: int, seals: int) -> int:
 def test_what_a_worker_does_not_hand_over_is_not_mapped() -> None:
     """A client that reads a file that may shrink dies of it."""
     all_but_shrink = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | 0x10
-    good = Arena(SIZE).open()
+    good = SealedArena(SIZE).open()
     files = [sealed_file(SIZE, all_but_shrink), sealed_file(SIZE, 0), os.open("/dev/null", os.O_RDONLY)]
     try:
         for fd in files:
@@ -167,7 +167,7 @@ def test_pages_are_not_taken_ahead_where_the_system_has_not_as_many_free(
 ) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 99999999 kB\nMemAvailable:       100 kB\n")
     monkeypatch.setattr(host, "MEMINFO", tmp_path / "meminfo")
-    arena = Arena(SIZE).open()
+    arena = SealedArena(SIZE).open()
     try:
         assert arena._filling is None and "memory.scarce" in caplog.text
         arena.memory[:5] = b"first"

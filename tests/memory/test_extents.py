@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import InvalidRequest
-from kvstore.memory.arena import PAGE_BYTES, Extents
+from kvstore.tiers.arena import PAGE_BYTES, Extents
 
 PAGES = 24
 

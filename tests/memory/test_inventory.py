@@ -9,10 +9,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from kvstore.address import NO_PARENT, Address, hashed_block_address
-from kvstore.hints import DEFAULT, Hints
-from kvstore.memory.inventory import Admission, Entry, Inventory, Place, print_of, shard_of
-from kvstore_gc.policy import Order, Uses, ranks
+from kvstore.core.address import NO_PARENT, Address, hashed_block_address
+from kvstore.core.hints import DEFAULT, Hints
+from kvstore.tiers.inventory import Admission, ChunkIdentity, TierEntry, TierInventory, print_of, shard_of
+from kvstore_gc.policy import EvictionOrder, Uses, ranks
 from tests.kit.memory import NAMESPACES, Bytes, block, chain, fill, lru
 
 
@@ -123,7 +123,7 @@ def test_prints_tell_what_is_ready_and_which_shards_changed() -> None:
 def test_two_addresses_with_one_print_are_told_until_both_are_gone() -> None:
     inventory = lru(Bytes(100))
     twins = [Address(bytes([9, 0, 0, 0, 1, 2, 3, 4, number]) + bytes(7)) for number in range(2)]
-    entries = fill(inventory, [Place(NAMESPACES[0], address, NO_PARENT, b"") for address in twins])
+    entries = fill(inventory, [ChunkIdentity(NAMESPACES[0], address, NO_PARENT, b"") for address in twins])
     assert inventory.prints(2).tolist() == [0x04030201]
     inventory.drop(entries[0])
     assert inventory.prints(2).tolist() == [0x04030201]
@@ -156,7 +156,7 @@ def test_what_is_gone_does_not_wait_for_the_cyclic_collector() -> None:
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
         # Threads of other tests may have left something meanwhile.
-        assert not [each for each in gc.garbage if type(each).__module__.startswith("kvstore.memory")]
+        assert not [each for each in gc.garbage if type(each).__module__.startswith("kvstore.tiers")]
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
@@ -173,10 +173,10 @@ def address(number: int) -> Address:
 
 
 def put(
-    inventory: Inventory, number: int, now_s: float, hints: Hints = DEFAULT, uses: int = 0, *, replica: bool = False
-) -> Entry:
+    inventory: TierInventory, number: int, now_s: float, hints: Hints = DEFAULT, uses: int = 0, *, replica: bool = False
+) -> TierEntry:
     """A block, written at ``now_s`` and used as often at that moment."""
-    place = Place(NAMESPACES[0], address(number), NO_PARENT, b"")
+    place = ChunkIdentity(NAMESPACES[0], address(number), NO_PARENT, b"")
     entry = inventory.claim(place, SIZE_BYTES, now_s, hints, replica=replica)
     assert entry is not None
     inventory.ready(entry)
@@ -186,13 +186,13 @@ def put(
     return entry
 
 
-def order(inventory: Inventory) -> list[Entry]:
+def order(inventory: TierInventory) -> list[TierEntry]:
     return inventory.victims(1 << 40)
 
 
 def test_eviction_order_of_memory_is_that_of_the_root() -> None:
     choose = random.Random(2)
-    inventory = Inventory(Bytes(1_000 * SIZE_BYTES))
+    inventory = TierInventory(Bytes(1_000 * SIZE_BYTES))
     entries = []
     for number in range(300):
         hints = Hints(choose.choice([10, 35, 50, 60, 70]))
@@ -207,7 +207,7 @@ def test_eviction_order_of_memory_is_that_of_the_root() -> None:
         ttl_s=np.full(300, 1 << 40),
         superseded=np.zeros(300, np.int64),
     )
-    rank = dict(zip(entries, ranks(told, np.zeros(300, np.int64), now_s, Order.LRU) >> 39, strict=True))
+    rank = dict(zip(entries, ranks(told, np.zeros(300, np.int64), now_s, EvictionOrder.LRU) >> 39, strict=True))
     found = [rank[entry] for entry in order(inventory)]
     # Equal but for the rounding of the collector's logarithm.
     assert all(later >= earlier - 1 for earlier, later in pairwise(found))
@@ -215,7 +215,7 @@ def test_eviction_order_of_memory_is_that_of_the_root() -> None:
 
 
 def test_entry_past_its_ttl_is_evicted_first() -> None:
-    inventory = Inventory(Bytes(100))
+    inventory = TierInventory(Bytes(100))
     never = put(inventory, 0, 0.0)
     short = put(inventory, 1, 100.0, Hints(priority=100, ttl_s=300), uses=3)
     long = put(inventory, 2, 100.0, Hints(priority=100, ttl_s=1_800), uses=3)
@@ -230,7 +230,7 @@ def test_entry_past_its_ttl_is_evicted_first() -> None:
 
 
 def test_p4_replica_counts_as_twice_as_old() -> None:
-    inventory = Inventory(Bytes(100))
+    inventory = TierInventory(Bytes(100))
     own = put(inventory, 0, 0.0)
     replica = put(inventory, 1, 50.0, replica=True)
     inventory.used([], 60.0)
@@ -240,7 +240,7 @@ def test_p4_replica_counts_as_twice_as_old() -> None:
 
 
 def test_p4_full_node_keeps_replicas_in_use() -> None:
-    inventory = Inventory(Bytes(100 * SIZE_BYTES))
+    inventory = TierInventory(Bytes(100 * SIZE_BYTES))
     for number in range(100):
         put(inventory, number, float(number))
     hits = 0

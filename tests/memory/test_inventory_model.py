@@ -7,10 +7,18 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvstore.address import Address, chunk_address
-from kvstore.hints import Hints
-from kvstore.memory.arena import PAGE_BYTES, Extents
-from kvstore.memory.inventory import EVICTED_TIMES_MAX, Entry, Inventory, Place, Room, print_of, shard_of
+from kvstore.core.address import Address, chunk_address
+from kvstore.core.hints import Hints
+from kvstore.tiers.arena import PAGE_BYTES, Extents
+from kvstore.tiers.inventory import (
+    EVICTED_TIMES_MAX,
+    ChunkIdentity,
+    TierEntry,
+    TierInventory,
+    TierSpace,
+    print_of,
+    shard_of,
+)
 from tests.kit.memory import NAMESPACES, Bytes, block, chain
 
 STEPS = (
@@ -23,21 +31,21 @@ STEPS = (
 class Model:
     """An inventory under random operations, and everything that was ever claimed in it."""
 
-    inventory: Inventory
-    room: Room
+    inventory: TierInventory
+    room: TierSpace
     choose: random.Random
     unit_bytes: int
-    places: list[Place]
-    entries: list[Entry] = field(default_factory=list)
-    references: dict[Entry, int] = field(default_factory=dict)
-    claimed: set[Entry] = field(default_factory=set)
+    places: list[ChunkIdentity]
+    entries: list[TierEntry] = field(default_factory=list)
+    references: dict[TierEntry, int] = field(default_factory=dict)
+    claimed: set[TierEntry] = field(default_factory=set)
     pins: dict[Address, int] = field(default_factory=dict)
     now_s: float = 0.0
 
-    def there(self) -> dict[Address, Entry]:
+    def there(self) -> dict[Address, TierEntry]:
         return {entry.address: entry for entry in self.entries if not entry.is_gone}
 
-    def is_kept(self, entry: Entry) -> bool:
+    def is_kept(self, entry: TierEntry) -> bool:
         """True if E2 keeps it."""
         return bool(
             self.references.get(entry)
@@ -47,7 +55,7 @@ class Model:
             or entry in self.claimed
         )
 
-    def evictable(self) -> set[Entry]:
+    def evictable(self) -> set[TierEntry]:
         """Returns what may be evicted, in order: not kept entries, nor their ancestors."""
         there = self.there()
         kept = {entry.address for entry in there.values() if self.is_kept(entry)}
@@ -121,7 +129,7 @@ class Model:
         if held:
             self.unrefer(self.choose.choice(held))
 
-    def unrefer(self, entry: Entry) -> None:
+    def unrefer(self, entry: TierEntry) -> None:
         self.inventory.unrefer(entry)
         self.references[entry] -= 1
 
@@ -171,7 +179,7 @@ class Model:
         for entry in found:
             self.inventory.drop(entry)
 
-    def holding(self) -> list[Entry]:
+    def holding(self) -> list[TierEntry]:
         """Entries whose room is not given back."""
         self.entries = [entry for entry in self.entries if not entry.is_gone or self.references[entry]]
         self.references = {entry: self.references[entry] for entry in self.entries}
@@ -224,7 +232,7 @@ class Model:
         assert not self.inventory._queues._queues and not self.inventory._queues._turns_count
 
 
-def some_places(choose: random.Random) -> list[Place]:
+def some_places(choose: random.Random) -> list[ChunkIdentity]:
     """Chains that share beginnings, in two namespaces, and blocks."""
     places = {place.address: place for number in range(4) for place in [block(number)]}
     for namespace in NAMESPACES:
@@ -235,7 +243,7 @@ def some_places(choose: random.Random) -> list[Place]:
             for number in range(5):
                 tokens = (seed * 1_000 + number).to_bytes(4, "little")
                 address = chunk_address(namespace, parent, tokens)
-                places[address] = Place(namespace, address, parent, tokens)
+                places[address] = ChunkIdentity(namespace, address, parent, tokens)
                 parent = address
     return list(places.values())
 
@@ -245,8 +253,8 @@ def test_e_random_operations_against_a_model(in_pieces: bool) -> None:
     for seed in range(3):
         choose = random.Random(seed)
         unit_bytes = PAGE_BYTES if in_pieces else 7
-        room: Room = Extents(40 * unit_bytes) if in_pieces else Bytes(40 * unit_bytes)
-        model = Model(Inventory(room), room, choose, unit_bytes, some_places(choose))
+        room: TierSpace = Extents(40 * unit_bytes) if in_pieces else Bytes(40 * unit_bytes)
+        model = Model(TierInventory(room), room, choose, unit_bytes, some_places(choose))
         for number in range(3_000):
             model.step()
             if number % 10 == 0:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.address import NO_PARENT, Address, chunk_address, hashed_block_address
-from kvstore.memory.radix_tree import Chunk, Tree
-from kvstore.namespace import NamespaceDigest
+from kvstore.core.address import NO_PARENT, Address, chunk_address, hashed_block_address
+from kvstore.core.namespace import NamespaceDigest
+from kvstore.tiers.radix_tree import Chunk, Tree
 
 NAMESPACES = [NamespaceDigest(bytes([number]) * 32) for number in (1, 2)]
 TOKENS = [bytes([number, 0, 0, 0, 7, 0, 0, 0]) for number in range(3)]

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvstore.core.clock import SystemClock
 from kvstore.meta.embedded_etcd import EmbeddedEtcd
-from kvstore.meta.etcd import EtcdMeta
+from kvstore.meta.etcd import EtcdMetadata
 from kvstore.meta.keys import Keys
-from kvstore.meta.memory import MemoryMeta, MemoryStore
-from kvstore.sources import SystemClock
+from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.testing import MetadataClients
 from tests.kit.etcd import compact, running_etcd
 from tests.kit.fake_meta import FakeClock
@@ -37,7 +37,7 @@ def clients(request: pytest.FixtureRequest) -> Iterator[MetadataClients]:
     keys = Keys(root_id)
     if request.param == "etcd":
         server: EmbeddedEtcd = request.getfixturevalue("etcd_server")
-        meta, other = EtcdMeta(server.endpoints, timeout_s=20), EtcdMeta(server.endpoints, timeout_s=20)
+        meta, other = EtcdMetadata(server.endpoints, timeout_s=20), EtcdMetadata(server.endpoints, timeout_s=20)
         # Real time passes while the test waits.
         yield MetadataClients(
             meta,
@@ -53,11 +53,11 @@ def clients(request: pytest.FixtureRequest) -> Iterator[MetadataClients]:
         return
     clock = FakeClock()
     shared = MemoryStore(clock)
-    first = MemoryMeta(shared)
+    first = MemoryMetadata(shared)
 
     def pass_time(seconds: float) -> None:
         clock.advance(seconds)
         shared.expire()
 
-    yield MetadataClients(first, MemoryMeta(shared), shared.compact, pass_time, clock, keys.prefix, keys)
+    yield MetadataClients(first, MemoryMetadata(shared), shared.compact, pass_time, clock, keys.prefix, keys)
     first.close()

@@ -6,17 +6,17 @@ import threading
 
 import pytest
 
+from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.errors import RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.format.header import Generation
 from kvstore.format.places import Name
 from kvstore.meta.cluster import Agreed, Foreign, Standing, join_generation, read_generation
 from kvstore.meta.keys import Keys
-from kvstore.meta.memory import MemoryMeta, MemoryStore
+from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.root.identity import newest_number, publish, read_newest
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
-from kvstore.sources import RandomIds, SystemClock
 from kvstore.testing import MetadataClients
 from tests.kit.cases import for_each
 from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
@@ -50,11 +50,11 @@ def test_first_node_makes_the_first_generation(store: MetadataClients) -> None:
 
 def test_etcd_of_another_life_is_foreign() -> None:
     """Wiped, another cluster's, or restored from before an adoption; or the root is an older copy."""
-    ours, theirs, root, copy = MemoryMeta(), MemoryMeta(), MemoryRoot(), MemoryRoot()
+    ours, theirs, root, copy = MemoryMetadata(), MemoryMetadata(), MemoryRoot(), MemoryRoot()
     join_root(theirs, MemoryRoot(), KEYS)
     first = join_root(ours, root, KEYS)
     assert isinstance(first, Agreed)
-    wiped = MemoryMeta()
+    wiped = MemoryMetadata()
     for _ in range(2):
         found = join_root(wiped, root, KEYS)
         assert isinstance(found, Foreign)
@@ -70,7 +70,7 @@ def test_etcd_of_another_life_is_foreign() -> None:
 
 @for_each("fault", [Fault.REPLY_LOST, Fault.NOT_SENT, Fault.LATE])
 def test_first_generation_with_a_lost_reply_is_read_back(fault: Fault) -> None:
-    meta, root = FaultyMeta(MemoryMeta()), MemoryRoot()
+    meta, root = FaultyMeta(MemoryMetadata()), MemoryRoot()
     meta.add(Rule(fault, ("txn",), times=1))
     found = join_root(meta, root, KEYS)
     meta.land()
@@ -79,7 +79,7 @@ def test_first_generation_with_a_lost_reply_is_read_back(fault: Fault) -> None:
 
 @for_each("operation", ["stage", "publish"])
 def test_generation_missing_on_the_root_is_published_next(operation: str) -> None:
-    meta, root = MemoryMeta(), FaultyRoot(MemoryRoot())
+    meta, root = MemoryMetadata(), FaultyRoot(MemoryRoot())
     root.set_rules([RootRule(operation, EIO)])
     with pytest.raises(Unavailable):
         join_root(meta, root, KEYS)
@@ -90,7 +90,7 @@ def test_generation_missing_on_the_root_is_published_next(operation: str) -> Non
 
 
 def test_silent_etcd_or_root_makes_no_generation() -> None:
-    meta, root = FaultyMeta(MemoryMeta()), FaultyRoot(MemoryRoot())
+    meta, root = FaultyMeta(MemoryMetadata()), FaultyRoot(MemoryRoot())
     meta.add(Rule(Fault.NOT_SENT))
     with pytest.raises(Unavailable):
         join_root(meta, root, KEYS)
@@ -109,7 +109,7 @@ def test_racing_nodes_of_two_etcds_agree_with_one() -> None:
 
     def one(number: int) -> None:
         start.wait()
-        found[number % 2].append(join_root(MemoryMeta(stores[number % 2]), root, KEYS))
+        found[number % 2].append(join_root(MemoryMetadata(stores[number % 2]), root, KEYS))
 
     threads = [threading.Thread(target=one, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -122,7 +122,7 @@ def test_racing_nodes_of_two_etcds_agree_with_one() -> None:
 
 def test_difference_during_an_adoption_is_read_again() -> None:
     """The last step of an adoption falls between the two readings of a join."""
-    meta, root = MemoryMeta(), MemoryRoot()
+    meta, root = MemoryMetadata(), MemoryRoot()
     join_root(meta, root, KEYS)
 
     def read_root() -> Generation | None:
@@ -141,7 +141,7 @@ NO_RECORDS += [b'{"generation": %s, "cluster": "%s"}' % (number, b"0" * 32) for 
 
 @for_each("content", NO_RECORDS)
 def test_unreadable_record_is_foreign_and_named(content: bytes) -> None:
-    meta, root = MemoryMeta(), MemoryRoot()
+    meta, root = MemoryMetadata(), MemoryRoot()
     join_root(meta, root, KEYS)
     write(root, places.generation(3), content)
     with pytest.raises(RootMismatch, match="generations/3 on the root"):
@@ -149,7 +149,7 @@ def test_unreadable_record_is_foreign_and_named(content: bytes) -> None:
     found = join_root(meta, root, KEYS)
     assert isinstance(found, Foreign) and "generations/3 on the root" in found.why
     assert newest_number(root) == 3, "an adoption can still go on from it"
-    other = MemoryMeta()
+    other = MemoryMetadata()
     other.put(KEYS.generation, content)
     found = join_root(other, MemoryRoot(), KEYS)
     assert isinstance(found, Foreign) and KEYS.generation in found.why

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore.meta.embedded_etcd import EmbeddedEtcd
-from kvstore.meta.etcd import EtcdMeta
-from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.etcd import EtcdMetadata
+from kvstore.meta.memory import MemoryMetadata
 from kvstore.meta.store import Absent, Compare, Delete, ModifiedAt, Put, ValueIs
 from kvstore.testing import MetadataClients, MetadataStoreTests
 from kvstore.testing.metadata import take
@@ -46,7 +46,7 @@ def quiet_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedEtc
 def test_memory_and_etcd_agree_on_any_history(
     quiet_etcd: EmbeddedEtcd, steps: list[tuple[list[Compare], list[Put | Delete]]]
 ) -> None:
-    memory, etcd = MemoryMeta(), EtcdMeta(quiet_etcd.endpoints, timeout_s=PATIENCE_S)
+    memory, etcd = MemoryMetadata(), EtcdMetadata(quiet_etcd.endpoints, timeout_s=PATIENCE_S)
     prefix = "/agree/"
     try:
         etcd.txn((), [Delete(prefix + name) for name in "abc"])

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Unavailable
 from kvstore.meta.embedded_etcd import EmbeddedEtcd
-from kvstore.meta.etcd import Endpoints, EtcdMeta, EtcdTls, EtcdUser
+from kvstore.meta.etcd import EtcdEndpoints, EtcdMetadata, EtcdTls, EtcdUser
 from kvstore.meta.keys import Keys
-from kvstore.meta.session import Presence, Session
+from kvstore.meta.session import Session, SessionManager
 from kvstore.meta.store import Absent, Event, LeaseId, Put, WatchLost
-from kvstore.sources import RandomIds, SystemClock
 from kvstore.testing.metadata import take
 from tests.kit.cases import for_each
 from tests.kit.etcd import (
@@ -46,11 +46,11 @@ def server(tmp_path: Path) -> Iterator[EmbeddedEtcd]:
 
 
 @pytest.fixture
-def client() -> Iterator[Callable[..., EtcdMeta]]:
-    opened: list[EtcdMeta] = []
+def client() -> Iterator[Callable[..., EtcdMetadata]]:
+    opened: list[EtcdMetadata] = []
 
-    def make(endpoints: str, timeout_s: float = PATIENCE_S, **more: object) -> EtcdMeta:
-        opened.append(EtcdMeta(endpoints, timeout_s=timeout_s, **more))  # type: ignore[arg-type]
+    def make(endpoints: str, timeout_s: float = PATIENCE_S, **more: object) -> EtcdMetadata:
+        opened.append(EtcdMetadata(endpoints, timeout_s=timeout_s, **more))  # type: ignore[arg-type]
         return opened[-1]
 
     yield make
@@ -76,10 +76,10 @@ def mute() -> Iterator[str]:
     ],
 )
 def test_endpoints_are_parsed_in_every_form(text: str, targets: tuple[str, ...], tls: bool | None) -> None:
-    assert Endpoints.parse(text) == Endpoints(targets, tls)
+    assert EtcdEndpoints.parse(text) == EtcdEndpoints(targets, tls)
 
 
-def calls(meta: EtcdMeta) -> list[Callable[[], object]]:
+def calls(meta: EtcdMetadata) -> list[Callable[[], object]]:
     """One call of each kind."""
     return [
         lambda: meta.get("a"),
@@ -93,7 +93,7 @@ def calls(meta: EtcdMeta) -> list[Callable[[], object]]:
     ]
 
 
-def test_restarted_etcd_is_used_again(server: EmbeddedEtcd, client: Callable[..., EtcdMeta]) -> None:
+def test_restarted_etcd_is_used_again(server: EmbeddedEtcd, client: Callable[..., EtcdMetadata]) -> None:
     meta = client(server.endpoints)
     meta.put("a", b"before")
     os.kill(server.pid, signal.SIGKILL)
@@ -106,7 +106,7 @@ def test_restarted_etcd_is_used_again(server: EmbeddedEtcd, client: Callable[...
     assert meta.txn((Absent("b"),), (Put("b", b""),)).succeeded
 
 
-def test_calls_to_a_frozen_etcd_end_in_time(server: EmbeddedEtcd, client: Callable[..., EtcdMeta]) -> None:
+def test_calls_to_a_frozen_etcd_end_in_time(server: EmbeddedEtcd, client: Callable[..., EtcdMetadata]) -> None:
     meta = client(server.endpoints, DEADLINE_S)
     meta.put("kept", b"1", timeout_s=PATIENCE_S)
     with frozen(server.pid):
@@ -122,7 +122,7 @@ def test_calls_to_a_frozen_etcd_end_in_time(server: EmbeddedEtcd, client: Callab
 
 
 def test_frozen_first_endpoint_leaves_time_for_the_second(
-    server: EmbeddedEtcd, client: Callable[..., EtcdMeta]
+    server: EmbeddedEtcd, client: Callable[..., EtcdMetadata]
 ) -> None:
     proxy = Proxy(server.endpoints)
     try:
@@ -137,14 +137,14 @@ def test_frozen_first_endpoint_leaves_time_for_the_second(
 
 def test_bad_tls_settings_are_invalid(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="cannot read the TLS authority"):
-        EtcdMeta("h:1", tls=EtcdTls(tmp_path / "missing.pem"))
+        EtcdMetadata("h:1", tls=EtcdTls(tmp_path / "missing.pem"))
     with pytest.raises(InvalidRequest, match="go together"):
         EtcdTls(cert_file="a")
     with pytest.raises(InvalidRequest, match="https://"):
-        EtcdMeta("http://h:1", tls=EtcdTls())
+        EtcdMetadata("http://h:1", tls=EtcdTls())
 
 
-def test_user_and_password(server: EmbeddedEtcd, client: Callable[..., EtcdMeta]) -> None:
+def test_user_and_password(server: EmbeddedEtcd, client: Callable[..., EtcdMetadata]) -> None:
     early = client(server.endpoints, user=EtcdUser("ann", "secret"))
     early.put("/kv/a", b"1")  # configured before authentication is switched on
     enable_auth(server.endpoints, "ann", "secret", "/kv/")
@@ -165,7 +165,7 @@ def test_user_and_password(server: EmbeddedEtcd, client: Callable[..., EtcdMeta]
     with pytest.raises(PermissionDenied, match="give user and password"):
         client(server.endpoints).get("/kv/a")
     with pytest.raises(PermissionDenied):
-        Presence(client(server.endpoints), Keys(bytes(16))).start(wait_s=PATIENCE_S)
+        SessionManager(client(server.endpoints), Keys(bytes(16))).start(wait_s=PATIENCE_S)
     assert "secret" not in repr(EtcdUser("ann", "secret"))
 
     # A restarted server has forgotten the token: it is fetched again, for calls and for watches.
@@ -176,7 +176,9 @@ def test_user_and_password(server: EmbeddedEtcd, client: Callable[..., EtcdMeta]
     assert take(watch, 1)[0].key == "/kv/c"
 
 
-def test_granted_lease_with_a_lost_reply_is_found_again(server: EmbeddedEtcd, client: Callable[..., EtcdMeta]) -> None:
+def test_granted_lease_with_a_lost_reply_is_found_again(
+    server: EmbeddedEtcd, client: Callable[..., EtcdMetadata]
+) -> None:
     ids = RecordingIds()
     proxy = Proxy(server.endpoints)
     try:
@@ -195,7 +197,7 @@ def test_granted_lease_with_a_lost_reply_is_found_again(server: EmbeddedEtcd, cl
         proxy.close()
 
 
-def test_transaction_with_a_lost_reply_is_unknown(server: EmbeddedEtcd, client: Callable[..., EtcdMeta]) -> None:
+def test_transaction_with_a_lost_reply_is_unknown(server: EmbeddedEtcd, client: Callable[..., EtcdMetadata]) -> None:
     proxy = Proxy(server.endpoints)
     try:
         meta, direct = client(proxy.endpoint), client(server.endpoints)
@@ -229,7 +231,9 @@ def test_transaction_with_a_lost_reply_is_unknown(server: EmbeddedEtcd, client: 
         proxy.close()
 
 
-def test_watch_continues_over_a_restart_without_a_gap(server: EmbeddedEtcd, client: Callable[..., EtcdMeta]) -> None:
+def test_watch_continues_over_a_restart_without_a_gap(
+    server: EmbeddedEtcd, client: Callable[..., EtcdMetadata]
+) -> None:
     meta = client(server.endpoints)
     watch = meta.watch("w/", 1)
     seen: list[Event] = []
@@ -246,7 +250,7 @@ def test_watch_continues_over_a_restart_without_a_gap(server: EmbeddedEtcd, clie
     assert [event.kv.value for event in seen if event.kv] == [b"%d" % number for number in range(1500)]
 
 
-def test_watch_cut_off_during_a_compaction_is_lost(server: EmbeddedEtcd, client: Callable[..., EtcdMeta]) -> None:
+def test_watch_cut_off_during_a_compaction_is_lost(server: EmbeddedEtcd, client: Callable[..., EtcdMetadata]) -> None:
     proxy = Proxy(server.endpoints)
     meta, direct = client(proxy.endpoint), client(server.endpoints)
     watch = meta.watch("w", 1)
@@ -263,7 +267,7 @@ def test_watch_cut_off_during_a_compaction_is_lost(server: EmbeddedEtcd, client:
         again.close()
 
 
-def test_watch_that_cannot_reconnect_is_lost(server: EmbeddedEtcd, client: Callable[..., EtcdMeta]) -> None:
+def test_watch_that_cannot_reconnect_is_lost(server: EmbeddedEtcd, client: Callable[..., EtcdMetadata]) -> None:
     meta = client(server.endpoints, watch_reconnect_s=0.5)
     meta.put("w", b"1")
     watch = meta.watch("w", 1)
@@ -275,7 +279,7 @@ def test_watch_that_cannot_reconnect_is_lost(server: EmbeddedEtcd, client: Calla
         watch.next(0)
 
 
-def test_closing_ends_running_calls_and_threads(mute: str, client: Callable[..., EtcdMeta]) -> None:
+def test_closing_ends_running_calls_and_threads(mute: str, client: Callable[..., EtcdMetadata]) -> None:
     meta = client(mute)
     watch = meta.watch("w", 1)
     errors: list[Exception] = []

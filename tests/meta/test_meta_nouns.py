@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import pytest
 
+from kvstore.core.layout import Layout
+from kvstore.core.namespace import Namespace
 from kvstore.errors import InvalidRequest, LayoutMismatch, RootMismatch, Unavailable
-from kvstore.layout import Layout
 from kvstore.meta import namespaces as namespaces_module
 from kvstore.meta.cluster import bind_root, bound_root
 from kvstore.meta.keys import Keys, PinId, parse_id
-from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.memory import MemoryMetadata
 from kvstore.meta.namespaces import Namespaces
 from kvstore.meta.store import Put
-from kvstore.namespace import Namespace
 from kvstore.testing import MetadataClients
 from tests.kit.cases import for_each
 from tests.kit.etcd import PATIENCE_S
@@ -68,7 +68,7 @@ def test_one_of_two_layouts_claimed_at_once_wins(store: MetadataClients) -> None
 
 @for_each("fault", [Fault.REPLY_LOST, Fault.NOT_SENT, Fault.LATE])
 def test_claim_with_a_lost_reply_is_read_back(fault: Fault) -> None:
-    meta = FaultyMeta(MemoryMeta())
+    meta = FaultyMeta(MemoryMetadata())
     meta.add(Rule(fault, ("txn",), times=1))
     namespaces = Namespaces(meta, KEYS)
     namespaces.claim(Namespace.of("m", LAYOUT))
@@ -80,7 +80,7 @@ def test_claim_with_a_lost_reply_is_read_back(fault: Fault) -> None:
 
 def test_variants_of_one_name_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(namespaces_module, "VARIANTS_MAX", 3)
-    namespaces = Namespaces(MemoryMeta(), KEYS)
+    namespaces = Namespaces(MemoryMetadata(), KEYS)
     for number in range(3):
         namespaces.claim(Namespace.of("m", LAYOUT, str(number)))
     with pytest.raises(InvalidRequest, match="the limit is 3"):
@@ -89,7 +89,7 @@ def test_variants_of_one_name_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_damaged_namespace_record_is_refused() -> None:
-    meta, namespace = MemoryMeta(), Namespace.of("m", LAYOUT)
+    meta, namespace = MemoryMetadata(), Namespace.of("m", LAYOUT)
     wrong = Put(KEYS.namespace_digest(namespace.digest), Namespace.of("other", LAYOUT).to_json())
     meta.txn((), [wrong, Put(KEYS.namespace_name("", "broken"), b"{}")])
     with pytest.raises(RootMismatch, match="damaged"):
@@ -112,7 +112,7 @@ def test_another_root_at_a_known_url_is_refused(store: MetadataClients) -> None:
 
 @for_each("fault", [Fault.REPLY_LOST, Fault.NOT_SENT])
 def test_binding_with_a_lost_reply_is_read_back(fault: Fault) -> None:
-    meta = FaultyMeta(MemoryMeta())
+    meta = FaultyMeta(MemoryMetadata())
     meta.add(Rule(fault, ("txn",), times=1))
     bind_root(meta, "file:///a", bytes(16))
     assert bound_root(meta, "file:///a") == bytes(16)

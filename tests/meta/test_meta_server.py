@@ -14,7 +14,7 @@ import pytest
 
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.meta.embedded_etcd import EmbeddedEtcd, find_etcd, unsafe_version
-from kvstore.meta.etcd import EtcdMeta
+from kvstore.meta.etcd import EtcdMetadata
 from tests.kit.etcd import PATIENCE_S, eventually
 from tests.kit.ports import free_port
 
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.slow
 
 
 def put(endpoints: str, key: str) -> None:
-    meta = EtcdMeta(endpoints, timeout_s=PATIENCE_S)
+    meta = EtcdMetadata(endpoints, timeout_s=PATIENCE_S)
     meta.put(key, b"1")
     meta.close()
 
 
 def keys(endpoints: str) -> list[str]:
-    meta = EtcdMeta(endpoints, timeout_s=PATIENCE_S)
+    meta = EtcdMetadata(endpoints, timeout_s=PATIENCE_S)
     try:
         return [kv.key for kv in meta.list("").items]
     finally:

@@ -6,13 +6,13 @@ import threading
 
 import pytest
 
+from kvstore.core.clock import RandomIds
 from kvstore.errors import InvalidRequest, SessionLost, Unavailable
 from kvstore.meta.keys import Keys
-from kvstore.meta.memory import MemoryMeta, MemoryStore
-from kvstore.meta.session import Presence, Session, SessionRecord
+from kvstore.meta.memory import MemoryMetadata, MemoryStore
+from kvstore.meta.session import Session, SessionManager, SessionRecord
 from kvstore.meta.store import Absent, LeaseId, Put
-from kvstore.meta.workers import WorkerRecord, Workers
-from kvstore.sources import RandomIds
+from kvstore.meta.workers import WorkerRecord, WorkerRegistry
 from kvstore.testing import MetadataClients
 from tests.kit.etcd import PATIENCE_S, eventually
 from tests.kit.fake_meta import FakeClock
@@ -28,7 +28,7 @@ class Node:
     def __init__(self) -> None:
         self.clock = FakeClock()
         self.store = MemoryStore(self.clock)
-        self.meta = FaultyMeta(MemoryMeta(self.store), sleep=self.clock.advance)
+        self.meta = FaultyMeta(MemoryMetadata(self.store), sleep=self.clock.advance)
         self.session = self.open()
 
     def open(self) -> Session:
@@ -196,7 +196,7 @@ def shared() -> MemoryStore:
     return MemoryStore()
 
 
-def has_session(presence: Presence) -> bool:
+def has_session(presence: SessionManager) -> bool:
     try:
         presence.current()
     except Unavailable:
@@ -205,7 +205,7 @@ def has_session(presence: Presence) -> bool:
 
 
 def test_v1_session_is_hidden_until_its_hooks_are_done(shared: MemoryStore) -> None:
-    presence = Presence(MemoryMeta(shared), KEYS)
+    presence = SessionManager(MemoryMetadata(shared), KEYS)
     may_go_on = threading.Event()
     begun = threading.Event()
 
@@ -227,11 +227,11 @@ def test_v1_session_is_hidden_until_its_hooks_are_done(shared: MemoryStore) -> N
 
 
 def test_hooks_run_again_after_a_loss(shared: MemoryStore) -> None:
-    meta = MemoryMeta(shared)
-    workers = Workers(meta, KEYS)
+    meta = MemoryMetadata(shared)
+    workers = WorkerRegistry(meta, KEYS)
     told: list[tuple[str, Session]] = []
     lease_at_loss: list[bool] = []
-    presence = Presence(meta, KEYS)
+    presence = SessionManager(meta, KEYS)
 
     def on_lost(session: Session) -> None:
         lease_at_loss.append(shared.keep_alive(session.lease))
@@ -257,8 +257,8 @@ def test_hooks_run_again_after_a_loss(shared: MemoryStore) -> None:
 
 
 def test_failed_start_of_a_session_is_repeated(shared: MemoryStore) -> None:
-    meta = FaultyMeta(MemoryMeta(shared))
-    presence = Presence(meta, KEYS)
+    meta = FaultyMeta(MemoryMetadata(shared))
+    presence = SessionManager(meta, KEYS)
     tries: list[Session] = []
 
     def on_new(session: Session) -> None:
@@ -276,17 +276,17 @@ def test_failed_start_of_a_session_is_repeated(shared: MemoryStore) -> None:
     presence.close()
     meta.add(Rule(Fault.NOT_SENT))
     with pytest.raises(Unavailable, match="no session at the moment"):
-        Presence(meta, KEYS).start(wait_s=0.05)
+        SessionManager(meta, KEYS).start(wait_s=0.05)
 
 
 def test_workers_are_listed_while_their_session_lives(store: MetadataClients) -> None:
-    workers = Workers(store.meta, store.keys)
+    workers = WorkerRegistry(store.meta, store.keys)
     session = Session.open(store.meta, store.keys, clock=store.clock, ids=RandomIds(), ttl_s=60)
     other = Session.open(store.other, store.keys, clock=store.clock, ids=RandomIds(), ttl_s=60)
     record = WorkerRecord("10.0.0.7:7070", version="0.1.0", host="node-ü", pid=42)
     workers.register(session, WorkerRecord("10.0.0.7:1"))
     workers.register(session, record)
-    Workers(store.other, store.keys).register(other, WorkerRecord("10.0.0.8:7070"))
+    WorkerRegistry(store.other, store.keys).register(other, WorkerRecord("10.0.0.8:7070"))
     store.meta.put(store.keys.workers + "future", b"{}")
     store.meta.put(store.keys.workers + "0" * 32, b"[1]")
     assert workers.list() == {session.id: record, other.id: WorkerRecord("10.0.0.8:7070")}

@@ -7,18 +7,18 @@ import random
 
 import pytest
 
-from kvstore.address import Address
+from kvstore.core.address import Address
+from kvstore.core.clock import RandomIds
+from kvstore.core.namespace import NamespaceDigest
 from kvstore.errors import InvalidRequest, Overloaded, PermissionDenied, RootMismatch, SessionLost, Unavailable
 from kvstore.format import places
 from kvstore.meta.keys import Keys, PinId
-from kvstore.meta.memory import MemoryMeta, MemoryStore
-from kvstore.meta.pins import ADDRESSES_MAX, TTL_S_MAX, PinQuota, PinRecord, Pins
+from kvstore.meta.memory import MemoryMetadata, MemoryStore
+from kvstore.meta.pins import ADDRESSES_MAX, TTL_S_MAX, PinQuota, Pins, StoredPin
 from kvstore.meta.session import Session
 from kvstore.meta.store import Put
-from kvstore.namespace import NamespaceDigest
 from kvstore.root.fences import list_twins, read_twin
 from kvstore.root.memory import MemoryRoot
-from kvstore.sources import RandomIds
 from kvstore.testing import MetadataClients
 from tests.kit.cases import for_each
 from tests.kit.etcd import PATIENCE_S
@@ -43,13 +43,13 @@ class Node:
     def __init__(self, quota: PinQuota | None = None) -> None:
         self.clock = FakeClock()
         self.store = MemoryStore(self.clock)
-        self.meta = FaultyMeta(MemoryMeta(self.store), sleep=self.clock.advance)
+        self.meta = FaultyMeta(MemoryMetadata(self.store), sleep=self.clock.advance)
         self.root = FaultyRoot(MemoryRoot())
         self.session = Session.open(self.meta, KEYS, clock=self.clock, ids=CountingIds())
         twins = RootTwins(self.root, self.clock)
         self.pins = Pins(self.meta, KEYS, lambda: self.session, clock=self.clock, twins=twins, quota=quota)
 
-    def pin(self, owner: str = "me") -> PinRecord:
+    def pin(self, owner: str = "me") -> StoredPin:
         return self.pins.pin(owner, addresses(3), 60, 48, NAMESPACE)
 
     @property
@@ -240,7 +240,7 @@ def test_any_owner_has_a_twin_inside_the_folder(owner: str) -> None:
     folders, file_name = name.split("/")[:-1], name.split("/")[-1]
     assert folders[0] == places.PINS and len(folders) == 2 and folders[1] not in ("", ".", "..")
     assert places.parse_twin(file_name) == pin.id and len(folders[1]) <= 255
-    assert PinRecord.from_bytes(node.twins[name], name).owner == owner
+    assert StoredPin.from_bytes(node.twins[name], name).owner == owner
     assert node.pins.unpin(owner, pin.id) and not node.twins
 
 
@@ -268,10 +268,10 @@ def test_damaged_record_is_refused() -> None:
         node.pins.list()
     for size in range(len(content)):
         with pytest.raises(RootMismatch, match="pins/x is not a ref"):
-            PinRecord.from_bytes(content[:size], "pins/x")
+            StoredPin.from_bytes(content[:size], "pins/x")
     source = random.Random(1)
     for at in range(len(content) - 3 * 16, len(content)):
         flipped = bytearray(content)
         flipped[at] ^= 1 << source.randrange(8)
         with pytest.raises(RootMismatch, match="checksum"):
-            PinRecord.from_bytes(bytes(flipped), "pins/x")
+            StoredPin.from_bytes(bytes(flipped), "pins/x")

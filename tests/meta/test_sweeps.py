@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.address import Address
+from kvstore.core.address import Address
 from kvstore.errors import RootMismatch
 from kvstore.meta.keys import SweepId
-from kvstore.meta.sweeps import EXACT_MAX, NO_NONCE, VICTIMS_MAX, Condemned, Members, Seq
+from kvstore.meta.sweeps import EXACT_MAX, NO_NONCE, VICTIMS_MAX, Condemned, CondemnedSet, Seq
 from tests.kit.cases import for_each
 
 SWEEP, CHECKSUM = SweepId(b"s" * 16), b"c" * 16
@@ -27,7 +27,7 @@ def test_every_victim_is_condemned_exactly_or_by_a_filter(count: int) -> None:
     victims = addresses(count)
     record = Condemned.from_bytes(Condemned.of_victims(SWEEP, CHECKSUM, victims).to_bytes())
     assert record.is_filter == (count > EXACT_MAX) and record.victims_count == count
-    members = Members(record)
+    members = CondemnedSet(record)
     assert all(victim in members for victim in victims)
     assert len(record.to_bytes()) < 64 * 1024, "etcd's keys stay small"
 
@@ -37,9 +37,9 @@ def test_a_filter_condemns_few_others_of_its_shard_and_an_exact_list_none() -> N
         return [Address(b"\x2a\x17" + address[2:]) for address in addresses(count, seed)]
 
     others = of_shard(50_000, seed=2)
-    exact = Members(Condemned.of_victims(SWEEP, CHECKSUM, of_shard(EXACT_MAX, seed=3)))
+    exact = CondemnedSet(Condemned.of_victims(SWEEP, CHECKSUM, of_shard(EXACT_MAX, seed=3)))
     assert not any(other in exact for other in others)
-    filtered = Members(Condemned.of_victims(SWEEP, CHECKSUM, of_shard(VICTIMS_MAX, seed=3)))
+    filtered = CondemnedSet(Condemned.of_victims(SWEEP, CHECKSUM, of_shard(VICTIMS_MAX, seed=3)))
     assert sum(other in filtered for other in others) < 20, "each ends the match of a whole prompt"
 
 

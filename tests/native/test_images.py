@@ -8,12 +8,12 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from kvstore.buffers import Borrowed, Planes
-from kvstore.keyset import ChunkKeys
-from kvstore.namespace import Namespace
+from kvstore.codec.image import ImagesIn, make_images, take_images
+from kvstore.core.buffers import BufferLoan, Planes
+from kvstore.core.clock import RandomIds
+from kvstore.core.namespace import Namespace
+from kvstore.format.keyset import ChunkKeys
 from kvstore.native import is_available
-from kvstore.node.images import ImagesIn, make_images, take_images
-from kvstore.sources import RandomIds
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import LARGE
 
@@ -49,7 +49,7 @@ def test_i1_bytes_that_are_replaced_while_they_are_taken_are_not_said_to_be_righ
             memory[:] = right
             out[:] = 1
             turn.wait()
-            mask = take_images(chain, range(count), images, Planes(out, LARGE.section_bytes), Borrowed())
+            mask = take_images(chain, range(count), images, Planes(out, LARGE.section_bytes), BufferLoan())
             for at in range(count):
                 part = slice(at * LARGE.section_bytes, (at + 1) * LARGE.section_bytes)
                 outcomes[int(mask[at])] += 1

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from kvstore.client.store import Store
+from kvstore.engine.layers import LayerRun
+from kvstore.engine.settings import Limits
 from kvstore.errors import HoldBroken
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.node.layers import LayerRun
-from kvstore.node.settings import Limits
 from tests.kit.native_modes import Paused, open_files, opened
 from tests.kit.patience import PATIENCE_S, returns, slowness
 from tests.kit.stores import LARGE, MANY, SMALL, TINY, UNALIGNED, fresh, kv_of, same

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.buffers import Borrowed, planes_of
+from kvstore.core.buffers import BufferLoan, planes_of
+from kvstore.core.executor import GROUP_FILES_MAX
+from kvstore.engine import chunk_store
+from kvstore.engine.chunk_store import ChunkRun
 from kvstore.errors import InvalidRequest
-from kvstore.keyset import ChunkKeys
+from kvstore.format.keyset import ChunkKeys
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.node import chunk_store
-from kvstore.node.chunk_store import Run
-from kvstore.node.lanes import GROUP_FILES_MAX
 from tests.kit.native_modes import chunks_of, opened
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import SMALL, TINY, kv_of, same
@@ -172,16 +172,16 @@ def test_a_lane_that_reads_what_is_not_cached_opens_no_more_files_than_it_may(
         run.common.direct, run.common.may_wait = True, False  # tmpfs knows no RWF_NOWAIT: nothing there is cached
         most = 0
 
-        def read_blocked(places: Any, borrowed: Borrowed) -> None:
+        def read_blocked(places: Any, borrowed: BufferLoan) -> None:
             nonlocal most
             most = max(most, int((run.items["fd"] >= 0).sum()))
-            Run.read_blocked(run, places, borrowed)
+            ChunkRun.read_blocked(run, places, borrowed)
 
         monkeypatch.setattr(run, "read_blocked", read_blocked)
         run.begin_turns(4, 64, 6)
         more = True
         while more:
-            left, more = run.read_turn(Borrowed())
+            left, more = run.read_turn(BufferLoan())
             assert not left
         assert run.end_read().all() and same(out, kv_of(SMALL, tokens))
         assert most == 4, "a step more would be 8"

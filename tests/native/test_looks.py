@@ -10,12 +10,12 @@ import numpy.typing as npt
 import pytest
 
 import kvstore
-from kvstore.address import block_addresses
 from kvstore.client.cache import BlockCache
 from kvstore.client.store import Store
+from kvstore.core.address import block_addresses
+from kvstore.engine.chunk_store import ChunkRun, Mask
 from kvstore.format.places import Name
 from kvstore.native import is_available, library
-from kvstore.node.chunk_store import Mask, Run
 from kvstore.root.interface import Stat
 from kvstore.root.posix import PosixRoot
 from tests.kit.native_modes import chunks_of, opened
@@ -103,16 +103,16 @@ def test_absence_is_believed_only_where_it_is_certain(tmp_root: Path, asked: lis
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Native code finds some files absent that are there, as a client of NFS does."""
-    look = Run.look
+    look = ChunkRun.look
 
-    def late(run: Run, start: int, stop: int) -> tuple[Mask, npt.NDArray[np.int64]]:
+    def late(run: ChunkRun, start: int, stop: int) -> tuple[Mask, npt.NDArray[np.int64]]:
         look(run, start, stop)
         part = run.items[start - run.first : stop - run.first]
         part["status"][1::7] = library.ABSENT
         found: Mask = part["status"] == library.FOUND
         return found, part["mtime_ns"][found]
 
-    monkeypatch.setattr(Run, "look", late)
+    monkeypatch.setattr(ChunkRun, "look", late)
 
 
 def test_a_block_that_only_a_second_look_finds_is_there(tmp_root: Path, asked: list[str], late: None) -> None:
@@ -147,13 +147,13 @@ def test_h1_what_is_condemned_while_somebody_looks_is_not_remembered(
     keys, _ = some_blocks(tmp_root)
     with opened(tmp_root, native=True) as store:
         blocks, known = store.namespace("m", TINY).blocks, chunks_of(store).known
-        addresses, look = block_addresses(blocks._namespace, keys), Run.look
+        addresses, look = block_addresses(blocks._namespace, keys), ChunkRun.look
 
-        def condemned(run: Run, start: int, stop: int) -> tuple[Mask, npt.NDArray[np.int64]]:
+        def condemned(run: ChunkRun, start: int, stop: int) -> tuple[Mask, npt.NDArray[np.int64]]:
             found = look(run, start, stop)
             known.forget_shards(range(256), 8)
             return found
 
-        monkeypatch.setattr(Run, "look", condemned)
+        monkeypatch.setattr(ChunkRun, "look", condemned)
         assert any(blocks.present(keys))
         assert not known.present(addresses, chunks_of(store).known.quantum()).any()

@@ -12,9 +12,9 @@ import pytest
 
 from kvstore import Layout
 from kvstore.client.store import Store
+from kvstore.engine.settings import Limits
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.node.settings import Limits
 from tests.kit.native_modes import opened
 from tests.kit.stores import chunk_files, kv_of, same
 

@@ -13,16 +13,16 @@ import numpy.typing as npt
 import pytest
 
 from kvstore import Layout
-from kvstore.buffers import Planes
-from kvstore.client.fetching import Natively
+from kvstore.client.fetch import Natively
+from kvstore.codec.image import make_images
+from kvstore.core.buffers import Planes
+from kvstore.core.clock import RandomIds
+from kvstore.core.namespace import Namespace
 from kvstore.format.header import Damaged, checksum
-from kvstore.keyset import ChunkKeys
-from kvstore.namespace import Namespace
+from kvstore.format.keyset import ChunkKeys
 from kvstore.native import is_available
-from kvstore.node.images import make_images
-from kvstore.sources import RandomIds
-from kvstore.wire.bulk.channel import Channel, LinkBroken, LinkLate
-from kvstore.wire.bulk.runs import plane_sums, receive_planes, send_run
+from kvstore.transport.channel import Channel, LinkBroken, LinkLate
+from kvstore.transport.runs import plane_sums, receive_planes, send_run
 from tests.kit.stores import LARGE, MANY, SMALL, TINY, UNALIGNED
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")

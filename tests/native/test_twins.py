@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore.layout import CHUNK_TOKENS_MAX
+from kvstore.core.layout import CHUNK_TOKENS_MAX
 from kvstore.native import is_available
 from kvstore.native import library as native
 from tests.kit.native_widths import narrowed, of_each_width

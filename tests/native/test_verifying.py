@@ -19,14 +19,14 @@ import numpy as np
 import pytest
 
 from kvstore import Layout
-from kvstore.buffers import Borrowed, new_array, planes_of
 from kvstore.client.store import Store
+from kvstore.codec.image import verify_images
+from kvstore.core.buffers import BufferLoan, new_array, planes_of
+from kvstore.engine.chunk_store import ChunkRun
 from kvstore.errors import HoldBroken, KVStoreError
-from kvstore.keyset import ChunkKeys
+from kvstore.format.keyset import ChunkKeys
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.node.chunk_store import Run
-from kvstore.node.images import verify_images
 from tests.kit.images import chain_of, made
 from tests.kit.native_modes import chunks_of, opened
 from tests.kit.stores import LARGE, SMALL, TINY, chunk_files, fresh, kv_of, resealed, same
@@ -72,7 +72,7 @@ def test_i1_an_image_whose_header_says_otherwise_is_not_taken() -> None:
 
 
 @contextmanager
-def filled(root: Path, layout: Layout, chunks: int = COUNT) -> Iterator[tuple[Store, Run, np.ndarray]]:
+def filled(root: Path, layout: Layout, chunks: int = COUNT) -> Iterator[tuple[Store, ChunkRun, np.ndarray]]:
     """A store with a prompt in it, and a run of its chunks into an array."""
     tokens = np.arange(chunks * layout.chunk_tokens)
     with opened(root, native=True) as store:
@@ -110,7 +110,7 @@ def test_i1_a_file_with_a_bit_turned_in_any_piece_is_not_read(tmp_root: Path, wa
         root = fresh(tmp_root)
         with filled(root, LARGE) as (_, run, out):
             spoil(root, 2, IN_SECTIONS[where])
-            assert run.read(0, COUNT, Borrowed()).tolist() == [True, True, False, True]
+            assert run.read(0, COUNT, BufferLoan()).tolist() == [True, True, False, True]
             assert out[:, :, : 2 * LARGE.chunk_tokens].any()
 
 
@@ -150,7 +150,7 @@ def test_a_file_of_which_the_end_is_not_cached_is_read_all_the_same(tmp_path: Pa
                     spoil(root, 2, IN_SECTIONS[where])
                 if not all(drops_from(file, at // 4096 * 4096) for file in chunk_files(root)):
                     pytest.skip("this file system does not drop a file from the page cache")
-                right = run.read(0, COUNT, Borrowed()).tolist()
+                right = run.read(0, COUNT, BufferLoan()).tolist()
                 assert right == [True, True, not spoiled, True]
                 kv = kv_of(LARGE, np.arange(COUNT * LARGE.chunk_tokens))
                 for chunk in np.flatnonzero(right):
@@ -161,7 +161,7 @@ def test_a_file_of_which_the_end_is_not_cached_is_read_all_the_same(tmp_path: Pa
 def test_i1_another_chunks_file_is_not_read(tmp_root: Path, way: str) -> None:
     with filled(tmp_root, LARGE) as (_, run, _):
         file_of(tmp_root, 2).write_bytes(file_of(tmp_root, 1).read_bytes())
-        assert run.read(0, COUNT, Borrowed()).tolist() == [True, True, False, True]
+        assert run.read(0, COUNT, BufferLoan()).tolist() == [True, True, False, True]
 
 
 def test_i1_a_layer_of_another_chunks_file_is_not_read(tmp_root: Path) -> None:
@@ -175,7 +175,7 @@ def test_i1_a_layer_of_another_chunks_file_is_not_read(tmp_root: Path) -> None:
                     assert same(k, kv[layer, 0]) and same(v, kv[layer, 1])
 
 
-def open_parts(run: Run) -> tuple[np.ndarray, np.ndarray]:
+def open_parts(run: ChunkRun) -> tuple[np.ndarray, np.ndarray]:
     """Images and checksums for ``kv_read_parts``, after the files were opened and their headers verified."""
     images = np.zeros(run.count, np.uint64)
     tables = np.zeros((run.count, int(run.items["section_count"][0])), np.uint64)
@@ -245,12 +245,12 @@ def test_i1_a_file_that_is_cut_after_it_was_opened_is_not_read(tmp_root: Path, w
     """If a thread has just read the same chunk, the missing bytes are still in its memory."""
     with filled(tmp_root, layout, 1) as (_, run, _):
         for _ in range(2):
-            assert run.read(0, 1, Borrowed()).all()
+            assert run.read(0, 1, BufferLoan()).all()
         native.library.kv_open(run.common, *run.part(0, 1))
         file = file_of(tmp_root, 0)
         with file.open("r+b") as cut:
             cut.truncate(4096 + layout.section_bytes)
-        assert not run.read_open(0, 1, Borrowed()).any()
+        assert not run.read_open(0, 1, BufferLoan()).any()
 
 
 def test_a_put_that_could_not_be_written_leaves_nothing(tmp_root: Path) -> None:

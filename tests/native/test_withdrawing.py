@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.buffers import Borrowed, Withdrawn, planes_of
-from kvstore.keyset import ChunkKeys
+from kvstore.core.buffers import BufferLoan, Withdrawn, planes_of
+from kvstore.core.clock import RandomIds
+from kvstore.engine.chunk_store import StoredRun
+from kvstore.format.keyset import ChunkKeys
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.node.chunk_store import StoredRun
 from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
-from kvstore.sources import RandomIds
 from tests.kit.native_modes import Paused, chunks_of, open_files, opened
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import SMALL, kv_of, same
@@ -52,7 +52,7 @@ def test_a_read_that_was_given_up_while_opening_writes_nothing(tmp_root: Path, p
         chain = ChunkKeys.of(cache.namespace, TOKENS.astype(np.uint32))
         run = chunks.run(chain, 0, CHUNKS, planes_of(out, SMALL))
         assert run is not None
-        borrowed, ended = Borrowed(), []
+        borrowed, ended = BufferLoan(), []
         paused_open.reached.clear()
         paused_open.release.clear()
 
@@ -84,16 +84,16 @@ def test_memory_taken_back_at_any_moment_is_not_written_afterwards(tmp_root: Pat
             out = np.zeros(SMALL.shape(len(TOKENS)), SMALL.numpy_dtype)
             run = chunks.run(chain, 0, CHUNKS, planes_of(out, SMALL))
             assert run is not None
-            borrowed = Borrowed()
+            borrowed = BufferLoan()
 
-            def read(start: int, run: StoredRun = run, borrowed: Borrowed = borrowed) -> None:
+            def read(start: int, run: StoredRun = run, borrowed: BufferLoan = borrowed) -> None:
                 try:
                     for at in range(start, CHUNKS, 8):
                         run.read(at, at + 4, borrowed)
                 except Withdrawn:
                     pass
 
-            def take_turns(shared: StoredRun, borrowed: Borrowed = borrowed) -> None:
+            def take_turns(shared: StoredRun, borrowed: BufferLoan = borrowed) -> None:
                 more = True
                 try:
                     while more:
@@ -164,7 +164,7 @@ def test_a_group_of_files_is_given_up_between_two_of_them(tmp_root: Path) -> Non
             ChunkKeys.of(cache.namespace, TOKENS.astype(np.uint32)), 0, CHUNKS, planes_of(out, SMALL)
         )
         assert run is not None
-        borrowed = Borrowed()
+        borrowed = BufferLoan()
         borrowed.natively.stop = 1  # as it is at the moment when ``withdraw`` begins to wait for those who write
         assert not run.read(0, CHUNKS, borrowed).any()
         run.begin_turns(4, 16)
@@ -172,7 +172,7 @@ def test_a_group_of_files_is_given_up_between_two_of_them(tmp_root: Path) -> Non
             run.read_turn(borrowed)
         assert (out == 7).all()
         assert open_files(tmp_root) == before
-        assert run.read(0, CHUNKS, Borrowed()).all()
+        assert run.read(0, CHUNKS, BufferLoan()).all()
         borrowed.withdraw()
         with pytest.raises(Withdrawn):
             run.read(0, CHUNKS, borrowed)

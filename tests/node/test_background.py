@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvstore import background
-from kvstore.background import Decision, Loop
+from kvstore.core import background
+from kvstore.core.background import Decision, Loop
 from tests.kit.patience import NEVER_S, PATIENCE_S, returns
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvstore.client.cache import BlockCache
+from kvstore.core.recency import decode, quantum_of, stamp_ns
+from kvstore.engine.settings import Limits
 from kvstore.errors import InvalidRequest
-from kvstore.node.settings import Limits
-from kvstore.recency import decode, quantum_of, stamp_ns
 from tests.kit.native_modes import opened
 from tests.kit.stores import TINY, SetClock, chunk_files, fresh, member_of, store_on
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore import keyset
-from kvstore.address import ADDRESS_BYTES, chained_addresses
+from kvstore.core.address import ADDRESS_BYTES, chained_addresses
+from kvstore.core.layout import Layout
+from kvstore.core.namespace import Namespace
+from kvstore.core.tokens import TokenArray
 from kvstore.errors import InvalidRequest
-from kvstore.keyset import CHAIN_CHUNKS_MAX, CHAINS_MAX, CHUNKS_MIN, ChunkKeys, RecentChains
-from kvstore.layout import Layout
-from kvstore.namespace import Namespace
-from kvstore.tokens import TokenArray
+from kvstore.format import keyset
+from kvstore.format.keyset import CHAIN_CHUNKS_MAX, CHAINS_MAX, CHUNKS_MIN, ChunkKeys, RecentChains
 
 LAYOUT = Layout(layers=1, kv_heads=1, head_dim=1, chunk_tokens=2)
 ONE = Namespace.of("one", LAYOUT)

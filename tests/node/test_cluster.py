@@ -15,11 +15,11 @@ import pytest
 
 import kvstore
 from kvstore.client import Store
+from kvstore.engine.settings import Limits
 from kvstore.errors import KVStoreError, RootMismatch, SessionLost, Unavailable
 from kvstore.meta.embedded_etcd import EmbeddedEtcd
-from kvstore.meta.etcd import EtcdMeta
+from kvstore.meta.etcd import EtcdMetadata
 from kvstore.meta.keys import Keys, root_binding
-from kvstore.node.settings import Limits
 from tests.kit.etcd import eventually, frozen, running_etcd
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import SMALL, TINY, kv_of, member_of, same
@@ -210,7 +210,7 @@ def test_a_node_that_is_dropped_leaves_the_cluster(tmp_root: Path, etcd: Embedde
     root = member_of(store).node.identity.root
     store.close()
     before = set(threading.enumerate())
-    with closing(EtcdMeta(etcd.endpoints)) as meta, pytest.warns(ResourceWarning, match="dropped without close"):
+    with closing(EtcdMetadata(etcd.endpoints)) as meta, pytest.warns(ResourceWarning, match="dropped without close"):
         cache = kvstore.open(str(tmp_root), etcd=etcd.endpoints, limits=PATIENT).namespace("m", SMALL)
         cache.put(TOKENS, KV)
         assert meta.list(Keys(root).sessions).items

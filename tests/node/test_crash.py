@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.fsck import Kind, Options, fsck
+from kvstore.core.clock import RandomIds
+from kvstore.fsck import FindingKind, Options, fsck
 from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
-from kvstore.sources import RandomIds
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import TINY, SetClock, kv_of, same, store_on
 
@@ -74,7 +74,7 @@ def test_killed_at_any_point_of_put(tmp_root: Path, point: str, occurrence: int)
         identity = create_or_open(root, RandomIds())
         later = SetClock(time.time() + 2 * 3600)
         found_by_fsck = fsck(root, identity, clock=later)
-        leftovers = [finding for finding in found_by_fsck.findings if finding.kind is Kind.ORPHAN_STAGING]
+        leftovers = [finding for finding in found_by_fsck.findings if finding.kind is FindingKind.ORPHAN_STAGING]
         if point != "publish.done":
             assert leftovers, "the staged file of the dead process is found"
         fsck(root, identity, Options(repair=True), clock=later)

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.buffers import Borrowed, Pieces, Withdrawn
 from kvstore.client import Cache, Store
 from kvstore.client.cache import BAND_MAX
+from kvstore.codec import image
+from kvstore.core.buffers import BufferLoan, Pieces, Withdrawn
 from kvstore.errors import HoldBroken
-from kvstore.keyset import ChunkKeys
-from kvstore.node import images
+from kvstore.format.keyset import ChunkKeys
 from tests.kit.native_modes import chunks_of
 from tests.kit.stores import TINY, chunk_files, counted, in_turn, kv_of, resealed, same, store_on
 
@@ -64,8 +64,8 @@ def assert_missed_and_repaired(store: Store, cache: Cache, root: Path, file: Pat
 def test_memory_that_was_taken_back_while_it_was_verified_is_no_damage(
     store: Store, tmp_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, tokens, borrowed = store.namespace("m", TINY), np.arange(TINY.chunk_tokens), Borrowed()
-    real = images.verify
+    cache, tokens, borrowed = store.namespace("m", TINY), np.arange(TINY.chunk_tokens), BufferLoan()
+    real = image.verify
     cache.put(tokens, kv_of(TINY, tokens))
     chain, sections = (
         ChunkKeys.of(cache.namespace, tokens.astype(np.uint32)),
@@ -77,7 +77,7 @@ def test_memory_that_was_taken_back_while_it_was_verified_is_no_damage(
         part[0][:] = b"the caller's now"
         real(part, sums)
 
-    monkeypatch.setattr(images, "verify", verify_late)
+    monkeypatch.setattr(image, "verify", verify_late)
     with pytest.raises(Withdrawn):
         chunks_of(store).read(chain.expected(0), sections, borrowed)
     assert the_file(tmp_root).exists() and store.stats()["miss_damaged"] == 0

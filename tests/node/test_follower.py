@@ -12,23 +12,23 @@ from unittest.mock import patch
 
 import pytest
 
-from kvstore.client.local import LocalPort
+from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
+from kvstore.core.clock import RandomIds, SystemClock
+from kvstore.engine.coordination import ClusterMember, Coordination
+from kvstore.engine.open import join
 from kvstore.errors import HoldBroken, Overloaded, PermissionDenied, Unavailable
 from kvstore.format import places
 from kvstore.format.header import Generation
 from kvstore.format.places import Name
 from kvstore.meta.cluster import Agreed
 from kvstore.meta.keys import Keys
-from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.session import ANNOUNCED_MAX, Presence, SessionRecord
+from kvstore.meta.memory import MemoryMetadata
+from kvstore.meta.session import ANNOUNCED_MAX, SessionManager, SessionRecord
 from kvstore.meta.store import WatchLost
 from kvstore.meta.usage import Capacity
-from kvstore.node.member import Member, Sharing
-from kvstore.node.opening import join
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.sources import RandomIds, SystemClock
 from tests.kit.clusters import NODE_LIMITS, SPACE, TIMINGS, Cluster, cluster, eventually, prompt, put
 from tests.kit.faulty_root import EIO, EROFS, FaultyRoot, Rule
 from tests.kit.followers import SWEEP, Alone, nothing
@@ -142,7 +142,7 @@ def test_a_session_whose_start_fails_does_not_stay() -> None:
     root = FaultyRoot(MemoryRoot(MemoryFiles()))
     alone = Alone(root, lambda: Agreed(Generation(1, bytes(16))))
     root.set_rules([Rule("list", EIO, places.TRASH.__eq__)])
-    presence = Presence(alone.meta, alone.keys)
+    presence = SessionManager(alone.meta, alone.keys)
     presence.attach(alone.follower.begin, alone.follower.end)
     presence.start()
     try:
@@ -160,11 +160,11 @@ def test_a_session_whose_start_fails_does_not_stay() -> None:
 
 
 @contextmanager
-def aside(c: Cluster, root: Root | None = None) -> Iterator[Member]:
+def aside(c: Cluster, root: Root | None = None) -> Iterator[ClusterMember]:
     """A node that joins, though it is not known whether it will protect anything."""
     member = join(
-        root or c.root, c.identity, MemoryMeta(c.store), limits=NODE_LIMITS, clock=SystemClock(),
-        ids=RandomIds(), sharing=Sharing.CLUSTER,
+        root or c.root, c.identity, MemoryMetadata(c.store), limits=NODE_LIMITS, clock=SystemClock(),
+        ids=RandomIds(), sharing=Coordination.CLUSTER,
     )  # fmt: skip
     try:
         yield member
@@ -172,11 +172,11 @@ def aside(c: Cluster, root: Root | None = None) -> Iterator[Member]:
         member.close()
 
 
-def assert_stands_aside(c: Cluster, member: Member) -> None:
+def assert_stands_aside(c: Cluster, member: ClusterMember) -> None:
     """It serves, protects nothing, refuses to pin, and no sweep waits for it."""
     chain = prompt(1, 8)
     member.claim_namespace(SPACE)
-    count, kv = Store(LocalPort(member)).namespace(SPACE.name, TINY).get(chain.tokens)
+    count, kv = Store(LocalTransport(member)).namespace(SPACE.name, TINY).get(chain.tokens)
     assert count == len(chain.tokens) and same(kv, kv_of(TINY, chain.tokens))
     assert not member.node.gc_view.protects and member.stats()["protected"] == 0
     with pytest.raises(Unavailable, match="protects nothing"):
@@ -197,7 +197,7 @@ def test_c6_a_node_of_another_generation_stands_aside() -> None:
         first = c.node()
         put(first, prompt(1, 8))
         other = Generation(2, b"o" * 16).to_json()
-        MemoryMeta(c.store).put(Keys(c.identity.root).generation, other)
+        MemoryMetadata(c.store).put(Keys(c.identity.root).generation, other)
         with aside(c) as member:
             assert_stands_aside(c, member)
 
@@ -206,7 +206,7 @@ def test_c6_a_node_that_stood_aside_protects_once_root_and_etcd_agree() -> None:
     """Nobody else ends its session: an adoption was done before it began, or did not see its key."""
     with cluster() as c:
         c.node()
-        meta, key = MemoryMeta(c.store), Keys(c.identity.root).generation
+        meta, key = MemoryMetadata(c.store), Keys(c.identity.root).generation
         agreed = meta.get(key)
         assert agreed is not None
         meta.put(key, Generation(2, b"o" * 16).to_json())

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from kvstore.engine.follower import _Following
 from kvstore.errors import HoldBroken, SessionLost
-from kvstore.keyset import KeySet
+from kvstore.format.keyset import KeySet
 from kvstore.meta.keys import SweepId
 from kvstore.meta.session import Session, SessionRecord
 from kvstore.meta.store import Absent, Delete, Event, Put, ValueIs, WatchLost
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
-from kvstore.node.follower import _Following
 from tests.kit.clusters import prompt
 from tests.kit.followers import Alone, nothing
 
@@ -101,7 +101,7 @@ NAMES = b"".join(sorted(CHAIN.addresses))
 def test_a2_what_an_older_hold_has_of_a_sweep_is_announced_with_it(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.node.holds.LINGER_S", 0.0)
+    monkeypatch.setattr("kvstore.engine.holds.LINGER_S", 0.0)
     session = alone.session()
     alone.follower.begin(session)
     hold = alone.node.holds.take(CHAIN)
@@ -160,7 +160,7 @@ def test_a2_no_sweep_that_an_older_hold_may_find_chunks_of_is_announced(alone: A
 
 
 def test_a2_sweeps_of_more_held_chunks_than_can_be_named_wait(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.node.holds.NAMED_MAX", 0)
+    monkeypatch.setattr("kvstore.engine.holds.NAMED_MAX", 0)
     session = alone.session()
     alone.follower.begin(session)
     hold = alone.node.holds.take(CHAIN)

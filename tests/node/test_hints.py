@@ -12,19 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.address import block_address
-from kvstore.buffers import Pieces
 from kvstore.client import Cache, Store
-from kvstore.client.local import LocalPort
+from kvstore.client.local import LocalTransport
+from kvstore.core.address import block_address
+from kvstore.core.buffers import Pieces
+from kvstore.core.hints import DEFAULT, PRESETS, TTL_CLASSES_S, Hints
+from kvstore.core.recency import NS_PER_S, TICK_S, Recency, decode, quantum_of
+from kvstore.core.tokens import token_array
+from kvstore.engine.engine import Engine
+from kvstore.engine.settings import Limits
 from kvstore.errors import InvalidRequest
+from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name, chunk
-from kvstore.hints import DEFAULT, PRESETS, TTL_CLASSES_S, Hints
-from kvstore.keyset import ChunkKeys
-from kvstore.node.node import Node
-from kvstore.node.settings import Limits
-from kvstore.recency import NS_PER_S, TICK_S, Recency, decode, quantum_of
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.tokens import token_array
 from tests.kit.patience import eventually
 from tests.kit.stores import TINY, SetClock, kv_of, member_on
 from tests.kit.workers import connected, serving
@@ -57,7 +57,7 @@ class Opened:
     """A store, the node behind it, and what their root says of chunks."""
 
     def __init__(
-        self, store: Store, node: Node, root: CountingRoot, clock: SetClock, calls: Callable[[], int] = lambda: 0
+        self, store: Store, node: Engine, root: CountingRoot, clock: SetClock, calls: Callable[[], int] = lambda: 0
     ) -> None:
         """``calls`` counts those that a worker has not ended: it notes a use after its last byte is sent."""
         self.node, self.root, self.clock, self._calls, self._store = node, root, clock, calls, store
@@ -122,7 +122,7 @@ def opened(request: pytest.FixtureRequest, root: CountingRoot) -> Iterator[Opene
     clock = SetClock(NOW_S)
     if request.param == "local":
         member = member_on(root, clock=clock)
-        with Store(LocalPort(member)) as store:
+        with Store(LocalTransport(member)) as store:
             yield Opened(store, member.node, root, clock)
     else:
         with serving(root, clock=clock) as served, connected(served) as store:
@@ -132,7 +132,7 @@ def opened(request: pytest.FixtureRequest, root: CountingRoot) -> Iterator[Opene
 def local(root: CountingRoot) -> tuple[Store, Opened]:
     clock = SetClock(NOW_S)
     member = member_on(root, clock=clock)
-    store = Store(LocalPort(member))
+    store = Store(LocalTransport(member))
     return store, Opened(store, member.node, root, clock)
 
 

@@ -10,15 +10,15 @@ import numpy.typing as npt
 import pytest
 
 from kvstore import Layout
-from kvstore.address import block_address
-from kvstore.buffers import Borrowed, Planes, Withdrawn, planes_of
+from kvstore.codec.image import ImagesIn, copy_sections, make_images, take_images, verify_images
+from kvstore.core.address import block_address
+from kvstore.core.buffers import BufferLoan, Planes, Withdrawn, planes_of
+from kvstore.core.namespace import Namespace
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import decode
-from kvstore.keyset import BlockKeys, ChunkKeys
-from kvstore.namespace import Namespace
+from kvstore.format.keyset import BlockKeys, ChunkKeys
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.node.images import ImagesIn, copy_sections, make_images, take_images, verify_images
 from tests.kit.images import DAMAGES, CountedIds, Spoil, chain_of, made
 from tests.kit.stores import (
     LARGE,
@@ -53,7 +53,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 def taken(chain: ChunkKeys, images: list[memoryview], indexes: list[int]) -> tuple[list[bool], npt.NDArray[np.generic]]:
     layout = chain.namespace.layout
     out = np.zeros(layout.shape(len(chain.tokens)), layout.numpy_dtype)
-    done = take_images(chain, indexes, images, planes_of(out, layout), Borrowed())
+    done = take_images(chain, indexes, images, planes_of(out, layout), BufferLoan())
     return done.tolist(), out
 
 
@@ -152,7 +152,7 @@ def test_nothing_is_written_beside_sections_and_images(way: bool) -> None:
         make_images(chain, [0, 1], planes_in(source), images, CountedIds())
         assert (memory.reshape(2, -1)[:, chain.image_bytes(0) :] == 0xEE).all()
         before = memory.copy()
-        assert take_images(chain, [0, 1], images, planes_in(target), Borrowed()).all()
+        assert take_images(chain, [0, 1], images, planes_in(target), BufferLoan()).all()
         assert np.array_equal(memory, before)
         expected = np.full(source.size, 0xEE, np.uint8)
         for at in range(4):
@@ -177,7 +177,7 @@ def test_blocks_of_many_sizes(way: bool) -> None:
     make_images(keyed, range(len(sizes)), lambda at: [blocks[at].data], images, CountedIds())
     out = [np.zeros(size, np.uint8) for size in sizes]
     chosen = [6, 0, 3]
-    done = take_images(keyed, chosen, [images[at] for at in chosen], lambda at: [out[at].data], Borrowed())
+    done = take_images(keyed, chosen, [images[at] for at in chosen], lambda at: [out[at].data], BufferLoan())
     assert done.all() and all(np.array_equal(out[at], blocks[at]) for at in chosen) and not out[5].any()
     images[2][-1] ^= 1
     assert verify_images(keyed, range(7), images).tolist() == [at != 2 for at in range(7)]
@@ -189,7 +189,7 @@ def test_memory_that_was_taken_back_is_not_written_to(way: bool) -> None:
     chain = chain_of(SMALL, 2)
     images = made(chain, kv_of(SMALL, chain.tokens))
     out = np.zeros(SMALL.shape(len(chain.tokens)), SMALL.numpy_dtype)
-    borrowed = Borrowed()
+    borrowed = BufferLoan()
     borrowed.withdraw()
     with pytest.raises(Withdrawn):
         take_images(chain, range(2), images, planes_of(out, SMALL), borrowed)

@@ -8,12 +8,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.address import Address
+from kvstore.core.address import Address
+from kvstore.core.clock import SystemClock
+from kvstore.core.recency import QUANTUM_S
+from kvstore.engine.presence_cache import PresenceCache
 from kvstore.format import places
 from kvstore.native.library import WAYS
-from kvstore.node.known import Known
-from kvstore.recency import QUANTUM_S
-from kvstore.sources import SystemClock
 
 BITS = 8
 # Four rows, all of which they fill exactly: nothing is ever dropped, and every row is fought over.
@@ -39,7 +39,7 @@ steps = st.lists(
 
 
 class Plain:
-    """``Known`` as a dictionary, which forgets nothing."""
+    """``PresenceCache`` as a dictionary, which forgets nothing."""
 
     def __init__(self) -> None:
         self.seen: dict[Address, tuple[int, bool]] = {}
@@ -61,7 +61,7 @@ class Plain:
 def test_it_answers_like_a_dictionary_while_nothing_has_to_be_dropped(
     done: list[tuple[str, object, int, int]], asked: list[Address], now: int
 ) -> None:
-    known, plain = Known(ROWS * WAYS, QUANTUM_S, SystemClock()), Plain()
+    known, plain = PresenceCache(ROWS * WAYS, QUANTUM_S, SystemClock()), Plain()
     for what, whom, number, flag in done:
         at_s = number * QUANTUM_S
         addresses = [Address(each) for each in whom] if isinstance(whom, list) else []
@@ -105,7 +105,7 @@ def test_it_answers_like_a_dictionary_while_nothing_has_to_be_dropped(
 @given(st.lists(st.lists(st.binary(min_size=16, max_size=16), max_size=60), max_size=6))
 @settings(deadline=None)
 def test_a_full_table_drops_what_was_seen_before_and_never_invents(batches: list[list[bytes]]) -> None:
-    known = Known(2 * WAYS, QUANTUM_S, SystemClock())
+    known = PresenceCache(2 * WAYS, QUANTUM_S, SystemClock())
     added: set[bytes] = set()
     for number, batch in enumerate(batches, 100):
         addresses = [Address(each) for each in batch]

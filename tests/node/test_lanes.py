@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from kvstore.node.lanes import Deadline, DeadlinePassed, Lanes, moved_on
-from kvstore.sources import SystemClock
+from kvstore.core.clock import SystemClock
+from kvstore.core.executor import Deadline, DeadlinePassed, Executor, moved_on
 from tests.kit.patience import PATIENCE_S
 
 
@@ -22,7 +22,7 @@ class HandClock(SystemClock):
 
 def test_work_that_moves_on_is_not_stalled_and_work_that_does_not_is() -> None:
     clock = HandClock()
-    lanes = Lanes(1, 1, 8, 0.3, clock)
+    lanes = Executor(1, 1, 8, 0.3, clock)
     seen: list[bool] = []
 
     def work(number: int) -> bool:
@@ -42,7 +42,7 @@ def test_work_that_moves_on_is_not_stalled_and_work_that_does_not_is() -> None:
 
 def test_whoever_shares_does_all_of_it_where_every_lane_is_busy() -> None:
     clock = SystemClock()
-    lanes = Lanes(1, 2, 8, 5, clock)
+    lanes = Executor(1, 2, 8, 5, clock)
     goes_on = threading.Event()
     try:
         busy = lanes.start(1, lambda _: goes_on.wait(PATIENCE_S))
@@ -63,7 +63,7 @@ def test_whoever_shares_does_all_of_it_where_every_lane_is_busy() -> None:
 
 def test_whoever_shares_begins_nothing_after_the_deadline_and_raises_what_the_work_raises() -> None:
     clock = SystemClock()
-    lanes = Lanes(1, 1, 8, 5, clock)
+    lanes = Executor(1, 1, 8, 5, clock)
     done: list[int] = []
 
     def work(number: int) -> bool:

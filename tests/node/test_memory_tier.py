@@ -10,15 +10,15 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvstore.address import block_address
-from kvstore.buffers import Borrowed, Withdrawn, planes_of
-from kvstore.keyset import BlockKeys
-from kvstore.namespace import Namespace
+from kvstore.codec.image import make_images
+from kvstore.core.address import block_address
+from kvstore.core.buffers import BufferLoan, Withdrawn, planes_of
+from kvstore.core.clock import RandomIds
+from kvstore.core.namespace import Namespace
+from kvstore.format.keyset import BlockKeys
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.node.images import make_images
-from kvstore.node.memory_tier import Slots
-from kvstore.sources import RandomIds
+from kvstore.tiers.memory import Slots
 from tests.kit.memory_tiers import SPACE, UNIT, Case, chain_of, make
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import LARGE, SMALL, TINY
@@ -60,7 +60,7 @@ def test_i1_what_the_caller_changed_is_not_damage(case: Case) -> None:
     """A read that was given up says nothing of the image."""
     chain = chain_of(1, 1)
     case.fill(chain, 0, 1)
-    borrowed = Borrowed()
+    borrowed = BufferLoan()
     out = np.zeros(SMALL.shape(16), SMALL.numpy_dtype)
     with case.tier.refer(chain, 0, 1) as slots:
         borrowed.withdraw()
@@ -142,7 +142,7 @@ def test_blocks_of_other_sizes_than_asked_for_are_not_there(case: Case) -> None:
     case.tier.ready(there)
     out = [np.zeros(size, np.uint8) for size in (3000, 9000)]
     with case.tier.refer(keyed(3000, 9000), 0, 2) as both:
-        assert case.tier.read(both, 0, 2, lambda at: [out[at].data], Borrowed()).all()
+        assert case.tier.read(both, 0, 2, lambda at: [out[at].data], BufferLoan()).all()
         payload = case.tier.view(both, 1)
         assert payload is not None and np.array_equal(np.frombuffer(payload, np.uint8), blocks[1])
     assert all(map(np.array_equal, out, blocks))

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import pytest
 
+from kvstore.core.clock import RandomIds, SystemClock
+from kvstore.core.operations import FINISHED_MAX, KIND_THREADS, OperationRun, Operations, OperationState
+from kvstore.core.progress import Cancelled
 from kvstore.errors import Overloaded, Unavailable
-from kvstore.operations import FINISHED_MAX, KIND_THREADS, OperationRun, Operations, OperationState
-from kvstore.progress import Cancelled
-from kvstore.sources import RandomIds, SystemClock
 from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S
 from tests.kit.tiers import eventually

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from kvstore.client import Store
+from kvstore.engine.settings import Limits
 from kvstore.errors import HoldBroken, InvalidRequest, Overloaded, PermissionDenied, Unavailable
-from kvstore.node.settings import Limits
 from kvstore.root.posix import PosixRoot
 from tests.kit.faulty_root import EIO, ENOSPC, EROFS, Delay, Fault, FaultyRoot, Hang, Missing, Rule, Torn
 from tests.kit.patience import PATIENCE_S, eventually, stretched

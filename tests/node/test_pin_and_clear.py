@@ -14,23 +14,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.buffers import Planes
 from kvstore.census.selection import Selection
+from kvstore.core.buffers import Planes
+from kvstore.core.clock import RandomIds, SystemClock
+from kvstore.core.namespace import Namespace
+from kvstore.core.results import PinRecord
+from kvstore.engine.coordination import ClusterMember
+from kvstore.engine.open import join
+from kvstore.engine.settings import Limits
 from kvstore.errors import Unavailable
+from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
-from kvstore.keyset import ChunkKeys
 from kvstore.meta.clears import BARRIER_S, Barriers
 from kvstore.meta.keys import Keys
-from kvstore.meta.memory import MemoryMeta
-from kvstore.meta.store import Meta
-from kvstore.namespace import Namespace
-from kvstore.node.member import Member
-from kvstore.node.opening import join
-from kvstore.node.settings import Limits
-from kvstore.results import PinRecord
+from kvstore.meta.memory import MemoryMetadata
+from kvstore.meta.store import MetadataStore
 from kvstore.root.identity import create_or_open
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.sources import RandomIds, SystemClock
 from tests.kit.stores import SMALL, kv_of
 
 WAIT_S = 60.0
@@ -94,7 +94,7 @@ class Stage:
                 stage.step(stage.clearing)
                 return super().remove(name)
 
-        class Metadata(MemoryMeta):
+        class Metadata(MemoryMetadata):
             def __getattribute__(self, name: str) -> Any:
                 if name in ("list", "put", "txn", "grant", "revoke"):
                     actors = (stage.pinning, stage.clearing)
@@ -104,9 +104,9 @@ class Stage:
 
         clock, ids = SystemClock(), RandomIds()
         self.root = Root(MemoryFiles())
-        meta: Meta = Metadata(clock=clock)
+        meta: MetadataStore = Metadata(clock=clock)
         identity = create_or_open(self.root, ids)
-        self.member: Member = join(self.root, identity, meta, limits=Limits(), clock=clock, ids=ids)
+        self.member: ClusterMember = join(self.root, identity, meta, limits=Limits(), clock=clock, ids=ids)
         self.member.claim_namespace(NAMESPACE)
         self.chain: ChunkKeys = self.member.node.chains.of(NAMESPACE, np.asarray(TOKENS, np.uint32))
         self.member.node.put(self.chain, 0, Planes(kv_of(SMALL, TOKENS), SMALL.section_bytes))
@@ -184,7 +184,7 @@ def test_a_clear_stops_deleting_once_its_barrier_may_have_gone() -> None:
         def monotonic_s(self) -> float:
             return super().monotonic_s() + self.ahead_s
 
-    clock, meta = Late(), MemoryMeta()
+    clock, meta = Late(), MemoryMetadata()
     barriers = Barriers(meta, Keys(bytes(16)), clock)
     barrier = barriers.put_up(bytes(16), b"{}", 5.0)
     barrier.check()

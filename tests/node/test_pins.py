@@ -18,27 +18,27 @@ from click.testing import CliRunner
 import kvstore
 from kvstore.cli.app import app
 from kvstore.client.cache import Cache
-from kvstore.client.local import LocalPort
+from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
+from kvstore.core.clock import RandomIds, SystemClock
+from kvstore.core.namespace import Namespace
+from kvstore.core.tokens import token_array
+from kvstore.engine.coordination import Coordination
+from kvstore.engine.open import join
+from kvstore.engine.settings import Limits
 from kvstore.errors import HoldBroken, KVStoreError, Overloaded, RootMismatch, SessionLost, Unavailable
 from kvstore.format import places
 from kvstore.format.header import Generation
+from kvstore.format.keyset import ChunkKeys
 from kvstore.fsck import adopt
-from kvstore.keyset import ChunkKeys
 from kvstore.meta.embedded_etcd import EmbeddedEtcd, packaged_etcd
 from kvstore.meta.keys import Keys
-from kvstore.meta.memory import MemoryMeta, MemoryStore
-from kvstore.meta.pins import PinRecord
-from kvstore.namespace import Namespace
-from kvstore.node.member import Sharing
-from kvstore.node.opening import join
-from kvstore.node.settings import Limits
+from kvstore.meta.memory import MemoryMetadata, MemoryStore
+from kvstore.meta.pins import StoredPin
 from kvstore.root.fences import list_twins, read_twin
 from kvstore.root.identity import SHARD_BITS_DEFAULT, create_or_open, newest_number, publish
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.sources import RandomIds, SystemClock
-from kvstore.tokens import token_array
 from tests.kit.etcd import eventually, running_etcd
 from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
 from tests.kit.faulty_root import EIO, FaultyRoot, Hang
@@ -59,15 +59,15 @@ class Shared:
     def __init__(self, files: MemoryFiles | None = None) -> None:
         self.files = files or MemoryFiles()
         self.etcd = MemoryStore()
-        self.meta = FaultyMeta(MemoryMeta(self.etcd))
+        self.meta = FaultyMeta(MemoryMetadata(self.etcd))
         self.root = FaultyRoot(MemoryRoot(self.files))
 
     @contextmanager
     def store(self, limits: Limits = LIMITS) -> Iterator[Store]:
         ids, clock = RandomIds(), SystemClock()
         identity = create_or_open(self.root, ids)
-        member = join(self.root, identity, self.meta, limits=limits, clock=clock, ids=ids, sharing=Sharing.CLUSTER)
-        with Store(LocalPort(member)) as opened:
+        member = join(self.root, identity, self.meta, limits=limits, clock=clock, ids=ids, sharing=Coordination.CLUSTER)
+        with Store(LocalTransport(member)) as opened:
             yield opened
 
     @property
@@ -127,7 +127,7 @@ def test_p4_what_a_pin_misses_is_protected_once_it_is_put_again() -> None:
         cache.pin(TOKENS, ttl=60)
         (content,) = cluster.twins()
         assert content is not None
-        assert PinRecord.from_bytes(content, "twin").addresses == tuple(CHAIN.addresses)
+        assert StoredPin.from_bytes(content, "twin").addresses == tuple(CHAIN.addresses)
 
 
 def test_p1_the_hold_outlives_the_put_or_there_is_no_pin() -> None:

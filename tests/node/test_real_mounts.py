@@ -17,9 +17,9 @@ import kvstore
 from kvstore import Layout
 from kvstore.client.cache import Cache
 from kvstore.client.store import Store
+from kvstore.engine.settings import Limits
 from kvstore.errors import Overloaded, Unavailable
 from kvstore.format import places
-from kvstore.node.settings import Limits
 from tests.kit.patience import eventually, stretched
 from tests.kit.stores import kv_of, same, store_on
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from kvstore.client import Store
+from kvstore.core.recency import is_fresh, quantum_of, stamp_ns
+from kvstore.core.tokens import token_array
+from kvstore.engine.settings import Limits
+from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
-from kvstore.keyset import ChunkKeys
-from kvstore.node.settings import Limits
-from kvstore.recency import is_fresh, quantum_of, stamp_ns
 from kvstore.root.interface import Stat
 from kvstore.root.posix import PosixRoot
-from kvstore.tokens import token_array
 from tests.kit.stores import TINY, SetClock, chunk_files, kv_of, member_of, store_on
 
 NOW_S = 1_800_000_000.0

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import kvstore
+from kvstore.engine.settings import TierSettings
 from kvstore.errors import InvalidRequest
-from kvstore.node.settings import TierSettings
 
 MIB = 1 << 20
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from kvstore.client import Cache, Store
+from kvstore.core.hints import Hints
+from kvstore.core.recency import Recency, decode, quantum_of
+from kvstore.engine.engine import Engine
+from kvstore.engine.settings import Limits
 from kvstore.errors import InvalidRequest
-from kvstore.hints import Hints
-from kvstore.node.node import Node
-from kvstore.node.settings import Limits
-from kvstore.recency import Recency, decode, quantum_of
 from tests.kit.patience import eventually
 from tests.kit.stores import TINY, SetClock, chunk_files, kv_of, member_of, store_on
 from tests.kit.workers import connected, serving
@@ -33,7 +33,7 @@ KEYS = [hashlib.blake2b(bytes([number]), digest_size=20).digest() for number in 
 class Opened:
     """A store on a folder, the node behind it, and a clock that both go by."""
 
-    def __init__(self, store: Store, node: Node, root: Path, clock: SetClock) -> None:
+    def __init__(self, store: Store, node: Engine, root: Path, clock: SetClock) -> None:
         self.store = store
         self.cache: Cache = store.namespace("m", TINY)
         self.clock = clock

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import kvstore
+from kvstore.engine.coordination import Syncing
 from kvstore.errors import Unavailable
-from kvstore.node.member import Syncing
 from kvstore.root import posix
 from tests.kit.host_process import LAYOUT, kv, tokens
 from tests.kit.patience import PATIENCE_S, eventually

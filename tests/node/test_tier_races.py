@@ -12,7 +12,7 @@ from types import FrameType
 
 import pytest
 
-from kvstore.keyset import BlockKeys
+from kvstore.format.keyset import BlockKeys
 from tests.kit.disks import CHUNKS, Disk, chain_of
 from tests.kit.tiers import ASKING, IN_TIME_S, Acting, eventually, faulty, held, timed, together
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from kvstore.client import Cache, Store
+from kvstore.engine.chunk_store import FAILURES_MAX
 from kvstore.errors import PermissionDenied, Unavailable
 from kvstore.format.header import decode_any
 from kvstore.format.places import QUARANTINE, Name
-from kvstore.node.chunk_store import FAILURES_MAX
 from kvstore.root.posix import PosixRoot
 from tests.kit.faulty_root import EACCES, EIO, EROFS, Fails, FaultyRoot, Rule
 from tests.kit.stores import TINY, chunk_files, kv_of, same, store_on

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.engine.capacity import KEPT_S, PACE_S_MIN, REPEAT_S, NodeUsage
 from kvstore.errors import Overloaded
-from kvstore.meta.usage import Capacity, Usage
-from kvstore.node.usage import KEPT_S, PACE_S_MIN, REPEAT_S, NodeUsage
+from kvstore.meta.usage import Capacity, UsageReport
 from kvstore.root.posix import PosixRoot
 from tests.kit.clusters import SPACE, Cluster, cluster, eventually, prompt, put
 from tests.kit.followers import SWEEP, Alone
@@ -49,7 +49,7 @@ class Reporting:
         """A collector counts all that was written."""
         self.receive(record(self.report(), credit))
 
-    def later(self, seconds: float = 10 * REPEAT_S) -> Usage | None:
+    def later(self, seconds: float = 10 * REPEAT_S) -> UsageReport | None:
         self.now_s += seconds
         return self.usage.due(self.now_s)
 
@@ -63,7 +63,7 @@ class Reporting:
 @pytest.fixture
 def node(monkeypatch: pytest.MonkeyPatch) -> Reporting:
     """Its puts do not wait."""
-    monkeypatch.setattr("kvstore.node.usage.WAIT_S", 0.0)
+    monkeypatch.setattr("kvstore.engine.capacity.WAIT_S", 0.0)
     return Reporting()
 
 
@@ -79,11 +79,11 @@ def test_a_node_without_a_collector_reports_nothing(node: Reporting) -> None:
 def test_a_node_reports_when_a_collector_begins(node: Reporting) -> None:
     node.usage.wrote(5)
     node.receive(record(9, None))
-    assert node.later(0.0) == Usage(5, 0)
+    assert node.later(0.0) == UsageReport(5, 0)
     node.report(0.0)
     assert node.later() is None
     node.receive(record(9, None), created=8)
-    assert node.later(0.0) == Usage(5, 0), "another collector"
+    assert node.later(0.0) == UsageReport(5, 0), "another collector"
 
 
 def test_a_node_reports_a_share_of_its_credit_and_the_rest_later(node: Reporting) -> None:
@@ -93,20 +93,20 @@ def test_a_node_reports_a_share_of_its_credit_and_the_rest_later(node: Reporting
     assert node.later(PACE_S_MIN) is None
     node.usage.wrote(1)
     assert node.usage.due(node.now_s, pace_s=0.5) is None
-    assert node.later(0.0) == Usage(CREDIT // 4 + 1, 0)
+    assert node.later(0.0) == UsageReport(CREDIT // 4 + 1, 0)
     node.report(0.0)
     node.usage.wrote(1)
-    assert node.later(PACE_S_MIN) is None and node.later(REPEAT_S) == Usage(CREDIT // 4 + 2, 0)
+    assert node.later(PACE_S_MIN) is None and node.later(REPEAT_S) == UsageReport(CREDIT // 4 + 2, 0)
     node.report(0.0)
     node.usage.removed(1)
-    assert node.later(PACE_S_MIN) == Usage(CREDIT // 4 + 2, 1)
+    assert node.later(PACE_S_MIN) == UsageReport(CREDIT // 4 + 2, 1)
 
 
 def test_a_node_reports_its_largest_put(node: Reporting) -> None:
     node.receive(record(9))
     for size in (10, 30, 20):
         assert node.put(size)
-    assert node.later() == Usage(60, 0, 30)
+    assert node.later() == UsageReport(60, 0, 30)
 
 
 # The credit
@@ -154,7 +154,7 @@ def test_a_credit_outlives_its_collector_for_a_while(node: Reporting) -> None:
 
 
 def test_a_put_waits_for_a_credit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.node.usage.WAIT_S", NEVER_S)
+    monkeypatch.setattr("kvstore.engine.capacity.WAIT_S", NEVER_S)
     node = Reporting()
     node.receive(record(0))
     assert node.put(CREDIT)
@@ -168,7 +168,7 @@ def test_a_put_waits_for_a_credit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_full_root_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.node.usage.WAIT_S", NEVER_S)
+    monkeypatch.setattr("kvstore.engine.capacity.WAIT_S", NEVER_S)
     node = Reporting()
     node.receive(record(0, 0))
     with ThreadPoolExecutor() as threads:
@@ -184,9 +184,9 @@ def test_a_waiting_put_reports_again(node: Reporting) -> None:
     node.report(0.0)
     node.usage._waiting.append(object())
     node.usage.wrote(1)
-    assert node.later(PACE_S_MIN) == Usage(1, 0)
+    assert node.later(PACE_S_MIN) == UsageReport(1, 0)
     node.report(0.0)
-    assert node.later(PACE_S_MIN) is None and node.later(REPEAT_S) == Usage(1, 0), "etcd may have lost it"
+    assert node.later(PACE_S_MIN) is None and node.later(REPEAT_S) == UsageReport(1, 0), "etcd may have lost it"
 
 
 # Sessions
@@ -202,7 +202,7 @@ def test_a_session_reports_what_the_last_one_did_not(node: Reporting) -> None:
     node.usage.wrote(4)
     node.usage.begin()
     node.receive(record(0))
-    assert node.later(0.0) == Usage(34, 0), "deletions would hide writes if they were reported twice"
+    assert node.later(0.0) == UsageReport(34, 0), "deletions would hide writes if they were reported twice"
 
 
 def test_a_session_reports_nothing_from_before_the_first_collector(node: Reporting) -> None:
@@ -210,7 +210,7 @@ def test_a_session_reports_nothing_from_before_the_first_collector(node: Reporti
     node.usage.end()
     node.usage.begin()
     node.receive(record(0))
-    assert node.later(0.0) == Usage(0, 0) and node.put(CREDIT)
+    assert node.later(0.0) == UsageReport(0, 0) and node.put(CREDIT)
 
 
 # With a follower
@@ -270,11 +270,11 @@ def test_what_a_node_puts_and_clears_is_what_it_reports(c: Cluster) -> None:
     assert c.store.get(key) is None, "without garbage collection there are no writes"
     node.meta.put(node.keys.gc_capacity, record(0, None).to_json())
 
-    def reported() -> Usage | None:
+    def reported() -> UsageReport | None:
         found = c.store.get(key)
-        return None if found is None else Usage.from_json(found.value)
+        return None if found is None else UsageReport.from_json(found.value)
 
-    eventually(lambda: reported() == Usage(size_bytes, 0, size_bytes))
+    eventually(lambda: reported() == UsageReport(size_bytes, 0, size_bytes))
     put(node, chain)
     assert node.clear(SPACE).chunks == 5
-    eventually(lambda: reported() == Usage(size_bytes, size_bytes, size_bytes))
+    eventually(lambda: reported() == UsageReport(size_bytes, size_bytes, size_bytes))

@@ -10,9 +10,9 @@ import pytest
 
 from kvstore import Layout
 from kvstore.client import Store
+from kvstore.codec.image import VERIFY_BYTES
 from kvstore.errors import HoldBroken
 from kvstore.format.places import Name
-from kvstore.node.images import VERIFY_BYTES
 from kvstore.root.posix import PosixReader
 from tests.kit.native_modes import PlainRoot, opened
 from tests.kit.stores import TINY, chunk_files, kv_of, same, store_on

@@ -9,18 +9,18 @@ from typing import cast
 
 import pytest
 
-from kvstore.address import Address
+from kvstore.core.address import Address
+from kvstore.core.clock import SystemClock
+from kvstore.core.node_metrics import Counters
+from kvstore.engine.gc_state import ChainBroken, ClusterGcState
+from kvstore.engine.presence_cache import PresenceCache
 from kvstore.errors import Overloaded
-from kvstore.keyset import BlockKeys, KeySet
+from kvstore.format.keyset import BlockKeys, KeySet
 from kvstore.meta.keys import Keys, SweepId
 from kvstore.meta.session import Session
 from kvstore.meta.store import NO_LEASE, Event, KeyValue, Snapshot
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
 from kvstore.meta.usage import Capacity
-from kvstore.node.counters import Counters
-from kvstore.node.gc_state import ChainBroken, View
-from kvstore.node.known import Known
-from kvstore.sources import SystemClock
 from tests.kit.clusters import SPACE
 
 KEYS, BITS, QUANTUM = Keys(b"r" * 16), 4, 1_000_020
@@ -54,8 +54,8 @@ class Seen:
     """A view that has begun on an empty store, and its memory."""
 
     def __init__(self) -> None:
-        self.known = Known(1 << 10, 60, SystemClock())
-        self.view = View(KEYS, BITS, self.known, Counters())
+        self.known = PresenceCache(1 << 10, 60, SystemClock())
+        self.view = ClusterGcState(KEYS, BITS, self.known, Counters())
         self.view.begin(Snapshot((), 10), cast(Session, SimpleNamespace(alive=True)))
 
     def apply(self, events: list[Event]) -> None:

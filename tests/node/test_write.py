@@ -8,15 +8,15 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kvstore.buffers import Buffers, Planes
+from kvstore.core.buffers import BlockBuffers, Planes
+from kvstore.core.clock import SystemClock
+from kvstore.core.executor import Deadline
+from kvstore.core.hints import DEFAULT
+from kvstore.core.write_mode import RUNS_MAX, WriteMode
+from kvstore.engine.writer import WriteBatch
 from kvstore.errors import WrongSize
 from kvstore.format import places
-from kvstore.hints import DEFAULT
-from kvstore.keyset import BlockKeys
-from kvstore.node.lanes import Deadline
-from kvstore.node.writer import WriteBatch
-from kvstore.sources import SystemClock
-from kvstore.writes import RUNS_MAX, WriteMode
+from kvstore.format.keyset import BlockKeys
 from tests.kit.faulty_root import EIO, Delay, Rule
 from tests.kit.patience import NEVER_S
 from tests.kit.tiers import LARGE, Acting, faulty, held
@@ -80,7 +80,7 @@ def test_a_run_of_which_all_is_there_waits_for_its_turn() -> None:
         write = node.node.writer.begin(wanted, 0, soon())
         with held(root):
             for at in range(2):
-                source = Buffers([blocks[at]], at)
+                source = BlockBuffers([blocks[at]], at)
                 write.add(source, at, 1, soon(), partial(given_back.append, at))
             assert given_back == []
         assert write.commit(soon()).there.all() and given_back == [0, 1]

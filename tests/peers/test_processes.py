@@ -17,7 +17,7 @@ import pytest
 
 from kvstore import Layout
 from kvstore.client import Cache, Store
-from kvstore.recency import QUANTUM_S, is_fresh
+from kvstore.core.recency import QUANTUM_S, is_fresh
 from tests.kit.heartbeat import others_run_during
 from tests.kit.peers import CHUNK, files_under, finish, is_kv_of, kv_of, open_cache, prompt, start
 

@@ -16,20 +16,20 @@ import numpy as np
 
 from kvstore import Layout
 from kvstore.client.cache import Cache
-from kvstore.client.local import LocalPort
+from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
-from kvstore.keyset import ChunkKeys
-from kvstore.meta.etcd import EtcdMeta
-from kvstore.node.member import Sharing
-from kvstore.node.opening import join
-from kvstore.node.settings import Limits, NodeOptions, TierSettings
+from kvstore.core.clock import RandomIds, SystemClock
+from kvstore.core.tokens import TokenArray
+from kvstore.core.write_mode import WriteMode
+from kvstore.engine.coordination import Coordination
+from kvstore.engine.open import join
+from kvstore.engine.settings import Limits, NodeOptions, TierSettings
+from kvstore.format.keyset import ChunkKeys
+from kvstore.meta.etcd import EtcdMetadata
 from kvstore.peers.tier import join_peers
 from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
-from kvstore.sources import RandomIds, SystemClock
-from kvstore.tokens import TokenArray
-from kvstore.worker.worker import Worker
-from kvstore.writes import WriteMode
+from kvstore.worker.server import Worker
 from tests.kit.stores import kv_of, same
 
 LAYOUT = Layout(layers=2, kv_heads=2, head_dim=64, dtype="float16", chunk_tokens=16)
@@ -52,11 +52,11 @@ def main() -> None:
     member = join(
         opened,
         create_or_open(opened, ids),
-        EtcdMeta(etcd),
+        EtcdMetadata(etcd),
         limits=limits,
         clock=clock,
         ids=ids,
-        sharing=Sharing.CLUSTER,
+        sharing=Coordination.CLUSTER,
         options=NodeOptions(tiers=settings),
     )
     peers = join_peers(member)
@@ -64,7 +64,7 @@ def main() -> None:
     worker = Worker(member, "127.0.0.1:0")
     worker.start()
     peers.start(worker.advertised)
-    cache = Store(LocalPort(member)).namespace("m", layout=LAYOUT)
+    cache = Store(LocalTransport(member)).namespace("m", layout=LAYOUT)
     print(worker.advertised, flush=True)
     for line in sys.stdin:
         word, *rest = line.split()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from random import Random
 
-from kvstore.address import Address
+from kvstore.core.address import Address
 from kvstore.meta.keys import SessionId
 from kvstore.meta.workers import AddressTold, DigestTold
-from kvstore.peers.reports import STEP_FIRST, Directory, Told, encode
+from kvstore.peers.reports import STEP_FIRST, Directory, PeerReports, encode
 from tests.kit.peer_reports import addresses_of, shard_of, sorted_prints
 
 A, B, OWN = "10.0.0.1:7", "10.0.0.2:7", "10.0.0.9:7"
@@ -17,15 +17,15 @@ def session(number: int) -> SessionId:
     return SessionId(number.to_bytes(16, "big"))
 
 
-def tell(told: Told, number: int, addresses: list[Address]) -> None:
+def tell(told: PeerReports, number: int, addresses: list[Address]) -> None:
     """All that a session holds, shard by shard."""
     for shard in range(64):
         prints = sorted_prints([each for each in addresses if shard_of(each) == shard])
         told.hear(DigestTold(session(number), shard, encode(prints) or None))
 
 
-def told_of(held: dict[str, list[Address]]) -> Told:
-    told = Told(OWN, 1 << 20)
+def told_of(held: dict[str, list[Address]]) -> PeerReports:
+    told = PeerReports(OWN, 1 << 20)
     for number, (address, addresses) in enumerate(held.items()):
         told.hear(AddressTold(session(number), address, number))
         tell(told, number, addresses)
@@ -90,7 +90,7 @@ def test_a_restarted_worker_speaks_for_its_address() -> None:
 
 
 def test_who_leaves_is_forgotten_and_numbers_are_used_again() -> None:
-    told = Told(OWN, 1 << 20)
+    told = PeerReports(OWN, 1 << 20)
     chunks = addresses_of(8)
     for number in range(200):
         told.hear(AddressTold(session(number), f"10.0.0.1:{number + 1}", number))
@@ -107,7 +107,7 @@ def test_what_is_remembered_is_bounded_and_shared_equally() -> None:
     held = {A: addresses_of(5000, 1), B: addresses_of(5000, 2)}
     told = told_of(held)
     assert len(told.directory().entries) == 10_000
-    bounded = Told(OWN, 6400)
+    bounded = PeerReports(OWN, 6400)
     for number, (address, addresses) in enumerate(held.items()):
         bounded.hear(AddressTold(session(number), address, number))
         tell(bounded, number, addresses)

@@ -8,21 +8,21 @@ from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
 
-from kvstore.keyset import ChunkKeys
-from kvstore.meta.memory import MemoryMeta, MemoryStore
-from kvstore.meta.session import Presence, Session
+from kvstore.core.clock import RandomIds, SystemClock
+from kvstore.core.executor import Deadline
+from kvstore.core.namespace import NamespaceDigest
+from kvstore.core.node_metrics import Counters
+from kvstore.format.keyset import ChunkKeys
+from kvstore.meta.memory import MemoryMetadata, MemoryStore
+from kvstore.meta.session import Session, SessionManager
 from kvstore.meta.workers import Digests, WorkerRecord
-from kvstore.namespace import NamespaceDigest
-from kvstore.node.counters import Counters
-from kvstore.node.lanes import Deadline
 from kvstore.peers.limits import PeerLimits
 from kvstore.peers.reports import encode
-from kvstore.peers.selection import Roster
+from kvstore.peers.selection import PeerSelector
 from kvstore.peers.tier import Peers
-from kvstore.sources import RandomIds, SystemClock
+from kvstore.transport.channel import Channel
+from kvstore.transport.frames import SPAN_BYTES, FrameKind, encode_span
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import Channel
-from kvstore.wire.bulk.frames import SPAN_BYTES, Kind, encode_span
 from tests.kit.etcd import Proxy
 from tests.kit.patience import NEVER_S, PATIENCE_S, eventually, returns, slowness
 from tests.kit.peer_channel import (
@@ -67,14 +67,14 @@ class Reader:
         self.clock = Moved()
         self.store = MemoryStore()
         self.counters = Counters()
-        self.presence = Presence(MemoryMeta(self.store), KEYS)
+        self.presence = SessionManager(MemoryMetadata(self.store), KEYS)
         self.presence.start(PATIENCE_S)
         self.cleared: list[NamespaceDigest] = []
         self.peers = Peers(
-            Digests(MemoryMeta(self.store), KEYS),
+            Digests(MemoryMetadata(self.store), KEYS),
             self.presence,
             Held(),
-            Roster(limits, self.clock, Random(1)),
+            PeerSelector(limits, self.clock, Random(1)),
             self.counters,
             self.clock,
             limits,
@@ -84,7 +84,7 @@ class Reader:
 
     def hears(self, address: str, chain: ChunkKeys, indexes: Sequence[int]) -> None:
         """Somebody tells that a peer has these chunks."""
-        meta = MemoryMeta(self.store)
+        meta = MemoryMetadata(self.store)
         session = Session.open(meta, KEYS, clock=CLOCK, ids=RandomIds(), ttl_s=300)
         chunks = [chain.addresses[index] for index in indexes]
         digests = {
@@ -169,13 +169,13 @@ def too_short(channel: Channel, number: int, request: pb.GetRequest) -> None:
 def breaks_off(channel: Channel, number: int, request: pb.GetRequest) -> None:
     start(channel, number, request.chunks_max)
     image = image_of(chain_of(3), request.first)
-    send_head(channel, Kind.IMAGES, number, SPAN_BYTES + len(image))
+    send_head(channel, FrameKind.IMAGES, number, SPAN_BYTES + len(image))
     channel.send_bytes([memoryview(encode_span(request.first, 1)), memoryview(image[:5000])])
     channel.close()
 
 
 def other_frame(channel: Channel, number: int, _: pb.GetRequest) -> None:
-    channel.send(Kind.STORED, number, [b""])
+    channel.send(FrameKind.STORED, number, [b""])
 
 
 def garbage(channel: Channel, _: int, __: pb.GetRequest) -> None:
@@ -183,7 +183,7 @@ def garbage(channel: Channel, _: int, __: pb.GetRequest) -> None:
 
 
 def endless_start(channel: Channel, number: int, _: pb.GetRequest) -> None:
-    send_head(channel, Kind.SLOTS, number, 64 << 10)
+    send_head(channel, FrameKind.SLOTS, number, 64 << 10)
     channel.send_bytes([memoryview(bytes(10))])
     channel.close()
 
@@ -259,7 +259,7 @@ def test_a_peer_that_trickles_is_given_up() -> None:
 
     def say(channel: Channel, number: int, request: pb.GetRequest) -> None:
         start(channel, number, request.chunks_max)
-        send_head(channel, Kind.IMAGES, number, SPAN_BYTES + len(image_of(chain, 0)))
+        send_head(channel, FrameKind.IMAGES, number, SPAN_BYTES + len(image_of(chain, 0)))
         channel.send_bytes([memoryview(encode_span(0, 1))])
         while not speaker.ended.wait(0.05):
             channel.send_bytes([memoryview(b"x")])
@@ -316,7 +316,7 @@ def test_a_cleared_namespace_is_not_read_back_from_who_has_not_heard_yet() -> No
         assert one.cleared == [chain.namespace.digest]
         assert one.peers.leading(chain, 0) == 0
         assert one.get(chain, [0, 1]) == [False, False]
-        Digests(MemoryMeta(other.store), KEYS).mark_cleared(chain.namespace.digest, b"elsewhere", 1.0)
+        Digests(MemoryMetadata(other.store), KEYS).mark_cleared(chain.namespace.digest, b"elsewhere", 1.0)
         eventually(lambda: other.cleared == [chain.namespace.digest])
         assert other.peers.leading(chain, 0) == 0
         for reader in (one, other):

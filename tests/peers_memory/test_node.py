@@ -7,23 +7,23 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvstore.client.local import LocalPort
+from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
-from kvstore.keyset import ChunkKeys
-from kvstore.meta.memory import MemoryMeta, MemoryStore
+from kvstore.core.clock import RandomIds, SystemClock
+from kvstore.engine.coordination import ClusterMember
+from kvstore.engine.open import join
+from kvstore.engine.settings import Limits, NodeOptions, TierSettings
+from kvstore.format.keyset import ChunkKeys
+from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.meta.session import Session
 from kvstore.meta.workers import Digests, WorkerRecord
-from kvstore.node.member import Member
-from kvstore.node.opening import join
-from kvstore.node.settings import Limits, NodeOptions, TierSettings
 from kvstore.peers.reports import encode
 from kvstore.peers.tier import Peers, join_peers
 from kvstore.root.identity import create_or_open
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.sources import RandomIds, SystemClock
+from kvstore.transport.channel import Channel
+from kvstore.transport.frames import FrameKind
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.bulk.channel import Channel
-from kvstore.wire.bulk.frames import Kind
 from tests.kit.etcd import eventually
 from tests.kit.patience import PATIENCE_S
 from tests.kit.peer_channel import LAYOUT, Say, chain_of, image_of, send_file, speaking, start
@@ -38,10 +38,10 @@ class Reader:
     def __init__(self) -> None:
         self.store = MemoryStore()
         ids, root = RandomIds(), MemoryRoot(MemoryFiles())
-        self.member: Member = join(
+        self.member: ClusterMember = join(
             root,
             create_or_open(root, ids),
-            MemoryMeta(self.store),
+            MemoryMetadata(self.store),
             limits=Limits(read_deadline_s=PATIENCE_S),
             clock=CLOCK,
             ids=ids,
@@ -51,10 +51,10 @@ class Reader:
         assert peers is not None
         self.peers: Peers = peers
         self.peers.start(None)
-        self.cache = Store(LocalPort(self.member)).namespace("m", layout=LAYOUT)
+        self.cache = Store(LocalTransport(self.member)).namespace("m", layout=LAYOUT)
 
     def hears(self, address: str, chain: ChunkKeys) -> None:
-        meta, keys = MemoryMeta(self.store), self.member.keys
+        meta, keys = MemoryMetadata(self.store), self.member.keys
         session = Session.open(meta, keys, clock=CLOCK, ids=RandomIds(), ttl_s=300)
         digests = {
             shard: encode(sorted_prints([each for each in chain.addresses if shard_of(each) == shard]))
@@ -94,7 +94,7 @@ def altered(position: int) -> Say:
             image = bytearray(image_of(chain_of(3), index))
             image[position] ^= index == 1
             send_file(channel, number, index, bytes(image))
-        channel.send(Kind.END, number)
+        channel.send(FrameKind.END, number)
 
     return say
 
@@ -104,7 +104,7 @@ def other_chunk(channel: Channel, number: int, request: pb.GetRequest) -> None:
     start(channel, number, request.chunks_max)
     for index in range(request.first, request.chunks_max):
         send_file(channel, number, index, image_of(chain_of(3, seed=5 if index == 1 else 0), index))
-    channel.send(Kind.END, number)
+    channel.send(FrameKind.END, number)
 
 
 @pytest.mark.parametrize("say", [altered(0), altered(200), altered(-1), other_chunk], ids=lambda say: say.__qualname__)

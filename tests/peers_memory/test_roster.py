@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from kvstore.peers.limits import PeerLimits
-from kvstore.peers.selection import Peer, Roster
+from kvstore.peers.selection import Peer, PeerSelector
 from tests.kit.etcd import eventually
 from tests.kit.fake_meta import FakeClock
 from tests.kit.peer_channel import chain_of, honest, speaking
@@ -25,7 +25,7 @@ class Ground:
     def __init__(self) -> None:
         self.clock = FakeClock()
         self.limits = PeerLimits(aside_s_min=1.0, aside_s_max=5.0)
-        self.roster = Roster(self.limits, self.clock, Random(1))
+        self.roster = PeerSelector(self.limits, self.clock, Random(1))
 
     def ask(self, covered: dict[str, int], without: set[str] | None = None) -> Peer | None:
         """Chooses, and is done at once."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvstore.meta.memory import MemoryMeta
-from kvstore.namespace import NamespaceDigest
+from kvstore.core.namespace import NamespaceDigest
+from kvstore.meta.memory import MemoryMetadata
 from kvstore.peers.limits import PeerLimits
 from kvstore.peers.reports import BURST_BYTES_MIN
 from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
@@ -88,7 +88,7 @@ def test_who_loses_its_session_forgets_what_etcd_said() -> None:
 def test_a_lost_watch_is_only_a_lag() -> None:
     cluster = Cluster(1)
     a = cluster.nodes[0]
-    faulty = FaultyMeta(MemoryMeta(cluster.store, cluster.clock))
+    faulty = FaultyMeta(MemoryMetadata(cluster.store, cluster.clock))
     b = Node("10.0.0.8:1", faulty, cluster.clock)
     chunks = addresses_of(20)
     a.held.add(*chunks[:10])
@@ -110,7 +110,7 @@ def test_while_etcd_does_not_answer_nothing_is_lost() -> None:
     cluster = Cluster(1)
     a = cluster.nodes[0]
     waited: list[float] = []
-    faulty = FaultyMeta(MemoryMeta(cluster.store, cluster.clock), sleep=waited.append)
+    faulty = FaultyMeta(MemoryMetadata(cluster.store, cluster.clock), sleep=waited.append)
     b = Node("10.0.0.8:1", faulty, cluster.clock)
     theirs, ours = addresses_of(5, 1), addresses_of(5, 2)
     a.held.add(*theirs)
@@ -154,6 +154,6 @@ def test_a_node_that_was_away_hears_of_the_clear_when_it_comes() -> None:
     """The mark has no lease: a refilled disk tier may still have chunks that were cleared meanwhile."""
     cluster = Cluster(1)
     cluster.nodes[0].digests.mark_cleared(NAMESPACE, b"mark", 1.0)
-    late = Node("10.0.0.7:1", MemoryMeta(cluster.store, cluster.clock), cluster.clock)
+    late = Node("10.0.0.7:1", MemoryMetadata(cluster.store, cluster.clock), cluster.clock)
     late.follower.step(0.0)
     assert late.cleared == [NAMESPACE]

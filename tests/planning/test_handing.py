@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvstore.planning import Group, Handing, Prompts, make_plan
+from kvstore.planning import Group, GroupStates, PromptSet, make_plan
 from tests.planning.brute import common
 
 ATTEMPTS = 3
@@ -16,8 +16,8 @@ def group(prefix: int, before: int = 0) -> Group:
     return Group(prefix_tokens=prefix, stored_tokens=0, shared_before=before, members=(0,), computed=(1,), stored=(0,))
 
 
-def handing(*prefixes: int, memory: int = 100) -> Handing:
-    return Handing([group(prefix) for prefix in prefixes], memory, ATTEMPTS)
+def handing(*prefixes: int, memory: int = 100) -> GroupStates:
+    return GroupStates([group(prefix) for prefix in prefixes], memory, ATTEMPTS)
 
 
 def test_groups_go_out_in_order_and_a_returned_one_first() -> None:
@@ -45,8 +45,8 @@ def test_a_group_that_is_given_back_too_often_has_failed() -> None:
 
 @given(st.lists(st.lists(st.sampled_from([0, 0, 1]), min_size=1, max_size=6), min_size=1, max_size=7), st.data())
 def test_what_is_still_needed_is_what_others_share(prompts: list[list[int]], data: st.DataObject) -> None:
-    groups = make_plan(Prompts.of_tokens(prompts), memory_tokens=99).groups
-    given_out = Handing(groups, 1000, 1)
+    groups = make_plan(PromptSet.of_tokens(prompts), memory_tokens=99).groups
+    given_out = GroupStates(groups, 1000, 1)
     ended = data.draw(st.sets(st.integers(0, len(groups) - 1)))
     for index in range(len(groups)):
         given_out.take()

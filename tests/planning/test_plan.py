@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import InvalidRequest
-from kvstore.planning import Plan, Prompts, Storage, make_plan
+from kvstore.planning import Plan, PromptSet, Storage, make_plan
 from tests.kit.cases import for_each
 from tests.planning.brute import Batch
 
@@ -31,7 +31,7 @@ def planned(batch: Batch, memory: int = 100, decode: Any = None) -> Plan:
         def stored(self, wanted: list[tuple[int, int]]) -> list[int]:
             return [min(chunks, batch.stored(batch.prompts[index]) // batch.chunk) for index, chunks in wanted]
 
-    prompts = Prompts.of_tokens(batch.prompts, batch.block)
+    prompts = PromptSet.of_tokens(batch.prompts, batch.block)
     return make_plan(prompts, memory_tokens=memory, decode_tokens=decode, chunk_tokens=batch.chunk, storage=Filled())
 
 
@@ -81,7 +81,7 @@ def test_a_group_stays_together_around_the_groups_inside_of_it() -> None:
 
 def test_names_of_blocks_plan_as_their_tokens_do() -> None:
     names = [[b"a", b"b", b"c"], [b"x"], [b"a", b"b", b"d"], [b"a", b"b"]]
-    plan = make_plan(Prompts.of_blocks(names, 16, [50, 16, 48, 40]), memory_tokens=64)
+    plan = make_plan(PromptSet.of_blocks(names, 16, [50, 16, 48, 40]), memory_tokens=64)
     assert (plan.tokens_total, plan.tokens_to_compute) == (154, 154 - 32 - 32)
     assert plan.groups[0].prefix_tokens == 32
     assert plan.rest.part_blocks == 0
@@ -98,7 +98,7 @@ def test_names_of_blocks_plan_as_their_tokens_do() -> None:
 )
 def test_a_prompt_that_is_wrong_is_named(prompts: Any, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
-        Prompts.of_tokens(prompts)
+        PromptSet.of_tokens(prompts)
 
 
 @for_each(
@@ -113,4 +113,4 @@ def test_a_prompt_that_is_wrong_is_named(prompts: Any, said: str) -> None:
 )
 def test_a_wrong_argument_is_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
-        make_plan(Prompts.of_tokens([[1], np.array([2])]), **wrong)
+        make_plan(PromptSet.of_tokens([[1], np.array([2])]), **wrong)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.replay.runner import Content, Scratch, replay_layout
-from kvstore.replay.trace import BLOCK_TOKENS, Request
+from kvstore.replay.trace import BLOCK_TOKENS, TraceRequest
 from tests.kit.cases import for_each
 
 CONTENT = Content(replay_layout(64))
 
 
-def request(*ids: int, tokens: int | None = None) -> Request:
-    return Request(0, 0, len(ids) * BLOCK_TOKENS if tokens is None else tokens, 1, ids)
+def request(*ids: int, tokens: int | None = None) -> TraceRequest:
+    return TraceRequest(0, 0, len(ids) * BLOCK_TOKENS if tokens is None else tokens, 1, ids)
 
 
 def kv(*ids: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint64]]:

@@ -12,17 +12,17 @@ import pytest
 import kvstore
 from kvstore.client.cache import Cache
 from kvstore.client.store import Store
+from kvstore.core.results import PutResult
 from kvstore.errors import InvalidRequest
-from kvstore.replay import Content, Plan, expect, generate, replay, replay_layout
+from kvstore.replay import Content, ReplayPlan, expect, generate, replay, replay_layout
 from kvstore.replay.runner import OVERLOADED_TRIES_MAX, Lane
-from kvstore.replay.trace import BLOCK_TOKENS, Request
-from kvstore.results import PutResult
+from kvstore.replay.trace import BLOCK_TOKENS, TraceRequest
 from tests.kit.cases import for_each
 
 pytestmark = pytest.mark.slow
 
 REQUESTS = generate(200, seed=11)
-PLAN = Plan("trace", bytes_per_token=8)
+PLAN = ReplayPlan("trace", bytes_per_token=8)
 
 
 def opener(url: str) -> Callable[[], Store]:
@@ -44,7 +44,7 @@ def test_every_hit_and_every_byte_is_as_the_trace_contains(tmp_root_url: str) ->
 
 def test_several_callers_write_each_chunk_once_and_all_of_them(tmp_root_url: str) -> None:
     served: list[int] = []
-    report = replay(REQUESTS, opener(tmp_root_url), Plan("trace", 8, threads=3), served.append)
+    report = replay(REQUESTS, opener(tmp_root_url), ReplayPlan("trace", 8, threads=3), served.append)
     assert report.ok, report.failures
     assert report.tally.chunks_written == expect(REQUESTS).chunks_unique
     assert report.tokens_expected is None
@@ -167,7 +167,7 @@ class Refusing:
 
 
 def test_put_into_an_overloaded_store_is_repeated() -> None:
-    request = Request(0, 0, BLOCK_TOKENS, 1, (1,))
+    request = TraceRequest(0, 0, BLOCK_TOKENS, 1, (1,))
     content = Content(replay_layout(8))
     lane = Lane(Refusing(3), content, {0: 0}, 0.0)
     lane.serve(request)

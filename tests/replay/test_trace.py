@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.errors import InvalidRequest
 from kvstore.replay import expect, generate, load_trace, write_trace
-from kvstore.replay.trace import BLOCK_TOKENS, Request
+from kvstore.replay.trace import BLOCK_TOKENS, TraceRequest
 from tests.kit.cases import for_each
 
 
@@ -28,7 +28,7 @@ def test_a_trace_is_read_as_written(tmp_path: Path) -> None:
 def test_a_line_of_the_published_form_is_read(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 27482, "input_length": 1400, "output_length": 52, "hash_ids": [46, 47, 2353]}\n\n')
-    assert load_trace(path) == [Request(0, 27482, 1400, 52, (46, 47, 2353))]
+    assert load_trace(path) == [TraceRequest(0, 27482, 1400, 52, (46, 47, 2353))]
     assert load_trace(path)[0].full_blocks == 2
 
 
@@ -62,8 +62,8 @@ def test_an_empty_or_missing_trace_is_refused(tmp_path: Path) -> None:
         load_trace(tmp_path / "missing.jsonl")
 
 
-def asked(*prompts: tuple[int, ...], tail: int = 0) -> list[Request]:
-    return [Request(at, 0, len(ids) * BLOCK_TOKENS - tail, 1, ids) for at, ids in enumerate(prompts)]
+def asked(*prompts: tuple[int, ...], tail: int = 0) -> list[TraceRequest]:
+    return [TraceRequest(at, 0, len(ids) * BLOCK_TOKENS - tail, 1, ids) for at, ids in enumerate(prompts)]
 
 
 def test_hits_are_an_unbroken_run_of_full_blocks() -> None:
@@ -73,7 +73,7 @@ def test_hits_are_an_unbroken_run_of_full_blocks() -> None:
     assert found.chunks_unique == 8
 
 
-def repeats(requests: list[Request]) -> float:
+def repeats(requests: list[TraceRequest]) -> float:
     seen: set[int] = set()
     total = again = 0
     for request in requests:

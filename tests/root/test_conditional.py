@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.buffers import Borrowed
+from kvstore.core.buffers import BufferLoan
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format.places import Name
 from kvstore.root.check import Probe, check_root
@@ -175,7 +175,7 @@ def test_memory_objects_read_what_the_name_holds_now() -> None:
     assert names(root, "") == set(), "a folder without files is no folder there"
     publish(root, A, b"again")
     memory = bytearray(9)
-    assert reader.read([memoryview(memory)], 0, Borrowed()) == 5
+    assert reader.read([memoryview(memory)], 0, BufferLoan()) == 5
     assert memory[:5] == b"again"
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.core.clock import RandomIds
 from kvstore.errors import InvalidRequest, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.format.places import Name
@@ -19,7 +20,6 @@ from kvstore.root.identity import RootId, RootIdentity, create_or_open, read_ide
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
-from kvstore.sources import RandomIds
 from kvstore.testing.roots import Hosts, content_of, names, publish
 from tests.kit.faulty_root import ENOSPC, FaultyRoot, Lost, Missing, Rule
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvstore.buffers import Borrowed, Withdrawn
+from kvstore.core.buffers import BufferLoan, Withdrawn
 from kvstore.errors import InvalidRequest, Overloaded, PermissionDenied, StoreFull, Unavailable
 from kvstore.format.places import Name
-from kvstore.root.interface import Entry
+from kvstore.root.interface import FolderEntry
 from kvstore.root.object_store import ObjectRoot, Remote, S3Remote, open_object_root
 from kvstore.testing.roots import WAIT_S, content_of, names, publish, stage
 from tests.kit.roots import BUCKET, ConditionalFileSystem, s3_options
@@ -48,7 +48,7 @@ class Failing(Remote):
         self._may("stat")
         return super().stat(path)
 
-    def pages(self, folder: str) -> Iterator[list[Entry]]:
+    def pages(self, folder: str) -> Iterator[list[FolderEntry]]:
         self._may("pages")
         return super().pages(folder)
 
@@ -110,7 +110,7 @@ def test_vanished_file_gives_no_bytes() -> None:
         assert reader is not None
         remote.raises["read"] = cause
         memory = bytearray(b"\xee" * 7)
-        assert reader.read([memoryview(memory)], 0, Borrowed()) == 0
+        assert reader.read([memoryview(memory)], 0, BufferLoan()) == 0
         assert memory == b"\xee" * 7
 
 
@@ -125,7 +125,7 @@ def test_withdrawn_memory_is_not_written_by_a_slow_read() -> None:
 
     root = conditional_root(Slow(ConditionalFileSystem(global_store=False, skip_instance_cache=True)))
     publish(root, A, b"content")
-    memory, borrowed, outcome = bytearray(b"\xee" * 7), Borrowed(), []
+    memory, borrowed, outcome = bytearray(b"\xee" * 7), BufferLoan(), []
 
     def read() -> None:
         reader = root.open(A)

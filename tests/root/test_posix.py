@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.buffers import Borrowed
+from kvstore.core.buffers import BufferLoan
 from kvstore.errors import KVStoreError, Overloaded, PermissionDenied
 from kvstore.format.places import Name
 from kvstore.root.posix import BOUNCE_BYTES, PosixRoot
@@ -45,7 +45,7 @@ def test_cold_file_is_read_into_pieces_of_any_size(tmp_path: Path) -> None:
     reader = root.open(A)
     assert reader is not None
     with reader:
-        assert reader.read(pieces, 0, Borrowed()) == len(content)
+        assert reader.read(pieces, 0, BufferLoan()) == len(content)
     assert memory == content
 
 
@@ -171,7 +171,7 @@ def test_lost_mount_never_gives_wrong_bytes(tmp_path: Path) -> None:
             assert list(root.list(Name("chunks"))) == []
             memory = bytearray(7)
             with reader, suppress(KVStoreError):
-                count = reader.read([memoryview(memory)], 0, Borrowed())
+                count = reader.read([memoryview(memory)], 0, BufferLoan())
                 assert memory[:count] == b"content"[:count]
         finally:
             subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(folder)], check=True)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvstore.core.clock import RandomIds
 from kvstore.format import places
 from kvstore.root.fences import LOG_BYTES, RESERVE_BYTES, keep_reserve, make_room
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.sources import RandomIds
 
 TOTAL_BYTES = 64 * RESERVE_BYTES
 PUT_BYTES = 3 * RESERVE_BYTES

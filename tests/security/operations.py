@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from kvstore.client.endpoints import Endpoint
+from kvstore.transport.frames import SHORT_CALLS, FrameKind, Mode, encode_request
 from kvstore.v1 import control_pb2 as control
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.control_pb2_grpc import ControlStub
 from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
-from kvstore.wire.bulk.frames import SHORT_CALLS, Kind, Mode, encode_request
 from tests.kit.stores import SMALL, kv_of
 from tests.kit.workers import WAIT_S, packed
 
@@ -65,14 +65,14 @@ def opened(need: str, name: Callable[[Cell], str]) -> Operation:
     return one("OpenNamespace", need, request)
 
 
-def bulk(method: str, need: str, kind: Kind, request: Callable[[Cell], Any], mode: int = Mode.STREAM) -> Operation:
+def bulk(method: str, need: str, kind: FrameKind, request: Callable[[Cell], Any], mode: int = Mode.STREAM) -> Operation:
     def run(cell: Cell) -> None:
         with cell.endpoint.bulk.link(WAIT_S) as link:
             assert link is not None
             link.channel.limit(WAIT_S, WAIT_S)
             said = encode_request(WAIT_S, mode, request(cell).SerializeToString())
             link.channel.send(kind, link.next_number(), [said])
-            link.receive(Kind.SLOTS, Kind.READY, Kind.ANSWER)
+            link.receive(FrameKind.SLOTS, FrameKind.READY, FrameKind.ANSWER)
             link.channel.alive = False  # the rest is not wanted
 
     return Operation(method, need, run)
@@ -92,7 +92,7 @@ def blocks(kind: Callable[..., Any], **more: Any) -> Callable[[Cell], Any]:
 
 
 def short(method: str, request: Callable[[Cell], Any]) -> Operation:
-    return bulk(method, "read", Kind.CALL, request, SHORT_CALLS.index(method))
+    return bulk(method, "read", FrameKind.CALL, request, SHORT_CALLS.index(method))
 
 
 OPERATIONS = {
@@ -116,11 +116,15 @@ OPERATIONS = {
     "clear": one("Clear", "admin", lambda cell: pb.ClearRequest(namespace=cell.digest)),
     "stats": one("Stats", "any:read", lambda cell: pb.StatsRequest()),
     "open bulk": one("OpenBulk", "any:read", lambda cell: pb.OpenBulkRequest()),
-    "bulk get": bulk("Get", "read", Kind.GET, prompt(pb.GetRequest)),
-    "bulk get of memory": bulk("Get", "read", Kind.GET, prompt(pb.GetRequest, memory_only=True)),
-    "bulk get blocks": bulk("Get", "read", Kind.GET, blocks(pb.GetRequest, sizes=SIZES)),
+    "bulk get": bulk("Get", "read", FrameKind.GET, prompt(pb.GetRequest)),
+    "bulk get of memory": bulk("Get", "read", FrameKind.GET, prompt(pb.GetRequest, memory_only=True)),
+    "bulk get blocks": bulk("Get", "read", FrameKind.GET, blocks(pb.GetRequest, sizes=SIZES)),
     "bulk put": bulk(
-        "Put", "write", Kind.PUT, lambda cell: pb.PutStart(namespace=cell.digest, tokens=packed(TOKENS + 20_000)), 0
+        "Put",
+        "write",
+        FrameKind.PUT,
+        lambda cell: pb.PutStart(namespace=cell.digest, tokens=packed(TOKENS + 20_000)),
+        0,
     ),
     "bulk match blocks": short("MatchBlocks", blocks(pb.MatchBlocksRequest)),
     "bulk hold": short("Hold", prompt(pb.HoldRequest)),

@@ -10,10 +10,10 @@ import grpc
 import numpy as np
 import pytest
 
-from kvstore.client.bulk.links import Bulk, BulkRefused, Credentials
 from kvstore.client.endpoints import Endpoint
 from kvstore.client.limits import ClientLimits
-from kvstore.client.local import LocalPort
+from kvstore.client.local import LocalTransport
+from kvstore.client.pool import Bulk, BulkRefused, Credentials
 from kvstore.client.store import Store
 from kvstore.errors import PermissionDenied
 from kvstore.format.places import Name
@@ -88,7 +88,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
 @pytest.fixture(scope="module")
 def owner(served: Secured) -> Store:
     """The store as the worker itself has it."""
-    return Store(LocalPort(served.member))
+    return Store(LocalTransport(served.member))
 
 
 def token_of(who: Who, issuer: Issuer, tmp_path: Path) -> str | None:

@@ -16,12 +16,12 @@ import pytest
 
 import kvstore
 from kvstore.cli.access import ServerAccess
-from kvstore.client.bulk.links import Bulk
+from kvstore.client.pool import Bulk
+from kvstore.engine.open import open_member
 from kvstore.errors import InvalidRequest, PermissionDenied
-from kvstore.node.opening import open_member
 from kvstore.security import authentication
 from kvstore.security.authentication import Account, account_secret, proof
-from kvstore.worker.worker import Worker
+from kvstore.worker.server import Worker
 from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import SMALL, kv_of, same

@@ -9,7 +9,7 @@ import pytest
 from kvstore.security.access import Denied, NotKnown, Presented
 from kvstore.security.audit import AuditLog
 from kvstore.security.authentication import REVOKED, Authenticator, issue, new_key
-from kvstore.security.guard import Guard
+from kvstore.security.guard import AccessGuard
 from tests.kit.cases import for_each
 
 KEY, PUBLIC = new_key()
@@ -47,7 +47,7 @@ def test_denial_names_the_claimed_identity(
         lines.append({"event": event, **fields})
 
     audit.write = keep  # type: ignore[method-assign]
-    guard = Guard(lambda counter: None, Authenticator(access, now_s=lambda: NOW_S), audit)
+    guard = AccessGuard(lambda counter: None, Authenticator(access, now_s=lambda: NOW_S), audit)
     with pytest.raises((NotKnown, Denied)):
         guard.admit("Match", presented)
     (line,) = lines

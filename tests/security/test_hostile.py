@@ -19,9 +19,9 @@ import pytest
 
 import kvstore
 from kvstore import ClientTls
-from kvstore.client.bulk.links import Bulk, Credentials
 from kvstore.client.endpoints import Endpoint
 from kvstore.client.limits import ClientLimits
+from kvstore.client.pool import Bulk, Credentials
 from kvstore.errors import PermissionDenied, Unauthenticated, Unavailable
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreStub

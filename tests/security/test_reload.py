@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.client.bulk.links import Bulk
 from kvstore.client.limits import ClientLimits
+from kvstore.client.pool import Bulk
 from kvstore.errors import KVStoreError, Overloaded, PermissionDenied, Unauthenticated, Unavailable
-from kvstore.meta.etcd import EtcdMeta, EtcdTls
+from kvstore.meta.etcd import EtcdMetadata, EtcdTls
 from tests.kit.cases import for_each
 from tests.kit.certificates import Authority
 from tests.kit.etcd import tls_etcd
@@ -178,7 +178,7 @@ def test_node_renews_its_certificate_for_etcd(tmp_path: Path, tmp_root: Path) ->
     install(other)
     tls = EtcdTls(ca, cert, key)
     with tls_etcd(tmp_path, good) as endpoint:
-        meta = EtcdMeta(f"https://{endpoint}", tls=tls, timeout_s=slowness())
+        meta = EtcdMetadata(f"https://{endpoint}", tls=tls, timeout_s=slowness())
         try:
             assert error_of(lambda: meta.get("a")) is Unavailable
             with pytest.raises(Unavailable, match="check the CA"):

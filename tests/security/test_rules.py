@@ -14,19 +14,30 @@ import jwt
 import numpy as np
 import pytest
 
-from kvstore.counts import WorkerCount
+from kvstore.core.clock import SystemClock
+from kvstore.core.metrics import WorkerCount
+from kvstore.core.namespace import Namespace
+from kvstore.engine.holds import ChunkHold
 from kvstore.errors import InvalidRequest, Overloaded, PermissionDenied, Unauthenticated
-from kvstore.keyset import ChunkKeys
-from kvstore.namespace import Namespace
-from kvstore.node.holds import Hold
+from kvstore.format.keyset import ChunkKeys
 from kvstore.security import authentication
-from kvstore.security.access import EVERY, Identity, Meters, NotKnown, OverQuota, Presented, Quota, Reason, Role, Rules
+from kvstore.security.access import (
+    EVERY,
+    DenialReason,
+    Identity,
+    Meters,
+    NotKnown,
+    OverQuota,
+    Presented,
+    Role,
+    Rules,
+    TenantQuota,
+)
 from kvstore.security.audit import AuditLog
 from kvstore.security.authentication import SKEW_S, Authenticator, PublicKey, issue, new_key, verified
-from kvstore.security.guard import Guard
-from kvstore.security.tls import Watched, read_secret, read_trusted
-from kvstore.sources import SystemClock
-from kvstore.wire.statuses import Busy
+from kvstore.security.guard import AccessGuard
+from kvstore.security.tls import WatchedFiles, read_secret, read_trusted
+from kvstore.transport.status import WorkerBusy
 from kvstore.worker.context import BytesInFlight, ClientHolds
 from tests.kit.cases import for_each
 from tests.kit.stores import SMALL
@@ -101,7 +112,7 @@ FORGED: dict[str, Callable[[], str]] = {
 def test_forged_token_is_not_valid(name: str) -> None:
     with pytest.raises(NotKnown) as raised:
         verified(FORGED[name](), KEYS)
-    assert raised.value.reason is Reason.TOKEN_INVALID
+    assert raised.value.reason is DenialReason.TOKEN_INVALID
 
 
 def test_token_counts_between_its_times_and_a_minute_around(tmp_path: Path) -> None:
@@ -111,10 +122,10 @@ def test_token_counts_between_its_times_and_a_minute_around(tmp_path: Path) -> N
     authenticator = Authenticator(tmp_path / "access.json", now_s=lambda: now_s)
     shown = Presented(token=issue(KEY, "a", "1", issued_s, 3600.0))
     for after_s, reason in (
-        (-SKEW_S - 1, Reason.TOKEN_INVALID),
+        (-SKEW_S - 1, DenialReason.TOKEN_INVALID),
         (-SKEW_S, None),
         (3600.0 + SKEW_S - 1, None),
-        (3600.0 + SKEW_S, Reason.TOKEN_EXPIRED),  # also one that was verified before
+        (3600.0 + SKEW_S, DenialReason.TOKEN_EXPIRED),  # also one that was verified before
     ):
         now_s = issued_s + after_s
         try:
@@ -125,12 +136,12 @@ def test_token_counts_between_its_times_and_a_minute_around(tmp_path: Path) -> N
 
 def test_guard_denies_unknown_methods_and_lets_all_in_if_open(tmp_path: Path) -> None:
     (tmp_path / "access.json").write_text('{"identities": {"cert:ops": {"*": "admin"}}}')
-    guard = Guard(lambda name: None, Authenticator(tmp_path / "access.json"))
+    guard = AccessGuard(lambda name: None, Authenticator(tmp_path / "access.json"))
     guard.admit("Clear", Presented(names=("ops",))).allow("any tenant")
     with pytest.raises(PermissionDenied):
         guard.admit("Format", Presented(names=("ops",)))
     counted: list[WorkerCount] = []
-    visit = Guard(counted.append).admit("Clear", Presented())
+    visit = AccessGuard(counted.append).admit("Clear", Presented())
     visit.allow("any tenant")
     visit.allow_every()
     visit.end("OK")
@@ -190,7 +201,7 @@ def test_change_is_seen_through_kubernetes_links(tmp_path: Path) -> None:
         (tmp_path / name / "key").write_text(name)
     (tmp_path / "..data").symlink_to("one")
     (tmp_path / "key").symlink_to("..data/key")
-    watched = Watched([tmp_path / "key"], look_s=0)
+    watched = WatchedFiles([tmp_path / "key"], look_s=0)
     assert not watched.changed() and not watched.changed()
     (tmp_path / "new").symlink_to("two")
     (tmp_path / "new").rename(tmp_path / "..data")
@@ -205,7 +216,7 @@ class Time:
         return self.s
 
 
-def quota_that_refuses(meters: Meters, quotas: dict[str, Quota], tenant: str = "t") -> str | None:
+def quota_that_refuses(meters: Meters, quotas: dict[str, TenantQuota], tenant: str = "t") -> str | None:
     try:
         meters.begin(tenant, quotas)
     except OverQuota as error:
@@ -215,7 +226,7 @@ def quota_that_refuses(meters: Meters, quotas: dict[str, Quota], tenant: str = "
 
 def test_requests_come_back_with_time() -> None:
     now = Time()
-    meters, quotas = Meters(now), {"t": Quota(requests_per_s=2)}
+    meters, quotas = Meters(now), {"t": TenantQuota(requests_per_s=2)}
     assert [quota_that_refuses(meters, quotas) for _ in range(3)] == [None, None, "requests"]
     assert quota_that_refuses(meters, quotas, "another") is None
     now.s += 0.5
@@ -224,7 +235,7 @@ def test_requests_come_back_with_time() -> None:
 
 def test_bytes_beyond_the_quota_are_a_debt() -> None:
     now = Time()
-    meters, quotas = Meters(now), {EVERY: Quota(bytes_in_per_s=100, bytes_out_per_s=1000)}
+    meters, quotas = Meters(now), {EVERY: TenantQuota(bytes_in_per_s=100, bytes_out_per_s=1000)}
     meter = meters.begin("t", quotas)
     meters.moved(meter, bytes_in=400)
     assert quota_that_refuses(meters, quotas) == "bytes"
@@ -237,27 +248,27 @@ def test_bytes_beyond_the_quota_are_a_debt() -> None:
 
 
 def test_concurrent_calls_are_bounded() -> None:
-    meters, quotas = Meters(Time()), {"t": Quota(calls_max=2)}
+    meters, quotas = Meters(Time()), {"t": TenantQuota(calls_max=2)}
     first = meters.begin("t", quotas)
     meters.begin("t", quotas)
     assert quota_that_refuses(meters, quotas) == "calls"
-    assert quota_that_refuses(meters, {"t": Quota(calls_max=3)}) is None
-    assert quota_that_refuses(meters, {"t": Quota(calls_max=3)}) == "calls"
+    assert quota_that_refuses(meters, {"t": TenantQuota(calls_max=3)}) is None
+    assert quota_that_refuses(meters, {"t": TenantQuota(calls_max=3)}) == "calls"
     meters.end("t", first)
-    assert quota_that_refuses(meters, {"t": Quota(calls_max=3)}) is None
+    assert quota_that_refuses(meters, {"t": TenantQuota(calls_max=3)}) is None
 
 
 def test_one_tenant_leaves_half_of_the_memory_to_others() -> None:
     in_flight = BytesInFlight(100)
     with ExitStack() as reserved:
         reserved.enter_context(in_flight.reserved(1000, "acme"))  # alone among its own: a large chunk must be reachable
-        with pytest.raises(Busy, match="of tenant 'acme'"), in_flight.reserved(1, "acme"):
+        with pytest.raises(WorkerBusy, match="of tenant 'acme'"), in_flight.reserved(1, "acme"):
             pass
         reserved.enter_context(in_flight.reserved(30, "globex"))
-        with pytest.raises(Busy, match="of tenant 'globex'"), in_flight.reserved(30, "globex"):
+        with pytest.raises(WorkerBusy, match="of tenant 'globex'"), in_flight.reserved(30, "globex"):
             pass
         assert in_flight.count == 80
-        with pytest.raises(Busy), in_flight.reserved(30):
+        with pytest.raises(WorkerBusy), in_flight.reserved(30):
             pass
     assert in_flight.count == 0
     with in_flight.reserved(1000):
@@ -265,12 +276,12 @@ def test_one_tenant_leaves_half_of_the_memory_to_others() -> None:
 
 
 def test_one_tenant_leaves_half_of_the_holds_to_others() -> None:
-    released: list[Hold] = []
+    released: list[ChunkHold] = []
     holds = ClientHolds(4, 1 << 20, released.append, lambda hold: True, SystemClock(), tells_tenants=True)
 
-    def hold(number: int, tenant: str) -> Hold:
+    def hold(number: int, tenant: str) -> ChunkHold:
         chain = ChunkKeys.of(Namespace.of("m", SMALL, tenant=tenant), np.arange(SMALL.chunk_tokens, dtype=np.uint32))
-        return Hold(bytes([number]), chain, 1, time.monotonic() + 60, None)
+        return ChunkHold(bytes([number]), chain, 1, time.monotonic() + 60, None)
 
     holds.add(hold(1, "acme"))
     holds.add(hold(2, "acme"))

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvstore.segments import finding
-from kvstore.segments.finding import Index, Match, Range, Search, windows
-from kvstore.tokens import TokenArray
+from kvstore.core.tokens import TokenArray
+from kvstore.segments import search
+from kvstore.segments.search import Index, Match, Range, Search, windows
 
 
 class Stored:
@@ -52,7 +52,7 @@ class Stored:
             self.questions += 1
             return self.asked(tokens, ranges)
 
-        return finding.find(Search.of(tokens, starts, after), self.size, self.index, ask)
+        return search.find(Search.of(tokens, starts, after), self.size, self.index, ask)
 
     def asked(self, tokens: TokenArray, ranges: Sequence[Range]) -> list[int]:
         """Leading chunks of each range that are stored."""

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.segments import finding
-from kvstore.segments.finding import Index, Match, Search
+from kvstore.segments import search
+from kvstore.segments.search import Index, Match, Search
 from tests.segments.stored import Stored
 
 SIZE = 4
@@ -34,8 +34,8 @@ def test_s6_every_range_is_a_stored_segment_and_none_is_left_in_a_gap(
         )
         end = match.end
     assert end <= len(tokens)
-    if stored.questions < finding.ROUNDS_MAX:
-        for low, high in finding.gaps(len(tokens), matches, after):
+    if stored.questions < search.ROUNDS_MAX:
+        for low, high in search.gaps(len(tokens), matches, after):
             assert not any(stored.chunks(tokens[at : at + SIZE]) for at in range(low, high - SIZE + 1))
 
 
@@ -64,19 +64,19 @@ def test_s8_given_boundaries_are_looked_up_as_they_are(starts: list[int], after:
     ranges = Search.of(tokens, starts, after).given
     assert ranges == [(start, end) for start, end in zip(starts, [*starts[1:], 50], strict=False) if start >= after]
     stored = Stored(SIZE, [tokens[start:end].tolist() for start, end in ranges])
-    matches = finding.find_given(
+    matches = search.find_given(
         tokens, ranges, SIZE, lambda asked: [stored.chunks(tokens[start:end]) for start, end in asked]
     )
     assert [(match.start, match.end) for match in matches] == [
         (start, end - (end - start) % SIZE) for start, end in ranges if end - start >= SIZE
     ]
-    assert finding.missing_given(ranges, matches, SIZE) == []
+    assert search.missing_given(ranges, matches, SIZE) == []
 
 
 def test_s9_what_is_new_is_cut_into_pieces_from_where_the_last_match_ended() -> None:
     stored, tokens = Stored(SIZE, [list(range(6, 10))]), np.arange(20, dtype=np.uint32)
     matches = stored.anywhere(tokens, 1)
-    pieces = finding.missing_anywhere(len(tokens), matches, 1, SIZE)
+    pieces = search.missing_anywhere(len(tokens), matches, 1, SIZE)
     assert pieces == [range(1, 5), range(10, 14), range(14, 18)]
     for piece in pieces:
         stored.put(tokens[piece.start : piece.stop])
@@ -94,4 +94,4 @@ def test_s10_the_index_is_bounded_and_keeps_what_was_used_last() -> None:
 
 def test_s3_a_segment_that_was_not_found_whole_is_computed_from_its_first_token() -> None:
     found = Match(3, 7, np.arange(3, 7, dtype=np.uint32))
-    assert finding.missing_given([(3, 20), (20, 23)], [found], SIZE) == [range(3, 19)]
+    assert search.missing_given([(3, 20), (20, 23)], [found], SIZE) == [range(3, 19)]

@@ -17,9 +17,9 @@ import pytest
 import kvstore
 import kvstore.aio
 from kvstore import Layout
-from kvstore.address import block_address
 from kvstore.client import Cache, Store
-from kvstore.client.local import LocalPort
+from kvstore.client.local import LocalTransport
+from kvstore.core.address import block_address
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format import places
 from kvstore.root.memory import MemoryFiles, MemoryRoot
@@ -64,7 +64,7 @@ def root() -> FaultyRoot:
 @pytest.fixture(params=["local", "shared", "tcp", "grpc"])
 def store(request: pytest.FixtureRequest, root: FaultyRoot) -> Iterator[Store]:
     if request.param == "local":
-        with Store(LocalPort(member_on(root))) as opened:
+        with Store(LocalTransport(member_on(root))) as opened:
             yield opened
     else:
         with serving(root) as served, connected(served, bulk=request.param) as opened:
@@ -73,7 +73,7 @@ def store(request: pytest.FixtureRequest, root: FaultyRoot) -> Iterator[Store]:
 
 @pytest.fixture
 def local(root: FaultyRoot) -> Iterator[Store]:
-    with Store(LocalPort(member_on(root))) as opened:
+    with Store(LocalTransport(member_on(root))) as opened:
         yield opened
 
 
@@ -143,7 +143,10 @@ def test_s12_what_a_search_finds_is_held_by_the_same_call(store: Store) -> None:
 
 def test_s10_segments_of_another_process_are_found_at_any_offset() -> None:
     files, (prompt, _) = MemoryFiles(), prompt_of(SYSTEM, *DOCUMENTS)
-    with Store(LocalPort(member_on(MemoryRoot(files)))) as one, Store(LocalPort(member_on(MemoryRoot(files)))) as other:
+    with (
+        Store(LocalTransport(member_on(MemoryRoot(files)))) as one,
+        Store(LocalTransport(member_on(MemoryRoot(files)))) as other,
+    ):
         first, second = segments_of(one), segments_of(other)
         first.put(DOCUMENTS[0], kv_of(DOCUMENTS[0]))
         assert second.find(prompt) == [Match(11, 35, prompt[11:35])], "put before the first search"

@@ -14,21 +14,21 @@ from unittest.mock import patch
 
 import numpy as np
 
-from kvstore.address import Address
+from kvstore.core.address import Address
+from kvstore.engine import writer
+from kvstore.engine.capacity import WAIT_S, CreditReservation, NodeUsage
+from kvstore.engine.engine import Engine
+from kvstore.engine.holds import ChunkHold, Holds
+from kvstore.engine.host import NOTHING, HostGcState
+from kvstore.engine.presence_cache import PresenceCache
 from kvstore.format import places
+from kvstore.format.keyset import ChunkKeys
 from kvstore.host import eviction
-from kvstore.host.eviction import Evicted, Eviction, Victim
+from kvstore.host.eviction import Evicted, Eviction, EvictionVictim
 from kvstore.host.pins import PinnedPrints
-from kvstore.host.room import Room
+from kvstore.host.room import HostRoom
 from kvstore.host.tables import Number
-from kvstore.keyset import ChunkKeys
-from kvstore.meta.usage import Usage
-from kvstore.node import writer
-from kvstore.node.holds import Hold, Holds
-from kvstore.node.host import NOTHING, HostView
-from kvstore.node.known import Known
-from kvstore.node.node import Node
-from kvstore.node.usage import WAIT_S, NodeUsage, Reserved
+from kvstore.meta.usage import UsageReport
 from kvstore_gc.capacity import Accounts, Level
 
 Bug = Callable[[], AbstractContextManager[object]]
@@ -59,7 +59,7 @@ code: Any = eviction
 def table_before_tail() -> Iterator[None]:
     """A hold reads the log, and then writes its table."""
 
-    def take(self: Holds, chain: ChunkKeys, *more: Any, asked: bytes = b"", **named: Any) -> Hold:
+    def take(self: Holds, chain: ChunkKeys, *more: Any, asked: bytes = b"", **named: Any) -> ChunkHold:
         with patch.object(self._view, "protect", lambda packed: None):
             hold = real(self, chain, *more, **named)
         hold.mark = self._view.protect(asked or chain.packed_addresses)
@@ -74,26 +74,26 @@ def table_before_tail() -> Iterator[None]:
 def unsettled_is_a_miss() -> Iterator[None]:
     """A chunk that is being evicted is looked for as any other."""
 
-    def evicting(self: HostView) -> frozenset[bytes]:
+    def evicting(self: HostGcState) -> frozenset[bytes]:
         real(self)
         return NOTHING
 
-    real = HostView._evicting
-    with patch.object(HostView, "_evicting", evicting):
+    real = HostGcState._evicting
+    with patch.object(HostGcState, "_evicting", evicting):
         yield
 
 
 @bug(HOME)
 def log_clears_cache() -> Iterator[None]:
     """A process remembers what the log names."""
-    with patch.object(Known, "forget_each", lambda self, packed: None):
+    with patch.object(PresenceCache, "forget_each", lambda self, packed: None):
         yield
 
 
 @bug(HOME)
 def overrun_clears_cache() -> Iterator[None]:
     """A process that is more than a ring behind remembers everything."""
-    with patch.object(Known, "clear", lambda self: None):
+    with patch.object(PresenceCache, "clear", lambda self: None):
         yield
 
 
@@ -101,24 +101,24 @@ def overrun_clears_cache() -> Iterator[None]:
 def matches_mind_unsettled() -> Iterator[None]:
     """A match looks for what is being evicted, and remembers it."""
 
-    def match(self: Node, chain: ChunkKeys, deadline_s: float | None = None, *, counts: bool = True) -> int:
+    def match(self: Engine, chain: ChunkKeys, deadline_s: float | None = None, *, counts: bool = True) -> int:
         self.gc_view.leading(chain)
         return self.reader.matched_count(chain, self._deadline(deadline_s, self.limits.match_deadline_s))
 
-    def read_log(self: HostView, tail: int) -> None:
+    def read_log(self: HostGcState, tail: int) -> None:
         self._unsettled = NOTHING  # they are not forgotten once more either
         real(self, tail)
 
-    real = HostView._read_log
-    with patch.object(Node, "match", match), patch.object(HostView, "_read_log", read_log):
+    real = HostGcState._read_log
+    with patch.object(Engine, "match", match), patch.object(HostGcState, "_read_log", read_log):
         yield
 
 
 @contextmanager
-def evicting(batch: Callable[[Eviction, Sequence[Victim], bool, Evicted], None]) -> Iterator[None]:
+def evicting(batch: Callable[[Eviction, Sequence[EvictionVictim], bool, Evicted], None]) -> Iterator[None]:
     """Another way of evicting one batch."""
 
-    def evict(self: Eviction, victims: Sequence[Victim], *, even_pinned: bool = False) -> Evicted:
+    def evict(self: Eviction, victims: Sequence[EvictionVictim], *, even_pinned: bool = False) -> Evicted:
         done = Evicted()
         for start in range(0, len(victims), code.BATCH_MAX):
             batch(self, victims[start : start + code.BATCH_MAX], even_pinned, done)
@@ -128,7 +128,7 @@ def evicting(batch: Callable[[Eviction, Sequence[Victim], bool, Evicted], None])
         yield
 
 
-def delete(self: Eviction, victims: Sequence[Victim], in_use: tuple[Any, Any], done: Evicted) -> None:
+def delete(self: Eviction, victims: Sequence[EvictionVictim], in_use: tuple[Any, Any], done: Evicted) -> None:
     """Deletes what is free."""
     for victim, is_held, is_pinned in zip(victims, *map(np.ndarray.tolist, in_use), strict=True):
         self._delete(victim, is_held, is_pinned, done)
@@ -138,7 +138,7 @@ def delete(self: Eviction, victims: Sequence[Victim], in_use: tuple[Any, Any], d
 def append_before_tables() -> Iterator[None]:
     """The tables are read before the victims are in the log."""
 
-    def batch(self: Eviction, part: Sequence[Victim], even_pinned: bool, done: Evicted) -> None:
+    def batch(self: Eviction, part: Sequence[EvictionVictim], even_pinned: bool, done: Evicted) -> None:
         in_use = self._in_use(part, even_pinned)
         with self._batch(part):
             delete(self, part, in_use, done)
@@ -158,7 +158,7 @@ def reads_pins() -> Iterator[None]:
 def stat_after_tables() -> Iterator[None]:
     """The last use is read before the tables."""
 
-    def batch(self: Eviction, part: Sequence[Victim], even_pinned: bool, done: Evicted) -> None:
+    def batch(self: Eviction, part: Sequence[EvictionVictim], even_pinned: bool, done: Evicted) -> None:
         since_ns, used = self._since_ns, set[Address]()
         for victim in part:
             path = f"{self._root.path}/{places.chunk(victim.address, victim.namespace, self._shard_bits)}"
@@ -184,7 +184,7 @@ def one_evicts() -> Iterator[None]:
     """A clear and a collector evict at the same time."""
 
     @contextmanager
-    def batch(self: Eviction, victims: Sequence[Victim]) -> Iterator[None]:
+    def batch(self: Eviction, victims: Sequence[EvictionVictim]) -> Iterator[None]:
         with patch.object(code.fcntl, "flock", lambda fd, kind: None), real(self, victims):
             pass
         yield
@@ -198,7 +198,7 @@ def one_evicts() -> Iterator[None]:
 def settles_last() -> Iterator[None]:
     """A batch is settled before its files are deleted."""
 
-    def batch(self: Eviction, part: Sequence[Victim], even_pinned: bool, done: Evicted) -> None:
+    def batch(self: Eviction, part: Sequence[EvictionVictim], even_pinned: bool, done: Evicted) -> None:
         with self._batch(part):
             in_use = self._in_use(part, even_pinned)
         delete(self, part, in_use, done)
@@ -211,7 +211,7 @@ def settles_last() -> Iterator[None]:
 def children_first() -> Iterator[None]:
     """A batch deletes parents first."""
 
-    def evict(self: Eviction, victims: Sequence[Victim], *, even_pinned: bool = False) -> Evicted:
+    def evict(self: Eviction, victims: Sequence[EvictionVictim], *, even_pinned: bool = False) -> Evicted:
         return real(self, victims[::-1], even_pinned=even_pinned)
 
     real = Eviction.evict
@@ -230,7 +230,7 @@ def skips_ancestors() -> Iterator[None]:
 def put_holds_parent() -> Iterator[None]:
     """A put does not keep what it builds on."""
 
-    class Open(writer.Guard):
+    class Open(writer.PutGuard):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             self._view.unprotect(self._mark)
@@ -245,7 +245,7 @@ def put_holds_parent() -> Iterator[None]:
 @bug(HOME)
 def put_renews_parent() -> Iterator[None]:
     """A put does not renew the parents of what it published."""
-    with patch.object(writer.Guard, "unlisted", lambda self, fresh: []):
+    with patch.object(writer.PutGuard, "unlisted", lambda self, fresh: []):
         yield
 
 
@@ -253,14 +253,14 @@ def put_renews_parent() -> Iterator[None]:
 def room_is_limited() -> Iterator[None]:
     """A put begins whatever the limit is."""
 
-    def take(self: Room, size_bytes: int) -> bool:
+    def take(self: HostRoom, size_bytes: int) -> bool:
         if not real(self, size_bytes):
             self._reserved += size_bytes
             self._shared.add(Number.USED, size_bytes)
         return True
 
-    real = Room._take
-    with patch.object(Room, "_take", take):
+    real = HostRoom._take
+    with patch.object(HostRoom, "_take", take):
         yield
 
 
@@ -268,12 +268,12 @@ def room_is_limited() -> Iterator[None]:
 def room_is_given_back() -> Iterator[None]:
     """What a put reserved and did not write stays reserved."""
 
-    def settle(self: Room) -> None:
+    def settle(self: HostRoom) -> None:
         self._released.clear()
         real(self)
 
-    real = Room._settle
-    with patch.object(Room, "_settle", settle):
+    real = HostRoom._settle
+    with patch.object(HostRoom, "_settle", settle):
         yield
 
 
@@ -286,7 +286,7 @@ def credits_ignore_puts() -> Iterator[None]:
 
     def reserve(
         self: NodeUsage, size_bytes: int = 1, missing_bytes: Callable[[], int] | None = None, wait_s: float = WAIT_S
-    ) -> Reserved:
+    ) -> CreditReservation:
         return real(self, min(size_bytes, 1))
 
     real = NodeUsage.reserve
@@ -306,7 +306,7 @@ def credits_ignore_the_level() -> Iterator[None]:
 def reports_are_not_counted() -> Iterator[None]:
     """The level stays as it was listed."""
 
-    def reported(self: Accounts, reporter: bytes, usage: Usage) -> None:
+    def reported(self: Accounts, reporter: bytes, usage: UsageReport) -> None:
         pass
 
     with patch.object(Accounts, "reported", reported):

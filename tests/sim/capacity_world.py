@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import cast
 
+from kvstore.core.recency import QUANTUM_S
+from kvstore.engine.gc_state import ClusterGcState
 from kvstore.errors import KVStoreError, Overloaded
-from kvstore.node.gc_state import View
-from kvstore.recency import QUANTUM_S
 from kvstore_gc.capacity import HEADROOM_SHARE_MAX, Pressure
-from kvstore_gc.collector import Service
+from kvstore_gc.collector import CycleScheduler
 from kvstore_gc.config import Config
 from kvstore_gc.cycle import Cycle
 from kvstore_gc.membership import Collectors
@@ -56,7 +56,7 @@ class CountingCollector:
         self._collectors = Collectors(site, world.capacity_bytes)
         self._pressure = Pressure(site, world.capacity_bytes, self._collectors)
         cycle = Cycle(site, Config(), self._pressure, self._collectors)
-        self._service = Service(cycle, site, INTERVAL_S, done=lambda summary: world.count("cycles"))
+        self._service = CycleScheduler(cycle, site, INTERVAL_S, done=lambda summary: world.count("cycles"))
 
     def start(self) -> CountingCollector:
         """Begins, and goes on until it is killed."""
@@ -160,5 +160,5 @@ class CapacityWorld(World):
 
 
 def _has_credit(host: Host) -> bool:
-    limit = None if host.member is None else cast(View, host.member.node.gc_view).usage._limit
+    limit = None if host.member is None else cast(ClusterGcState, host.member.node.gc_view).usage._limit
     return limit is not None and limit.credit_bytes is not None

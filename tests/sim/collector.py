@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import KVStoreError
 from kvstore.format import places
-from kvstore_gc.deletion import SweepPlan, Victim
+from kvstore_gc.deletion import SweepPlan, SweepVictim
 from kvstore_gc.execute import Sweeper, SweepReport
 from kvstore_gc.leftovers import Orphans
 from kvstore_gc.site import Site
@@ -124,7 +124,7 @@ class Collector:
         for entry in self.root.list(folder):
             parsed = places.parse_chunk(entry.name)
             if parsed and entry.stat and self.kernel.random() < likely:
-                victims.append(Victim(*parsed, entry.stat.size_bytes, entry.stat.mtime_ns))
+                victims.append(SweepVictim(*parsed, entry.stat.size_bytes, entry.stat.mtime_ns))
         return SweepPlan(shard, tuple(victims))
 
     def _add(self, report: SweepReport) -> None:

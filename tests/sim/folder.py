@@ -18,12 +18,12 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest.mock import patch
 
+from kvstore.engine import host, presence_cache
+from kvstore.engine import host as host_module
 from kvstore.format.places import PINS, Name
 from kvstore.host import eviction, room, tables
-from kvstore.node import host, known
-from kvstore.node import host as host_module
 from kvstore.root import posix
-from kvstore.root.interface import Entry, Space
+from kvstore.root.interface import FolderEntry, StorageSpace
 from kvstore.root.posix import PosixRoot
 from kvstore_gc import host as gc_host
 from tests.sim.kernel import WALL_S, Kernel, Process
@@ -49,22 +49,22 @@ AIMS = {
 """Steps at which a process may stand still, and the events that it waits for, one after the other."""
 HOST = ("clears", "eviction", "tables")
 TIMED = (
-    "kvstore.node.clearing",
+    "kvstore.engine.clear",
     "kvstore.host.clears",
     "kvstore.host.tables",
     "kvstore.host.room",
-    "kvstore.node.host",
+    "kvstore.engine.host",
 )
 
 
 class SimRoot(PosixRoot):
     """A subclass, so native code, which makes many steps at once, leaves its files alone."""
 
-    def list(self, folder: Name) -> Iterator[Entry]:
+    def list(self, folder: Name) -> Iterator[FolderEntry]:
         return iter(sorted(super().list(folder), key=lambda entry: entry.name))
 
-    def space(self) -> Space:
-        return Space(1 << 50, 1 << 50)
+    def space(self) -> StorageSpace:
+        return StorageSpace(1 << 50, 1 << 50)
 
 
 class Files:
@@ -281,13 +281,13 @@ class Files:
         replace(patch.object(gc_host, "open_root", lambda url, options, create: SimRoot(self.folder)))
         replace(patch.object(host_module, "atexit", SimpleNamespace(register=_ignore, unregister=_ignore)))
         replace(patch.object(host_module, "Collecting", _NoChild))
-        release = room.Reserved.__del__
+        release = room.HostReservation.__del__
 
-        def end(reserved: room.Reserved) -> None:
+        def end(reserved: room.HostReservation) -> None:
             if not kernel.over and kernel.current is not None:
                 release(reserved)
 
-        replace(patch.object(room.Reserved, "__del__", end))
+        replace(patch.object(room.HostReservation, "__del__", end))
         for module, name, value in (
             (tables, "RING", RING),
             (tables, "BATCH_MAX", BATCH_MAX),
@@ -302,13 +302,13 @@ class Files:
             replace(patch.object(module, name, value))
         replace(patch.object(tables.Mapped, "add", self._added(tables.Mapped.add)))
         replace(patch.object(tables.Mapped, "numbers", _stepwise(self, "numbers", _Numbers), create=True))
-        forget = known.Known.forget_each
+        forget = presence_cache.PresenceCache.forget_each
 
-        def forget_each(self: known.Known, packed: bytes) -> None:
+        def forget_each(self: presence_cache.PresenceCache, packed: bytes) -> None:
             forget(self, packed)
             kernel.happened("forgot")
 
-        replace(patch.object(known.Known, "forget_each", forget_each))
+        replace(patch.object(presence_cache.PresenceCache, "forget_each", forget_each))
         replace(patch.object(tables.Shared, "_ring", _stepwise(self, "_ring", _Entries), create=True))
         replace(patch.object(tables.HoldTable, "_bytes", _stepwise(self, "_bytes", _Entries), create=True))
 

@@ -25,20 +25,20 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.address import block_address
+from kvstore.core.address import block_address
+from kvstore.core.executor import Deadline
+from kvstore.core.layout import Layout
+from kvstore.core.namespace import Namespace
+from kvstore.engine.coordination import ClusterMember
+from kvstore.engine.host import HostBounds, HostMember
+from kvstore.engine.open import join
+from kvstore.engine.settings import Limits
 from kvstore.errors import KVStoreError
 from kvstore.format import places
+from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
 from kvstore.host.tables import Number, Own, live_tables
-from kvstore.keyset import ChunkKeys
-from kvstore.layout import Layout
-from kvstore.meta.memory import MemoryMeta
-from kvstore.namespace import Namespace
-from kvstore.node.host import Bound, Host
-from kvstore.node.lanes import Deadline
-from kvstore.node.member import Member
-from kvstore.node.opening import join
-from kvstore.node.settings import Limits
+from kvstore.meta.memory import MemoryMetadata
 from kvstore.root.identity import create_or_open
 from kvstore_gc.config import Config
 from kvstore_gc.host import opened
@@ -341,7 +341,7 @@ class Program:
         self.world = world
         self.kernel = world.kernel
         self.process = Process(world.kernel, name)
-        self.member: Member | None = None
+        self.member: ClusterMember | None = None
         self.putting: set[str] = set()
         """The chunks of puts under way."""
         self.busy: list[str] = []
@@ -367,10 +367,10 @@ class Program:
             self.member.close()
             self.member, self.busy, self.is_leaving = None, [], False
 
-    def _opened(self) -> Member | None:
+    def _opened(self) -> ClusterMember | None:
         """Opens the store, as ``open_member`` does; None if the process was stopped for too long."""
         world, root = self.world, SimRoot(self.world.path)
-        host, meta = Host(root, Bound(world.limit_bytes)), MemoryMeta(clock=self.process)
+        host, meta = HostMember(root, HostBounds(world.limit_bytes)), MemoryMetadata(clock=self.process)
         try:
             return join(root, world.identity, meta, limits=world.limits, clock=self.process, ids=world, host=host)
         except KVStoreError as error:
@@ -508,6 +508,6 @@ class Program:
             node.holds.release(hold)
 
     @property
-    def _member(self) -> Member:
+    def _member(self) -> ClusterMember:
         assert self.member is not None
         return self.member

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
+from kvstore.core.executor import Deadline
+from kvstore.engine.coordination import ClusterMember, Coordination
+from kvstore.engine.gc_state import ClusterGcState
+from kvstore.engine.holds import ChunkHold
+from kvstore.engine.open import join
+from kvstore.engine.settings import NodeOptions
 from kvstore.errors import KVStoreError
 from kvstore.format import places
+from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
-from kvstore.keyset import ChunkKeys
 from kvstore.meta.session import Session
-from kvstore.node.gc_state import View
-from kvstore.node.holds import Hold
-from kvstore.node.lanes import Deadline
-from kvstore.node.member import Member, Sharing
-from kvstore.node.opening import join
-from kvstore.node.settings import NodeOptions
 from tests.sim.kernel import Process
 from tests.sim.metadata import SimStore
 from tests.sim.shared_root import RootPort
@@ -39,7 +39,7 @@ class Host:
         self._store = store
         self.kernel = world.kernel
         self.process = Process(world.kernel, name, ahead_s=2 * world.kernel.random() - 1)
-        self.member: Member | None = None
+        self.member: ClusterMember | None = None
         self.is_proven = False
         self._workers = workers
         self._pins: list[tuple[str, Callable[[], None]]] = []
@@ -58,7 +58,7 @@ class Host:
                     limits=world.limits,
                     clock=self.process,
                     ids=world.ids,
-                    sharing=Sharing.CLUSTER,
+                    sharing=Coordination.CLUSTER,
                 )
             except KVStoreError as error:
                 self.kernel.note(f"could not join: {error}")
@@ -149,7 +149,7 @@ class Host:
         finally:
             node.holds.release(hold)
 
-    def _read(self, hold: Hold) -> None:
+    def _read(self, hold: ChunkHold) -> None:
         world, node = self.world, self._member.node
         buffers = [world.buffer() for _ in range(hold.count)]
         was_live, excuses, was_over = self._is_live(hold), self._excuses(), self._is_over(hold)
@@ -164,7 +164,7 @@ class Host:
         if count < hold.count and undisturbed:
             self.kernel.fail(f"I1: {self.process.name} read {count} chunks of {hold.count} that it holds")
 
-    def _is_over(self, hold: Hold) -> bool:
+    def _is_over(self, hold: ChunkHold) -> bool:
         """True if a hold has ended by the node's own clock: by its time, or with its session, told or not."""
         session, now_s = self.session, self.process.monotonic_s()
         is_lapsed = session is not None and now_s - session._acknowledged_s >= session.ttl_s
@@ -216,16 +216,16 @@ class Host:
         """P(address)."""
         return places.chunk(chain.addresses[index], chain.namespace.id, self.world.identity.shard_bits)
 
-    def _claim(self, hold: Hold) -> None:
+    def _claim(self, hold: ChunkHold) -> None:
         names = [self.name(hold.chain, index) for index in range(hold.count)]
         self.world.oracle.holds(self.process, hold, names, lambda: self._is_live(hold))
 
-    def _is_live(self, hold: Hold) -> bool:
+    def _is_live(self, hold: ChunkHold) -> bool:
         """True if the node believes that the hold protects. Asked without the side effects of asking."""
         node, session, now_s = self._member.node, self.session, self.process.monotonic_s()
         return (
             session is not None
-            and cast(View, node.gc_view)._session is not None
+            and cast(ClusterGcState, node.gc_view)._session is not None
             and not node._closed
             and session.id not in self.world.oracle.void_sessions
             and hold.born is not None
@@ -236,6 +236,6 @@ class Host:
         )
 
     @property
-    def _member(self) -> Member:
+    def _member(self) -> ClusterMember:
         assert self.member is not None
         return self.member

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kvstore.core.clock import Clock
 from kvstore.errors import Unavailable
-from kvstore.meta.memory import MemoryMeta, MemoryStore, _Lease
+from kvstore.meta.memory import MemoryMetadata, MemoryStore, _Lease
 from kvstore.meta.store import (
     NO_LEASE,
     Absent,
@@ -16,14 +17,13 @@ from kvstore.meta.store import (
     Event,
     KeyValue,
     LeaseId,
-    Meta,
+    MetadataStore,
     Put,
     Snapshot,
     TxnResult,
     Watch,
     WatchLost,
 )
-from kvstore.sources import Clock
 from tests.sim.faults import Call, Faults
 from tests.sim.kernel import Actor
 
@@ -86,7 +86,7 @@ class SimStore(MemoryStore):
 
     def port(self, faults: Faults) -> MetaPort:
         """Returns the client of one process."""
-        return MetaPort(MemoryMeta(self), self, faults)
+        return MetaPort(MemoryMetadata(self), self, faults)
 
     def keys_under(self, prefix: str) -> list[str]:
         """Returns the names of keys, for the judge of a run."""
@@ -109,7 +109,7 @@ class MetaPort:
     may_land = True
     """A call on its way may take effect although its sender has died."""
 
-    def __init__(self, inner: Meta, store: SimStore, faults: Faults) -> None:
+    def __init__(self, inner: MetadataStore, store: SimStore, faults: Faults) -> None:
         self._inner = inner
         self._store = store
         self._faults = faults

@@ -17,12 +17,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvstore.engine.holds import ChunkHold
 from kvstore.format.header import incarnation_at
+from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
-from kvstore.keyset import ChunkKeys
 from kvstore.meta.keys import Keys
 from kvstore.meta.sweeps import Condemned
-from kvstore.node.holds import Hold
 from kvstore.root.memory import MemoryFile
 from tests.sim.kernel import Kernel, Process
 
@@ -145,7 +145,7 @@ class Oracle:
 
     # What nodes tell their callers.
 
-    def holds(self, process: Process, hold: Hold, names: list[Name], is_live: Callable[[], bool]) -> None:
+    def holds(self, process: Process, hold: ChunkHold, names: list[Name], is_live: Callable[[], bool]) -> None:
         """A hold was handed out that says these chunks are there."""
         who = f"hold {hold.id.hex()[:8]} of {process.name} born at {hold.born}"
         self._claim("I1", who, names, lambda: process.alive and is_live())

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from kvstore.buffers import Borrowed, Pieces
+from kvstore.core.buffers import BufferLoan, Pieces
 from kvstore.format.places import Name
-from kvstore.root.interface import Entry, Reader, Seen, Space, Stat
+from kvstore.root.interface import FileReader, FolderEntry, Seen, Stat, StorageSpace
 from kvstore.root.memory import MemoryFile, MemoryFiles, MemoryRoot
 from tests.kit.faulty_root import EIO, ENOSPC
 from tests.sim.faults import Call, Faults
@@ -63,7 +63,7 @@ class RootPort:
     def discard(self, staged: Name) -> None:
         self._change("discard", staged, lambda: self._inner.discard(staged))
 
-    def open(self, name: Name) -> Reader | None:
+    def open(self, name: Name) -> FileReader | None:
         reader = self._read("open", name, lambda: self._inner.open(name))
         return None if reader is None else ReaderPort(reader, name, self)
 
@@ -107,13 +107,13 @@ class RootPort:
             "remove_folder", name, lambda: self._inner.remove_folder(name, durable=durable), _fencing(name)
         )
 
-    def list(self, folder: Name) -> Iterator[Entry]:
+    def list(self, folder: Name) -> Iterator[FolderEntry]:
         return iter(self._read("list", folder, lambda: list(self._inner.list(folder))))
 
     def sync(self) -> None:
         self._inner.sync()
 
-    def space(self) -> Space:
+    def space(self) -> StorageSpace:
         return self._read("space", "", self._inner.space)
 
     def close(self) -> None:
@@ -168,13 +168,13 @@ class ReaderPort:
 
     __slots__ = ("_inner", "_name", "_root", "stat")
 
-    def __init__(self, inner: Reader, name: Name, root: RootPort) -> None:
+    def __init__(self, inner: FileReader, name: Name, root: RootPort) -> None:
         self._inner = inner
         self._name = name
         self._root = root
         self.stat = inner.stat
 
-    def read(self, pieces: Pieces, offset: int, borrowed: Borrowed) -> int:
+    def read(self, pieces: Pieces, offset: int, borrowed: BufferLoan) -> int:
         return self._root.read("read", self._name, lambda: self._inner.read(pieces, offset, borrowed))
 
     def map(self) -> memoryview | None:

@@ -22,20 +22,20 @@ T = TypeVar("T")
 _current: list[Kernel] = []
 
 THREADED = (
-    "kvstore.background",
+    "kvstore.core.background",
     "kvstore.host.room",
     "kvstore.host.tables",
-    "kvstore.node.host",
+    "kvstore.engine.host",
     "kvstore.meta.session",
     "kvstore.meta.session",
-    "kvstore.node.holds",
-    "kvstore.node.lanes",
-    "kvstore.node.usage",
-    "kvstore.node.refresh",
-    "kvstore.node.clearing",
-    "kvstore.node.follower",
-    "kvstore.node.opening",
-    "kvstore.node.member",
+    "kvstore.engine.holds",
+    "kvstore.core.executor",
+    "kvstore.engine.capacity",
+    "kvstore.engine.touch_queue",
+    "kvstore.engine.clear",
+    "kvstore.engine.follower",
+    "kvstore.engine.open",
+    "kvstore.engine.coordination",
     "kvstore_gc.threads",
     "kvstore_gc.capacity",
 )
@@ -255,7 +255,7 @@ _THREADING = SimpleNamespace(
 _QUEUE = SimpleNamespace(Queue=Queue, SimpleQueue=Queue, Full=Full)
 _TIME = SimpleNamespace(monotonic=lambda: kernel().now_s)
 _REPLACED = {"threading": _THREADING, "queue": _QUEUE}
-_TIMED = ("kvstore.node.usage",)
+_TIMED = ("kvstore.engine.capacity",)
 """The modules whose own time decides what they do."""
 
 

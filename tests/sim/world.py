@@ -11,21 +11,21 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.address import block_address
+from kvstore.core.address import block_address
+from kvstore.core.layout import Layout
+from kvstore.core.namespace import Namespace
+from kvstore.engine.settings import Limits
 from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, Generation, incarnation_at
+from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
-from kvstore.keyset import ChunkKeys
-from kvstore.layout import Layout
 from kvstore.meta.cluster import Agreed, join_generation
 from kvstore.meta.keys import Keys
-from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.memory import MemoryMetadata
 from kvstore.meta.store import Put
 from kvstore.meta.sweeps import Condemned
 from kvstore.meta.usage import Capacity
-from kvstore.namespace import Namespace
-from kvstore.node.settings import Limits
 from kvstore.root.fences import list_twins
 from kvstore.root.identity import RootId, RootIdentity, publish, read_newest
 from kvstore.root.memory import MemoryFile, MemoryRoot
@@ -241,7 +241,7 @@ class World:
     def _first_generation(self) -> None:
         clock = Process(self.kernel, "first")
         standing = join_generation(
-            MemoryMeta(self.store),
+            MemoryMetadata(self.store),
             self.keys,
             self.ids,
             read_root=lambda: read_newest(self.root),

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.core.write_mode import WriteMode
 from kvstore.errors import WrongSize
-from kvstore.writes import WriteMode
 from tests.kit.faulty_root import FaultyRoot
 from tests.kit.patience import PATIENCE_S
 from tests.kit.scattering import press, to_disk

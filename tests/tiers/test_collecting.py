@@ -13,18 +13,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvstore.address import block_address
 from kvstore.client.cache import Cache
-from kvstore.client.local import LocalPort
+from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
-from kvstore.keyset import ChunkKeys
-from kvstore.meta.memory import MemoryMeta
-from kvstore.node.member import Member, Sharing
-from kvstore.node.opening import join
-from kvstore.node.settings import Limits, NodeOptions, TierSettings
+from kvstore.core.address import block_address
+from kvstore.core.clock import RandomIds, SystemClock
+from kvstore.core.write_mode import WriteMode
+from kvstore.engine.coordination import ClusterMember, Coordination
+from kvstore.engine.open import join
+from kvstore.engine.settings import Limits, NodeOptions, TierSettings
+from kvstore.format.keyset import ChunkKeys
+from kvstore.meta.memory import MemoryMetadata
 from kvstore.root.interface import Root
-from kvstore.sources import RandomIds, SystemClock
-from kvstore.writes import WriteMode
 from tests.kit.clusters import NODE_LIMITS, SPACE, Cluster, cluster, eventually, looking, prompt, put
 from tests.kit.faulty_root import EIO, FaultyRoot, Rule
 from tests.kit.patience import PATIENCE_S
@@ -43,16 +43,16 @@ LIMITS = replace(NODE_LIMITS, behind_give_up_s=2.0)
 
 def with_memory(
     c: Cluster, root: Root | None = None, write: WriteMode = WriteMode.BEHIND, limits: Limits = LIMITS
-) -> Member:
+) -> ClusterMember:
     """A node of the cluster that has memory."""
     member = join(
         root or c.root,
         c.identity,
-        MemoryMeta(c.store),
+        MemoryMetadata(c.store),
         limits=limits,
         clock=SystemClock(),
         ids=RandomIds(),
-        sharing=Sharing.CLUSTER,
+        sharing=Coordination.CLUSTER,
         options=NodeOptions(tiers=TierSettings(MEMORY_BYTES, write=write)),
     )
     member.claim_namespace(SPACE)
@@ -61,18 +61,18 @@ def with_memory(
     return member
 
 
-def cache_of(member: Member) -> Cache:
-    return Store(LocalPort(member)).namespace(SPACE.name, TINY)
+def cache_of(member: ClusterMember) -> Cache:
+    return Store(LocalTransport(member)).namespace(SPACE.name, TINY)
 
 
-def get(member: Member, chain: ChunkKeys) -> int:
+def get(member: ClusterMember, chain: ChunkKeys) -> int:
     """Returns the number of leading chunks that are read, all compared."""
     tokens, kv = cache_of(member).get(chain.tokens)
     assert same(kv, kv_of(TINY, chain.tokens)[:, :, :tokens]), "wrong bytes"
     return tokens // TINY.chunk_tokens
 
 
-def put_rest(member: Member, chain: ChunkKeys, first: int) -> int:
+def put_rest(member: ClusterMember, chain: ChunkKeys, first: int) -> int:
     """Puts the chunks from ``first`` on; how many leading ones are there then."""
     kv, size = kv_of(TINY, chain.tokens), TINY.chunk_tokens
     return cache_of(member).put(chain.tokens, kv[:, :, first * size :], first * size).tokens_present // size
@@ -94,7 +94,7 @@ def test_h1_what_is_condemned_is_a_miss_though_memory_has_it(c: Cluster) -> None
 
 
 def test_h2_a_hold_reads_what_was_condemned_after_it(c: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.node.holds.LINGER_S", 0.0)
+    monkeypatch.setattr("kvstore.engine.holds.LINGER_S", 0.0)
     node, chain = with_memory(c), prompt(1, 8)
     put(node, chain)
     node.node.drain()

@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.buffers import planes_of
+from kvstore.core.buffers import planes_of
+from kvstore.core.clock import SystemClock
+from kvstore.core.executor import Deadline
+from kvstore.core.hints import Hints
+from kvstore.core.write_mode import WriteMode
 from kvstore.errors import KVStoreError
-from kvstore.hints import Hints
-from kvstore.node import tier_stack
-from kvstore.node.lanes import Deadline
-from kvstore.node.tier_stack import Incoming
-from kvstore.sources import SystemClock
-from kvstore.writes import WriteMode
+from kvstore.tiers import stack
+from kvstore.tiers.stack import MemoryPut
 from tests.kit.faulty_root import ENOSPC, FaultyRoot, Hang, Rule
 from tests.kit.patience import PATIENCE_S, slowness
 from tests.kit.stores import same
@@ -143,7 +143,7 @@ def test_i2_bytes_that_hang_on_their_way_to_the_root_get_no_name_once_their_room
             for number in range(2, 6):  # in all of the room
                 sections = planes_of(node.prompts.kv(number, 20), node.cache.layout)
                 deadline = Deadline(SystemClock(), IN_TIME_S)
-                node.tiers.keep(Incoming(node.chain(number, 20), 0, 20, sections, Hints(), deadline))
+                node.tiers.keep(MemoryPut(node.chain(number, 20), 0, 20, sections, Hints(), deadline))
                 assert node.memory.leading(node.chain(number, 20)) == 20
         eventually(lambda: not any(node.node.lanes._busy_since_s))
         node.drain()
@@ -155,8 +155,8 @@ def test_i2_bytes_that_hang_on_their_way_to_the_root_get_no_name_once_their_room
 
 def test_a_put_that_is_late_gives_its_room_back(node: Acting, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past its deadline a put behind leaves nothing claimed, reserved or referred to."""
-    monkeypatch.setattr(tier_stack, "COPY_S", PATIENCE_S)  # here copying is not short
-    monkeypatch.setattr(tier_stack, "PART_BYTES_MIN", LARGE.chunk_bytes)
+    monkeypatch.setattr(stack, "COPY_S", PATIENCE_S)  # here copying is not short
+    monkeypatch.setattr(stack, "PART_BYTES_MIN", LARGE.chunk_bytes)
     chain = node.chain(1, 24)
     began, release, longer = threading.Event(), threading.Event(), slowness()
 
@@ -175,7 +175,7 @@ def test_a_put_that_is_late_gives_its_room_back(node: Acting, monkeypatch: pytes
 def test_a_put_through_that_memory_takes_too_long_for_is_stored_all_the_same(
     node: Acting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier_stack, "COPY_S", PATIENCE_S)
+    monkeypatch.setattr(stack, "COPY_S", PATIENCE_S)
     chain, asked = node.chain(1, 24), Counter[int]()
     payload = [memoryview(bytes(LARGE.section_bytes))] * LARGE.section_count
     release, longer = threading.Event(), slowness()
@@ -245,8 +245,8 @@ def test_w3_parents_that_are_gone_are_not_waited_for_until_the_end(caplog: pytes
 
 
 def test_w3_what_is_being_written_is_waited_for_beside_parents_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_stack, "STUCK_S", 0.1)
-    monkeypatch.setattr(tier_stack, "JOIN_S", 0.0)
+    monkeypatch.setattr(stack, "STUCK_S", 0.1)
+    monkeypatch.setattr(stack, "JOIN_S", 0.0)
     root = faulty()
     node = Acting(root, limits=quick(flush_s=3600.0, behind_give_up_s=3600.0, write_deadline_s=3600.0, stall_s=3600.0))
     node.put(1, 4, write=WriteMode.UNCACHED)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.node.images import verify_images
-from kvstore.node.lanes import Deadline
-from kvstore.sources import SystemClock
+from kvstore.codec.image import verify_images
+from kvstore.core.clock import SystemClock
+from kvstore.core.executor import Deadline
 from tests.kit.scattering import damage_on_disk, restore, scatter
 from tests.kit.tiers import Acting, on_posix
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.hints import Hints
-from kvstore.writes import WriteMode
+from kvstore.core.hints import Hints
+from kvstore.core.write_mode import WriteMode
 from tests.kit.scattering import damage_on_disk, read, restore, scatter
 from tests.kit.stores import SetClock, fresh
 from tests.kit.tiers import QUICK, Acting, eventually, faulty, on_posix

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstore.core.write_mode import Durability, WriteMode
 from kvstore.format import places
-from kvstore.keyset import ChunkKeys
-from kvstore.node import tier_stack
+from kvstore.format.keyset import ChunkKeys
 from kvstore.root.interface import Root
-from kvstore.writes import Durability, WriteMode
+from kvstore.tiers import stack
 from tests.kit.faulty_root import ENOSPC, EROFS, FaultyRoot, Rule
 from tests.kit.patience import PATIENCE_S, slowness
 from tests.kit.stores import kv_of
@@ -246,7 +246,7 @@ def test_i1_what_goes_wrong_before_native_code_stages_it_gets_no_name(
     tmp_root: Path, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It compares what it writes with the image that this comes from."""
-    monkeypatch.setattr(tier_stack, "AFTER_S", 0.3)
+    monkeypatch.setattr(stack, "AFTER_S", 0.3)
     root = on_posix(tmp_root / "root")
     with Acting(root, limits=quick(behind_give_up_s=0.3 * slowness())) as node:
         node.put(1, 6)

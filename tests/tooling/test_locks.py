@@ -6,15 +6,15 @@ import threading
 
 import pytest
 
-from kvstore.counts import ClientCount, Counts
+from kvstore.core.metrics import ClientCount, Counts
 from tests.kit.locking import Order, OrderedLock, Site, site_of
 
-A, B, C = (Site(f"kvstore.node.{name}:1", 5) for name in "abc")
+A, B, C = (Site(f"kvstore.engine.{name}:1", 5) for name in "abc")
 LOWER = Site("kvstore.root.object_store:1", 7)
 
 
 def test_lock_order_follows_import_layers() -> None:
-    modules = ("kvstore_gc.cycle", "kvstore.cli.app", "kvstore.node.node", "kvstore.root.open", "kvstore.errors")
+    modules = ("kvstore_gc.cycle", "kvstore.cli.app", "kvstore.engine.engine", "kvstore.root.open", "kvstore.errors")
     layers = [site.layer for module in modules if (site := site_of(module, 1))]
     assert len(layers) == len(modules) and layers == sorted(set(layers))
     assert site_of("threading", 1) is None

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import kvstore
 import kvstore.aio
 from kvstore import Cache, Hold, Layout, Pin, PutResult, Store
+from kvstore.core.layout import checked_dtype
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
-from kvstore.layout import checked_dtype
 
 LAYOUT = Layout(layers=2, kv_heads=1, head_dim=8, dtype="float16", chunk_tokens=4)
 

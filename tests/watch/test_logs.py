@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvstore import tracing
 from kvstore.cli import options
+from kvstore.core import tracing
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
 
 def test_an_event_is_one_json_object_with_its_values_by_name(said: Callable[[], str]) -> None:
     options.configure("info", "json")
-    log = logging.getLogger("kvstore.worker.worker")
+    log = logging.getLogger("kvstore.worker.server")
     with tracing.request("req-7"):
         log.warning("drain.cut calls=%d share=%.1f%% why=%s", 3, 12.5, "two\nlines")
     log.info("session.lost %s", "ab12")
@@ -34,7 +34,7 @@ def test_an_event_is_one_json_object_with_its_values_by_name(said: Callable[[], 
     assert first.pop("time").endswith("+00:00")
     assert first == {
         "level": "warning",
-        "logger": "kvstore.worker.worker",
+        "logger": "kvstore.worker.server",
         "event": "drain.cut",
         "request": "req-7",
         "message": "drain.cut calls=3 share=12.5% why=two\nlines",

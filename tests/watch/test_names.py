@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import kvstore
-from kvstore.counts import GROWING, NODE_GAUGES, WORKER_GAUGES, NodeCount, WorkerCount
+from kvstore.core.clock import SystemClock
+from kvstore.core.metrics import GROWING, NODE_GAUGES, WORKER_GAUGES, NodeCount, WorkerCount
+from kvstore.engine.open import open_member
+from kvstore.engine.settings import TierSettings
 from kvstore.format.header import Damage
-from kvstore.meta.memory import MemoryMeta
-from kvstore.node.opening import open_member
-from kvstore.node.settings import TierSettings
-from kvstore.sources import SystemClock
+from kvstore.meta.memory import MemoryMetadata
 from kvstore.worker.metrics import Exposition, start_metrics
-from kvstore.worker.worker import Worker
+from kvstore.worker.server import Worker
 from kvstore_gc.capacity import Pressure
 from kvstore_gc.config import Config
 from kvstore_gc.cycle import Cycle
 from kvstore_gc.metrics import Metrics
-from kvstore_gc.ranking import Tally
+from kvstore_gc.rank import CountAndBytes
 from kvstore_gc.summary import Summary
 from tests.kit.clusters import site_of
 from tests.kit.stores import SMALL, kv_of
@@ -70,18 +70,18 @@ def of_worker(tmp_path: Path) -> dict[str, Documented]:
     declared = {f"kvstore_{each.flat_name}_total" for each in (*NodeCount, *WorkerCount) if each.family is None}
     labelled = {f"kvstore_{each.family.metric}_total" for each in (*NodeCount, *WorkerCount) if each.family}
     undeclared = {*served} - {*gauges} - grown - declared - labelled - MEASURED
-    assert not undeclared, f"served without a line in kvstore/counts.py: {undeclared}"
+    assert not undeclared, f"served without a line in kvstore/core/metrics.py: {undeclared}"
     assert declared - {*served} == SUMMED, "counters that are declared and not served"
     return gauges | served
 
 
 def of_collector() -> dict[str, Documented]:
     """Returns the metrics of a collector after a round in which everything happened."""
-    site = site_of(MemoryMeta())
+    site = site_of(MemoryMetadata())
     pressure = Pressure(site, None)
     metrics = Metrics(pressure, SystemClock())
     metrics.follow(60.0, Cycle(site, Config(), pressure))
-    some = Tally(1, 1)
+    some = CountAndBytes(1, 1)
     summary = Summary(False, 0.0, 1, chosen={"ttl": some}, kept={"pinned": some}, reaped=some, seconds={"plan": 1.0})
     summary.spared["pinned"] = summary.orphans["trash"] = 1
     metrics.done(summary)

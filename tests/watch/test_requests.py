@@ -14,12 +14,12 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvstore import tracing
 from kvstore.cli.options import Lines
+from kvstore.core import tracing
 from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.transport.messages import parse, sealed, trace_of, traced
+from kvstore.transport.status import BrokenTransfer
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.messages import parse, sealed, trace_of, traced
-from kvstore.wire.statuses import BrokenTransfer
 from tests.kit.cases import for_each
 from tests.kit.stores import SMALL, kv_of
 from tests.kit.workers import connected, serving

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import kvstore
-from kvstore import tracing
 from kvstore.cli.worker import start_tracing
-from kvstore.meta.memory import MemoryMeta
-from kvstore.sources import SystemClock
+from kvstore.core import tracing
+from kvstore.core.clock import SystemClock
+from kvstore.meta.memory import MemoryMetadata
 from kvstore_gc.capacity import Pressure
 from kvstore_gc.metrics import Metrics, write
 from kvstore_gc.summary import Summary
@@ -80,7 +80,7 @@ def test_nothing_is_sent_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch,
 def test_a_single_round_writes_its_metrics_to_a_file_in_one_step(tmp_path: Path) -> None:
     path = tmp_path / "kvstore.prom"
     for scanned in (1, 2):
-        metrics, summary = Metrics(Pressure(site_of(MemoryMeta()), None), SystemClock()), Summary(False, 0.0, 1)
+        metrics, summary = Metrics(Pressure(site_of(MemoryMetadata()), None), SystemClock()), Summary(False, 0.0, 1)
         summary.reaped = type(summary.reaped)(scanned, 10 * scanned)
         metrics.done(summary)
         write(metrics, str(path))

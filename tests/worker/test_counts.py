@@ -12,10 +12,10 @@ import numpy as np
 import kvstore
 from kvstore.client.cache import Cache
 from kvstore.client.store import Store
+from kvstore.core.tokens import TokenArray
 from kvstore.replay import Content, expect, generate, replay_layout
 from kvstore.replay.runner import KvBytes
 from kvstore.replay.trace import BLOCK_TOKENS
-from kvstore.tokens import TokenArray
 from tests.kit.administration import damage_payload
 from tests.kit.arenas import serving_memory
 from tests.kit.cases import for_each

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kvstore.client.store import Store
+from kvstore.core.namespace import Namespace
+from kvstore.format.keyset import BlockKeys
 from kvstore.format.places import Name
-from kvstore.keyset import BlockKeys
-from kvstore.namespace import Namespace
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreStub

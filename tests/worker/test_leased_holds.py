@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.client.remote import RemoteHold, RemotePort
+from kvstore.client.remote import RemoteHold, RemoteTransport
 from kvstore.client.store import Store
+from kvstore.core.clock import SystemClock
 from kvstore.errors import HoldBroken
-from kvstore.sources import SystemClock
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.worker.limits import WorkerLimits
 from tests.kit.cases import for_each
@@ -52,7 +52,7 @@ def renewals(served: Served) -> int:
 
 def lease_of(store: Store, hold: object) -> object:
     held = hold._held  # type: ignore[attr-defined]
-    assert isinstance(held, RemoteHold) and isinstance(store._port, RemotePort)
+    assert isinstance(held, RemoteHold) and isinstance(store._port, RemoteTransport)
     return held._lease
 
 
@@ -114,7 +114,7 @@ def test_what_the_worker_has_let_go_says_so() -> None:
         with cache.hold(TOKENS) as first, cache.hold(TOKENS) as second, cache.hold(TOKENS) as third:
             served.member.node.holds.drop_all()  # as after a stall that was longer than the lease
             port, leases = store._port, [lease_of(store, each) for each in (first, second)]
-            assert isinstance(port, RemotePort)
+            assert isinstance(port, RemoteTransport)
             for lease in leases:
                 lease.renewed_s -= LEASE_S  # type: ignore[attr-defined]
             with port._caller.renewing._changed:

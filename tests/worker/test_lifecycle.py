@@ -17,12 +17,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import kvstore
+from kvstore.engine.settings import Limits
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.meta.workers import Workers
-from kvstore.node.settings import Limits
+from kvstore.meta.workers import WorkerRegistry
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.worker.worker import Worker
+from kvstore.worker.server import Worker
 from tests.kit.etcd import running_etcd
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
 from tests.kit.patience import stretched
@@ -67,7 +67,7 @@ def health_of(channel: grpc.Channel, service: str = "") -> int:
 
 def test_worker_is_listed_from_its_start_to_its_drain() -> None:
     member = member_on(MemoryRoot(MemoryFiles()))
-    workers = Workers(member.meta, member.keys)
+    workers = WorkerRegistry(member.meta, member.keys)
     worker = Worker(member, "127.0.0.1:0", advertise="kv-7.example:7070", version="1.2.3")
     assert workers.list() == {}
     worker.start()
@@ -231,7 +231,7 @@ def test_a_unix_socket_in_use_is_not_taken_over(tmp_path: Path) -> None:
 HANGS = """
 import importlib, time
 from kvstore.cli.main import main
-from kvstore.worker.worker import Worker
+from kvstore.worker.server import Worker
 importlib.import_module("kvstore.cli.worker").ENDING_S = -9.0  # of the ten seconds for flushing
 Worker.drain = lambda self, timeout_s: time.sleep(600)
 main()

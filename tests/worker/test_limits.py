@@ -7,17 +7,17 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
+from kvstore.core.clock import RandomIds
+from kvstore.core.namespace import Namespace
+from kvstore.core.node_metrics import Counters
+from kvstore.engine.gc_state import ClusterGcState
+from kvstore.engine.holds import ChunkHold, Holds
+from kvstore.engine.presence_cache import PresenceCache
+from kvstore.engine.settings import Limits
 from kvstore.errors import HoldBroken, Overloaded
-from kvstore.keyset import ChunkKeys
+from kvstore.format.keyset import ChunkKeys
 from kvstore.meta.keys import Keys
-from kvstore.namespace import Namespace
-from kvstore.node.counters import Counters
-from kvstore.node.gc_state import View
-from kvstore.node.holds import Hold, Holds
-from kvstore.node.known import Known
-from kvstore.node.settings import Limits
-from kvstore.sources import RandomIds
-from kvstore.wire.statuses import Busy, Draining
+from kvstore.transport.status import WorkerBusy, WorkerDraining
 from kvstore.worker.context import BytesInFlight, ClientHolds, Gate
 from tests.kit.fake_meta import FakeClock
 from tests.kit.stores import SMALL
@@ -30,7 +30,7 @@ def test_no_more_calls_at_once_than_allowed() -> None:
     with ExitStack() as inside:
         for _ in range(2):
             inside.enter_context(gate.passing(light=False))
-        with pytest.raises(Busy), gate.passing(light=False):
+        with pytest.raises(WorkerBusy), gate.passing(light=False):
             pass
         with gate.passing(light=True):
             assert gate.inside_count == 2
@@ -41,14 +41,14 @@ def test_no_more_calls_at_once_than_allowed() -> None:
 def test_a_closed_worker_takes_no_calls() -> None:
     gate = Gate(2)
     gate.close()
-    with pytest.raises(Draining), gate.passing(light=False):
+    with pytest.raises(WorkerDraining), gate.passing(light=False):
         pass
 
 
 def test_no_more_bytes_in_flight_than_allowed() -> None:
     in_flight = BytesInFlight(100)
     with in_flight.reserved(60):
-        with pytest.raises(Busy), in_flight.reserved(41):
+        with pytest.raises(WorkerBusy), in_flight.reserved(41):
             pass
         with in_flight.reserved(40):
             pass
@@ -56,16 +56,16 @@ def test_no_more_bytes_in_flight_than_allowed() -> None:
         pass
 
 
-def client_holds(released: list[Hold], clock: FakeClock, most: int = 2, tokens: int = 1 << 20) -> ClientHolds:
+def client_holds(released: list[ChunkHold], clock: FakeClock, most: int = 2, tokens: int = 1 << 20) -> ClientHolds:
     return ClientHolds(most, tokens, released.append, lambda hold: hold.ends_s > clock.monotonic_s(), clock)
 
 
-def hold(number: int, ends_s: float) -> Hold:
-    return Hold(bytes([number]), CHAIN, 1, ends_s, None)
+def hold(number: int, ends_s: float) -> ChunkHold:
+    return ChunkHold(bytes([number]), CHAIN, 1, ends_s, None)
 
 
 def test_no_more_holds_than_allowed() -> None:
-    released: list[Hold] = []
+    released: list[ChunkHold] = []
     clock = FakeClock()
     for holds in (client_holds(released, clock), client_holds(released, clock, 100, 2 * len(CHAIN.tokens))):
         for number in range(2):
@@ -89,7 +89,14 @@ def test_a_hold_past_its_time_is_not_found() -> None:
 
 def test_a_node_has_no_more_holds_than_allowed() -> None:
     clock, counters, limits = FakeClock(), Counters(), Limits(holds_max=2, hold_max_s=60.0)
-    holds = Holds(View(Keys(b"r" * 16), 4, Known(8, 60, clock), counters), limits, counters, clock, RandomIds(), print)
+    holds = Holds(
+        ClusterGcState(Keys(b"r" * 16), 4, PresenceCache(8, 60, clock), counters),
+        limits,
+        counters,
+        clock,
+        RandomIds(),
+        print,
+    )
     first = holds.take(CHAIN)
     holds.take(CHAIN, 30.0)
     with pytest.raises(Overloaded):

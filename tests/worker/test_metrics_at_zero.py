@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvstore.meta.memory import MemoryMeta
-from kvstore.sources import SystemClock
+from kvstore.core.clock import SystemClock
+from kvstore.meta.memory import MemoryMetadata
 from kvstore.worker.metrics import Exposition
 from kvstore_gc import metrics
 from kvstore_gc.capacity import Pressure
@@ -40,7 +40,7 @@ def exported() -> list[str]:
     with serving() as served:
         registry.register(Exposition(served.worker, "0"))
         mine = series(registry)
-    return [*mine, *series(metrics.Metrics(Pressure(site_of(MemoryMeta()), None), SystemClock()).registry)]
+    return [*mine, *series(metrics.Metrics(Pressure(site_of(MemoryMetadata()), None), SystemClock()).registry)]
 
 
 def expressions(panels: list[dict[str, Any]]) -> list[str]:

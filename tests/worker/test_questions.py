@@ -19,16 +19,16 @@ from kvstore.errors import PermissionDenied, Unauthenticated
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.security.authentication import Account, proof
 from kvstore.security.guard import ServerSecurity
-from kvstore.wire.query import Caller, Question
+from kvstore.transport.query import QueryCaller, Question
 from kvstore.worker.metrics import Questions, start_metrics
-from kvstore.worker.worker import Worker
+from kvstore.worker.server import Worker
 from tests.kit.arenas import serving_memory
 from tests.kit.cases import for_each
 from tests.kit.secured import secured
 from tests.kit.stores import SMALL, kv_of
 from tests.kit.workers import WAIT_S, Served, connected, eventually, serving
 
-HERE = Caller("127.0.0.1")
+HERE = QueryCaller("127.0.0.1")
 SIZE = SMALL.chunk_tokens
 
 
@@ -125,18 +125,18 @@ def test_x12_without_an_access_file_only_the_workers_account_is_answered(served:
     questions = Questions(Worker(served.member, "127.0.0.1:0", security=ServerSecurity(account=account)))
     with pytest.raises(Unauthenticated):
         questions.answer(question_of(range(8)), HERE)
-    shown = Caller("127.0.0.1", account=proof(b"s" * 32, "127.0.0.1:7070"))
+    shown = QueryCaller("127.0.0.1", account=proof(b"s" * 32, "127.0.0.1:7070"))
     assert questions.answer(question_of(range(8)), shown)["blocks"] == 0
 
 
 def test_a_worker_with_tls_answers_its_host_alone_and_whoever_may_read_the_tenant(tmp_path: Path) -> None:
     with secured(tmp_path, {"router": {"a": "read"}}) as cell:
         questions, token = Questions(cell.worker), cell.issuer.token("router")
-        assert questions.answer(question_of(range(8), tenant="a"), Caller("127.0.0.1", token))["blocks"] == 0
+        assert questions.answer(question_of(range(8), tenant="a"), QueryCaller("127.0.0.1", token))["blocks"] == 0
         with pytest.raises(PermissionDenied):
-            questions.answer(question_of(range(8), tenant="b"), Caller("127.0.0.1", token))
+            questions.answer(question_of(range(8), tenant="b"), QueryCaller("127.0.0.1", token))
         with pytest.raises(PermissionDenied, match="proxy with TLS"):
-            questions.answer(question_of(range(8), tenant="a"), Caller("10.0.0.9", token))
+            questions.answer(question_of(range(8), tenant="a"), QueryCaller("10.0.0.9", token))
         with pytest.raises(Unauthenticated):
             questions.answer(question_of(range(8), tenant="a"), HERE)
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from kvstore.client import Cache, Store
-from kvstore.node.member import Member
+from kvstore.engine.coordination import ClusterMember
+from kvstore.transport.limits import method
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
-from kvstore.wire.limits import method
 from kvstore.worker.limits import WorkerLimits
 from tests.kit.cases import for_each
 from tests.kit.stores import SMALL, kv_of, same
@@ -241,7 +241,7 @@ def test_a_defect_of_ours_leaks_nothing(
     def broken(*_: object) -> None:
         raise RuntimeError("secret path /etc/shadow")
 
-    monkeypatch.setattr(Member, "refcount", broken)
+    monkeypatch.setattr(ClusterMember, "refcount", broken)
     code, message, _ = refused(
         lambda: stub.CountRefs(pb.CountRefsRequest(namespace=digest, tokens=packed(TOKENS)), timeout=WAIT_S)
     )

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import InvalidRequest
+from kvstore.transport.messages import SEAL_BYTES, SEAL_FIELD, pack_keys, pack_tokens, parse, sealed
+from kvstore.transport.status import BrokenTransfer
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire.messages import SEAL_BYTES, SEAL_FIELD, pack_keys, pack_tokens, parse, sealed
-from kvstore.wire.statuses import BrokenTransfer
 from tests.kit.cases import for_each
 
 TOKENS = pack_tokens(np.random.default_rng(1).integers(0, 1 << 32, 256, dtype=np.uint32))

@@ -11,14 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import errors
+from kvstore.core.namespace import Namespace
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError
 from kvstore.format.header import DESCENT_BYTES_MAX, Expected, expected_block
-from kvstore.namespace import Namespace
-from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire import statuses
-from kvstore.wire.images import image_messages, receive_images
-from kvstore.wire.limits import DESCENTS_BYTES_MAX, MESSAGE_BYTES_MAX
-from kvstore.wire.messages import (
+from kvstore.transport import status
+from kvstore.transport.images import image_messages, receive_images
+from kvstore.transport.limits import DESCENTS_BYTES_MAX, MESSAGE_BYTES_MAX
+from kvstore.transport.messages import (
     namespace_of,
     pack_descents,
     pack_keys,
@@ -28,7 +27,8 @@ from kvstore.wire.messages import (
     unpack_sizes,
     unpack_tokens,
 )
-from kvstore.wire.statuses import BrokenTransfer, failure, refusal
+from kvstore.transport.status import BrokenTransfer, failure, refusal
+from kvstore.v1 import kvstore_pb2 as pb
 from tests.kit.cases import for_each
 from tests.kit.stores import SMALL
 
@@ -129,10 +129,10 @@ def round_trip(error: KVStoreError) -> KVStoreError:
 
 def test_the_table_has_every_error() -> None:
     # WrongSize is what a client finds out: no worker raises it.
-    assert set(PUBLIC) - {errors.WrongSize} <= set(statuses.STATUSES)
+    assert set(PUBLIC) - {errors.WrongSize} <= set(status.STATUSES)
 
 
-@for_each("kind", list(statuses.STATUSES))
+@for_each("kind", list(status.STATUSES))
 def test_errors_come_back_as_the_same_class_with_the_same_message(kind: type[KVStoreError]) -> None:
     back = round_trip(kind("what was wrong, größer als erlaubt"))
     assert type(back) is kind
@@ -146,8 +146,8 @@ def test_a_broken_hold_says_what_is_still_valid() -> None:
 
 
 def test_a_long_message_is_cut() -> None:
-    assert len(refusal(InvalidRequest("x" * 100_000)).message) == statuses.MESSAGE_BYTES_MAX
-    assert len(quote(refusal(InvalidRequest("é💥" * 100_000)).message)) <= statuses.MESSAGE_BYTES_MAX
+    assert len(refusal(InvalidRequest("x" * 100_000)).message) == status.MESSAGE_BYTES_MAX
+    assert len(quote(refusal(InvalidRequest("é💥" * 100_000)).message)) <= status.MESSAGE_BYTES_MAX
 
 
 @given(st.lists(st.binary(max_size=40), max_size=8))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.results import PutResult
+from kvstore.core.results import PutResult
+from kvstore.core.write_mode import WriteMode, WriteModeName
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.writes import WriteMode, WriteModeName
 from tests.kit.cases import for_each
 from tests.kit.memory_workers import caching, working
 from tests.kit.patience import PATIENCE_S

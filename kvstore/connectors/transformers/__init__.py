@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from kvstore.connectors.transformers.blended import Blended, prefill_blended, put_segments
+from kvstore.connectors.transformers.blend import Blended, prefill_blended, put_segments
 from kvstore.connectors.transformers.cache_spec import BlendedCache, model_cache
 from kvstore.connectors.transformers.prefill import Storing, prefill_with_store
 

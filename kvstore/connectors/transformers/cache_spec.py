@@ -19,10 +19,10 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvstore.client import Cache, Store
+from kvstore.core.layout import DType, Layout
+from kvstore.core.namespace import Namespace
+from kvstore.core.text import kind_of
 from kvstore.errors import InvalidRequest
-from kvstore.layout import DType, Layout
-from kvstore.namespace import Namespace
-from kvstore.text import kind_of
 
 # A digest of a model's modules: swapped or patched modules compute other KV from equal weights.
 
@@ -173,7 +173,7 @@ class BlendedCache(DynamicCache):  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class TokenShape:
     """The KV of a token in each layer: K of shape ``k`` and V of shape ``v``, (heads, dim); equal for all layers."""
 
     k: tuple[int, int]
@@ -193,7 +193,7 @@ class Kept:
         return Layout(len(self.devices), heads, dim, DTYPES[self.dtype], chunk_tokens)
 
 
-def kept_by(model: Any) -> Kept:
+def kept_by(model: Any) -> TokenShape:
     """Runs ``model`` on two tokens, twice, and returns the KV that it keeps.
 
     Raises InvalidRequest if that is not K and V of each token alike, or depends on what follows the token.
@@ -207,7 +207,7 @@ def kept_by(model: Any) -> Kept:
         raise refused(model, f"of two tokens it keeps {k_shape} {dtype}, {v_shape} {v_dtype}, not (1, heads, 2, dim)")
     if dtype not in DTYPES:
         raise refused(model, f"it keeps {dtype}, which the store has no type for")
-    kept = Kept(k_shape[1::2], v_shape[1::2], dtype, tuple(k.device for k, _ in adds))
+    kept = TokenShape(k_shape[1::2], v_shape[1::2], dtype, tuple(k.device for k, _ in adds))
     if kept.row % 2:
         raise refused(model, f"K and V of a token have {kept.row} elements together: expected an even number")
     for one, other in zip(adds, _added(model, (0, 2)), strict=True):
@@ -332,7 +332,7 @@ CHUNK_TOKENS = 256
 CONFIG_SILENT = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 """Settings that describe a model's origin, not its computation; types are part of the layout and the weights."""
 
-_probed: weakref.WeakKeyDictionary[Any, tuple[str, Kept]] = weakref.WeakKeyDictionary()
+_probed: weakref.WeakKeyDictionary[Any, tuple[str, TokenShape]] = weakref.WeakKeyDictionary()
 
 
 def model_cache(
@@ -377,7 +377,7 @@ def not_a_store(given: object) -> InvalidRequest:
     return InvalidRequest(f"store is a {name}: expected what kvstore.open or kvstore.connect returns")
 
 
-def checked(model: Any) -> Kept:
+def checked(model: Any) -> TokenShape:
     """Returns the KV that ``model`` keeps of each token. Raises InvalidRequest if it cannot be served."""
     check_model(model)
     seen_as = f"{config_digest(model.config)} {model.dtype} {model.device} {getattr(model, 'hf_device_map', None)}"
@@ -387,7 +387,7 @@ def checked(model: Any) -> Kept:
     return probed[1]
 
 
-def check_cache(model: Any, kept: Kept, namespace: Namespace) -> None:
+def check_cache(model: Any, kept: TokenShape, namespace: Namespace) -> None:
     """Raises InvalidRequest if ``namespace`` does not belong to ``model`` as it is now.
 
     A fingerprint given by the caller is trusted for the weights.
@@ -419,7 +419,7 @@ def config_digest(config: Any) -> str:
     return blake2b(json.dumps(settings, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
-def _attributes(model: Any, kept: Kept) -> dict[str, str]:
+def _attributes(model: Any, kept: TokenShape) -> dict[str, str]:
     # Releases of transformers change what models put into the cache: latent attention used to be stored expanded.
     release = ".".join(transformers.__version__.split(".")[:2])
     return {

@@ -42,7 +42,7 @@ class PromptKV:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _PartialRows:
     """The cache that a layer sees: it adds K and V of ``rows`` and attends to those of the whole prompt."""
 
     kv: PromptKV
@@ -129,7 +129,7 @@ class Decoder:
             attention_mask=self._mask(layer, rows, kv.keys[layer].shape[2]),
             position_ids=rows[None],
             position_embeddings=self._tables(layer, hidden, rows),
-            past_key_values=_Rows(kv, rows),
+            past_key_values=_PartialRows(kv, rows),
         )
 
     def logits(self, hidden: Any) -> Any:

@@ -13,9 +13,9 @@ import torch
 from torch.nn import functional
 
 from kvstore.connectors.transformers.decoder import Decoder, PromptKV, Score, alone, deviation, recompute
+from kvstore.core.text import parse_json
 from kvstore.errors import InvalidRequest
 from kvstore.segments import Bounds, Measured, Rule, Verdict
-from kvstore.text import parse_json
 
 # Blended prefill beside full prefill of the same prompt: answers, top-1 agreement, KL, and the KV of each layer.
 
@@ -97,7 +97,7 @@ def prepare(decoder: Decoder, case: Case) -> Prepared:
 
 
 @dataclass(slots=True)
-class Tally:
+class RuleFigures:
     """Figures of one rule over the prompts so far."""
 
     verdict: Verdict
@@ -451,7 +451,7 @@ def choose(
     tried: list[Verdict] = []
     best: Verdict | None = None
     for at in range(0, len(tries), AT_ONCE):
-        wave = [Tally(each) for each in tries[at : at + AT_ONCE]]
+        wave = [RuleFigures(each) for each in tries[at : at + AT_ONCE]]
         _measure(decoder, split.searched, wave, strict)
         found = [replace(each.verdict, measured=each.measured()) for each in wave]
         tried += found
@@ -477,7 +477,7 @@ def tightened(bounds: Bounds) -> Bounds:
 
 def _reported(decoder: Decoder, cases: Sequence[Case], chosen: Verdict) -> Verdict:
     """Returns the choice with its figures on prompts that had no part in it, all of them."""
-    tally = Tally(chosen)
+    tally = RuleFigures(chosen)
     for case in cases:
         tally.add(decoder, prepare(decoder, case))
     return replace(chosen, measured=tally.measured())
@@ -489,7 +489,7 @@ def _closed(tried: Sequence[Verdict]) -> Verdict:
     return replace(nearest, bounds=tightened(nearest.bounds))
 
 
-def _measure(decoder: Decoder, cases: Sequence[Case], wave: Sequence[Tally], bounds: Bounds) -> None:
+def _measure(decoder: Decoder, cases: Sequence[Case], wave: Sequence[RuleFigures], bounds: Bounds) -> None:
     """Runs each of ``wave`` on all prompts, or until it cannot hold the bounds any more."""
     live = list(wave)
     for case in cases:

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from kvstore.buffers import aligned
 from kvstore.client import Cache, Hold, Store
 from kvstore.connectors.transformers.cache_spec import (
     CHUNK_TOKENS,
-    Kept,
+    TokenShape,
     check_cache,
     check_prompt,
     checked,
@@ -30,6 +29,8 @@ from kvstore.connectors.transformers.cache_spec import (
     not_a_store,
     run,
 )
+from kvstore.core.buffers import aligned
+from kvstore.core.layout import Layout
 from kvstore.errors import (
     HoldBroken,
     InvalidRequest,
@@ -39,7 +40,6 @@ from kvstore.errors import (
     SessionLost,
     Unavailable,
 )
-from kvstore.layout import Layout
 
 # KV between the memory of GPUs and the store, layer by layer through pinned memory, beside the work of both.
 #
@@ -54,12 +54,12 @@ LAYERS = 4
 """Two are read, or one is computed, while two are on the bus."""
 
 
-def has_gpu(kept: Kept) -> bool:
+def has_gpu(kept: TokenShape) -> bool:
     """True if all of the KV is in memory of GPUs."""
     return all(device.type == "cuda" for device in kept.devices)
 
 
-def arriving(held: Hold, layout: Layout, kept: Kept) -> Iterator[Any]:
+def arriving(held: Hold, layout: Layout, kept: TokenShape) -> Iterator[Any]:
     """Yields K and V of each layer, of shape (2, tokens, width), on its device.
 
     A short prefix is read at once: a layer of its own costs as much as some MiB. Raises HoldBroken.
@@ -82,7 +82,7 @@ def arriving(held: Hold, layout: Layout, kept: Kept) -> Iterator[Any]:
     yield from _moved(((layer, ring[layer % LAYERS]) for layer, _, _ in layers), kept, LAYERS - 2)
 
 
-def _moved(layers: Iterable[tuple[int, Any]], kept: Kept, at_once: int) -> Iterator[Any]:
+def _moved(layers: Iterable[tuple[int, Any]], kept: TokenShape, at_once: int) -> Iterator[Any]:
     """Moves layers from pinned memory to their devices; asks for more once fewer than ``at_once`` are on the bus."""
     sent = deque[Any]()
     for layer, memory in layers:
@@ -96,14 +96,14 @@ def _moved(layers: Iterable[tuple[int, Any]], kept: Kept, at_once: int) -> Itera
         sent.popleft().synchronize()
 
 
-class Leaving:
+class OffloadStream:
     """KV that a model computes, on its way to host memory.
 
     That of a GPU goes straight there if it is short enough to be pinned, and else by way of pinned memory, a few layers
     at a time.
     """
 
-    def __init__(self, tokens: int, kept: Kept) -> None:
+    def __init__(self, tokens: int, kept: TokenShape) -> None:
         shape = (len(kept.devices), 2, tokens, kept.row // 2)
         self.size_bytes = math.prod(shape) * kept.dtype.itemsize
         self._rows = host_memory(shape, kept, AT_ONCE_BYTES)
@@ -145,7 +145,7 @@ class Leaving:
             into.copy_(first)
 
 
-def host_memory(shape: Any, kept: Kept, pinned_max: int) -> Any:
+def host_memory(shape: Any, kept: TokenShape, pinned_max: int) -> Any:
     """Returns host memory for KV: pinned if a GPU is to read or write it, and it has at most ``pinned_max`` bytes."""
     if has_gpu(kept) and math.prod(shape) * kept.dtype.itemsize <= pinned_max:
         return _pinned(shape, kept.dtype)
@@ -337,7 +337,7 @@ def _check_pieces(piece_tokens: Any, chunk_tokens: int) -> None:
         raise InvalidRequest(f"piece_tokens={piece_tokens!r}: expected a multiple of chunk_tokens ({chunk_tokens})")
 
 
-def _load(cache: Cache, kept: Kept, tokens: Any, past: Any) -> int:
+def _load(cache: Cache, kept: TokenShape, tokens: Any, past: Any) -> int:
     """Fills ``past`` with the stored part of ``tokens``; returns its length."""
     count, layers = 0, list[Any]()
     with suppress(*GO_ON):
@@ -351,12 +351,12 @@ def _load(cache: Cache, kept: Kept, tokens: Any, past: Any) -> int:
     return count
 
 
-def load_rows(cache: Cache, kept: Kept, tokens: Any) -> tuple[int, list[Any]]:
+def load_rows(cache: Cache, kept: TokenShape, tokens: Any) -> tuple[int, list[Any]]:
     """Returns the number of stored tokens, and K and V of each layer, of shape (2, tokens, width), on its device."""
     return _load_layers(cache, kept, tokens) if has_gpu(kept) else _load_whole(cache, kept, tokens)
 
 
-def _load_layers(cache: Cache, kept: Kept, tokens: Any) -> tuple[int, list[Any]]:
+def _load_layers(cache: Cache, kept: TokenShape, tokens: Any) -> tuple[int, list[Any]]:
     """Reads each layer while the one before is on the bus."""
     try:
         with cache.hold(tokens) as held:
@@ -366,7 +366,7 @@ def _load_layers(cache: Cache, kept: Kept, tokens: Any) -> tuple[int, list[Any]]
     return _load_whole(cache, kept, tokens)
 
 
-def _load_whole(cache: Cache, kept: Kept, tokens: Any) -> tuple[int, list[Any]]:
+def _load_whole(cache: Cache, kept: TokenShape, tokens: Any) -> tuple[int, list[Any]]:
     count, array = cache.get(tokens)
     if not count:
         return 0, []
@@ -375,9 +375,9 @@ def _load_whole(cache: Cache, kept: Kept, tokens: Any) -> tuple[int, list[Any]]:
     return count, [rows[layer].to(device) for layer, device in enumerate(kept.devices)]
 
 
-def _compute(model: Any, kept: Kept, prefix: Any, past: Any, start: int, piece_tokens: int) -> Leaving:
+def _compute(model: Any, kept: TokenShape, prefix: Any, past: Any, start: int, piece_tokens: int) -> OffloadStream:
     """Runs the model on ``prefix`` from ``start``; returns its KV on the way to the host."""
-    leaving = Leaving(prefix.shape[1] - start, kept)
+    leaving = OffloadStream(prefix.shape[1] - start, kept)
     at = start
 
     def take(layer: int, k: Any, v: Any) -> None:
@@ -394,7 +394,7 @@ def _compute(model: Any, kept: Kept, prefix: Any, past: Any, start: int, piece_t
     return leaving
 
 
-def _put(cache: Cache, tokens: Any, leaving: Leaving, start: int) -> None:
+def _put(cache: Cache, tokens: Any, leaving: OffloadStream, start: int) -> None:
     """Stores what was computed. ``tokens`` must be a copy: the caller may use its prompt's memory again meanwhile."""
     layout, rows = cache.layout, leaving.rows()
     array = rows.view(torch.uint8).numpy().view(layout.numpy_dtype)

@@ -18,8 +18,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from kvstore.background import Tasks
-from kvstore.connectors.common import Recent, weights_fingerprint
+from kvstore.connectors.common import RecentMap, weights_fingerprint
+from kvstore.core.background import Tasks
 from kvstore.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -32,14 +32,14 @@ SETTINGS_FILE = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Seal:
+class AdapterSnapshot:
     """The files of an adapter as they were at one moment: name, inode, size and times of each."""
 
     path: str
     files: tuple[tuple[str, int, int, int, int], ...]
 
     @classmethod
-    def of(cls, path: str) -> Seal:
+    def of(cls, path: str) -> AdapterSnapshot:
         """Raises OSError for a path that is no folder, or cannot be looked at."""
         found = []
         with os.scandir(path) as entries:
@@ -56,7 +56,7 @@ class Seal:
     def holds(self) -> bool:
         """True if the files are the same now."""
         try:
-            return Seal.of(self.path) == self
+            return AdapterSnapshot.of(self.path) == self
         except OSError:
             return False
 
@@ -65,7 +65,7 @@ class Seal:
 class Check:
     """One request's adapter, being looked at; complete once ``done`` is set."""
 
-    seal: Seal | None = None
+    seal: AdapterSnapshot | None = None
     digest: bytes = b""
     """16 bytes; empty if nothing may be shared."""
     done: threading.Event = field(default_factory=threading.Event)
@@ -82,7 +82,7 @@ class Adapters:
         self._started_ns = time.time_ns() if started_ns is None else started_ns
         self._paths: dict[int, str] = {}
         """The path of each adapter's number, by which vLLM tells adapters apart; empty if it had two."""
-        self._digests: Recent[tuple[Seal, bool], bytes] = Recent(DIGESTS_MAX)
+        self._digests: RecentMap[tuple[AdapterSnapshot, bool], bytes] = RecentMap(DIGESTS_MAX)
         self._said: set[str] = set()
         self._thread: Tasks | None = None
 
@@ -106,7 +106,7 @@ class Adapters:
 
     def _serve(self, check: Check, path: str, is_3d: bool) -> None:
         try:
-            seal = Seal.of(path)
+            seal = AdapterSnapshot.of(path)
             if seal.changed_ns > self._started_ns - int(MARGIN_S * 1e9):
                 raise InvalidRequest("its files are younger than the engine, which may have loaded others")
             key = (seal, is_3d)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvstore.connectors.vllm.adapters import Seal
-from kvstore.hints import DEFAULT, Hints
+from kvstore.connectors.vllm.adapters import AdapterSnapshot
+from kvstore.core.hints import DEFAULT, Hints
 
 WINDOWS_APART = 4
 """Windows are stored whole once in this many windows of a prompt: of five window layers beside one that sees
@@ -20,7 +20,7 @@ SPAN_UNITS = 256
 
 
 @enum.unique
-class Kind(enum.Enum):
+class GroupKind(enum.Enum):
     """How a group's state depends on the tokens before it."""
 
     FULL = "attention to all tokens"
@@ -30,24 +30,24 @@ class Kind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class LayerGroups:
     """Groups of one kind and block size, whose blocks for the same tokens lie in one file."""
 
     groups: tuple[int, ...]
     """vLLM's numbers of its groups. The first is in the keys."""
     block_tokens: int
-    kind: Kind = Kind.FULL
+    kind: GroupKind = GroupKind.FULL
     reach_tokens: int = 0
     """Tokens that a window sees, or the length of a chunk."""
 
     def first_block(self, boundary: int) -> int:
         """Returns the index of the first block that a hit of ``boundary`` tokens needs; vLLM allocates none before."""
         skipped = 0
-        if self.kind is Kind.WINDOW:
+        if self.kind is GroupKind.WINDOW:
             skipped = max(0, boundary - self.reach_tokens + 1)
-        elif self.kind is Kind.CHUNK:
+        elif self.kind is GroupKind.CHUNK:
             skipped = boundary // self.reach_tokens * self.reach_tokens
-        elif self.kind is Kind.STATE:
+        elif self.kind is GroupKind.STATE:
             skipped = max(0, boundary - 1)
         return skipped // self.block_tokens
 
@@ -61,10 +61,10 @@ class Boundaries:
     """Tokens between two of them in a prompt."""
 
     @classmethod
-    def of(cls, unit: int, clusters: Sequence[Cluster]) -> Boundaries:
+    def of(cls, unit: int, clusters: Sequence[LayerGroups]) -> Boundaries:
         """Returns the boundaries of a model. They are everywhere where only some can be hit: between states."""
-        reach = max((each.reach_tokens for each in clusters if each.kind is Kind.WINDOW), default=0)
-        if not reach or any(each.kind is Kind.STATE for each in clusters):
+        reach = max((each.reach_tokens for each in clusters if each.kind is GroupKind.WINDOW), default=0)
+        if not reach or any(each.kind is GroupKind.STATE for each in clusters):
             return cls(unit, unit)
         return cls(unit, -(-WINDOWS_APART * reach // unit) * unit)
 
@@ -77,9 +77,9 @@ class Boundaries:
         ends = (parting, (prompt_tokens - 1) // self.unit * self.unit, end)
         return min([-(-tokens // step) * step, *(each for each in ends if each >= tokens)])
 
-    def needs(self, cluster: Cluster, index: int, prompt_tokens: int, parting: int) -> bool:
+    def needs(self, cluster: LayerGroups, index: int, prompt_tokens: int, parting: int) -> bool:
         """True if a later hit may need this block of the cluster."""
-        if cluster.kind is not Kind.WINDOW:
+        if cluster.kind is not GroupKind.WINDOW:
             return True
         boundary = self.next((index + 1) * cluster.block_tokens, prompt_tokens, parting)
         return cluster.first_block(boundary) <= index
@@ -89,7 +89,7 @@ class Boundaries:
 class Tail:
     """The keys of a cluster's blocks, from a prompt's first one on. None: not to be asked for."""
 
-    cluster: Cluster
+    cluster: LayerGroups
     keys: Sequence[bytes | None]
 
 
@@ -134,7 +134,7 @@ State = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class BlockHashes:
     """The source of the keys of a request's blocks: vLLM's hashes of its tokens, and an ending for all."""
 
     hashes: Sequence[bytes]
@@ -142,7 +142,7 @@ class Named:
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class ReuseBoundaries:
     """The boundaries of a request, in tokens. They decide which of its blocks later hits may need."""
 
     prompt_tokens: int
@@ -155,18 +155,18 @@ class Ends:
 class Runs:
     """Cuts requests into blocks. ``hash_tokens`` is how many tokens vLLM hashes at a time."""
 
-    def __init__(self, clusters: Sequence[Cluster], hash_tokens: int) -> None:
+    def __init__(self, clusters: Sequence[LayerGroups], hash_tokens: int) -> None:
         self.clusters = clusters
         self.hash_tokens = hash_tokens
         self.unit = math.lcm(*(each.block_tokens for each in clusters))
         """The least number of tokens that is whole blocks in every cluster."""
         self._boundaries = Boundaries.of(self.unit, clusters)
 
-    def known_tokens(self, named: Named) -> int:
+    def known_tokens(self, named: BlockHashes) -> int:
         """Returns the tokens that have keys."""
         return len(named.hashes) * self.hash_tokens
 
-    def keys(self, named: Named, number: int, first: int, end: int) -> list[bytes]:
+    def keys(self, named: BlockHashes, number: int, first: int, end: int) -> list[bytes]:
         """Returns the keys of a cluster's full blocks that begin in ``[first, end)`` tokens."""
         cluster = self.clusters[number]
         size, per_block = cluster.block_tokens, cluster.block_tokens // self.hash_tokens
@@ -175,7 +175,7 @@ class Runs:
             block_key(named.hashes[(index + 1) * per_block - 1], cluster.groups[0], named.ending) for index in indices
         ]
 
-    def loads(self, named: Named, tables: Sequence[Sequence[int]], first: int, end: int) -> list[Run]:
+    def loads(self, named: BlockHashes, tables: Sequence[Sequence[int]], first: int, end: int) -> list[BlockRange]:
         """Returns the blocks that a hit of ``end`` tokens needs, without those before ``first``."""
         runs = []
         for number, cluster in enumerate(self.clusters):
@@ -186,22 +186,24 @@ class Runs:
             runs += self._cut(named, number, tables, (first, end), needs)
         return runs
 
-    def stores(self, named: Named, tables: Sequence[Sequence[int]], first: int, end: int, ends: Ends) -> list[Run]:
+    def stores(
+        self, named: BlockHashes, tables: Sequence[Sequence[int]], first: int, end: int, ends: ReuseBoundaries
+    ) -> list[BlockRange]:
         """Returns the blocks in ``[first, end)`` tokens that later hits may need, without states."""
         runs = []
         for number, cluster in enumerate(self.clusters):
             begin = first
-            if ends.is_parting and cluster.kind is Kind.WINDOW:
+            if ends.is_parting and cluster.kind is GroupKind.WINDOW:
                 begin = min(first, cluster.first_block(ends.parting) * cluster.block_tokens)
 
-            def needs(index: int, cluster: Cluster = cluster) -> bool:
+            def needs(index: int, cluster: LayerGroups = cluster) -> bool:
                 return self._boundaries.needs(cluster, index, ends.prompt_tokens, ends.parting)
 
-            if cluster.kind is not Kind.STATE:
+            if cluster.kind is not GroupKind.STATE:
                 runs += self._cut(named, number, tables, (begin, end), needs)
         return runs
 
-    def states(self, named: Named, offered: Sequence[State], computed: int, end: int) -> list[Run]:
+    def states(self, named: BlockHashes, offered: Sequence[State], computed: int, end: int) -> list[BlockRange]:
         """Returns the states that a step brings to a boundary behind ``computed`` tokens and up to ``end``.
 
         Which blocks they are in only vLLM knows: their places in the tables change.
@@ -215,22 +217,22 @@ class Runs:
                 if all(blocks) and computed < boundary <= end and boundary % cluster.block_tokens == 0:
                     first = boundary - cluster.block_tokens
                     keys = self.keys(named, number, first, boundary)
-                    runs.append(Run(number, keys, [blocks], first // cluster.block_tokens))
+                    runs.append(BlockRange(number, keys, [blocks], first // cluster.block_tokens))
         return runs
 
     def _cut(
         self,
-        named: Named,
+        named: BlockHashes,
         number: int,
         tables: Sequence[Sequence[int]],
         between: tuple[int, int],
         needs: Callable[[int], bool],
-    ) -> list[Run]:
+    ) -> list[BlockRange]:
         """Returns a cluster's full blocks between two tokens that are needed and exist, in runs without gaps.
 
         ``tables`` are the request's blocks of each group; block 0 is one outside the window.
         """
-        cluster, runs = self.clusters[number], list[Run]()
+        cluster, runs = self.clusters[number], list[BlockRange]()
         mine = list(zip(*(tables[group] for group in cluster.groups), strict=False))
         start = between[0] // cluster.block_tokens
         keys = self.keys(named, number, *between)
@@ -238,14 +240,14 @@ class Runs:
             if not all(blocks) or not needs(index):
                 continue
             if not runs or runs[-1].first + len(runs[-1].keys) != index:
-                runs.append(Run(number, [], [], index))
+                runs.append(BlockRange(number, [], [], index))
             runs[-1].keys.append(key)
             runs[-1].blocks.append(blocks)
         return runs
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class BlockRange:
     """Blocks of one cluster: the keys they are stored under, and the engine's numbers for them, one per group."""
 
     cluster: int
@@ -254,14 +256,14 @@ class Run:
     blocks: list[tuple[int, ...]]
     first: int = 0
     """The index of the first among the cluster's blocks of its prompt; the others follow it."""
-    seal: Seal | None = None
+    seal: AdapterSnapshot | None = None
     """The adapter that computed them: they are stored only if its files are still the same."""
     hints: Hints = DEFAULT
     """How long they are worth keeping."""
     descents: list[bytes] = field(default_factory=list)
     """A packed descent for each block, b"" for none; empty if no block has one, or to load."""
 
-    def picked(self, offsets: Sequence[int]) -> Run:
+    def picked(self, offsets: Sequence[int]) -> BlockRange:
         """Returns some of these blocks; ``first`` becomes that of a part without gaps."""
         return replace(
             self,

@@ -14,11 +14,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvstore.connectors.vllm.events import Descents, Describer, Events
-from kvstore.connectors.vllm.messages import Orders, Report
+from kvstore.connectors.vllm.messages import Orders, WorkerReport
 from kvstore.connectors.vllm.metrics import EngineCount
-from kvstore.connectors.vllm.namespaces import Shape, check_hashes, check_heads, model_fingerprint, namespaces
+from kvstore.connectors.vllm.namespaces import KVTopology, check_hashes, check_heads, model_fingerprint, namespaces
 from kvstore.connectors.vllm.scheduler import SchedulerHalf
-from kvstore.connectors.vllm.settings import Settings
+from kvstore.connectors.vllm.settings import ConnectorSettings
 from kvstore.connectors.vllm.worker import WorkerHalf
 
 log = logging.getLogger(__name__)
@@ -65,16 +65,16 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """KV in a kvstore, shared by all engines with the same model and settings.
 
-    ``Settings`` describes ``kv_connector_extra_config``. Raises InvalidRequest (a ValueError) if the settings, the
-    model or vLLM's configuration do not allow KV to be shared.
+    ``ConnectorSettings`` describes ``kv_connector_extra_config``. Raises InvalidRequest (a ValueError) if the settings,
+    the model or vLLM's configuration do not allow KV to be shared.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        settings = Settings.of(transfer.kv_connector_extra_config, "kv_connector_extra_config")
+        settings = ConnectorSettings.of(transfer.kv_connector_extra_config, "kv_connector_extra_config")
         check_hashes(vllm_config)
-        shape = Shape(vllm_config, kv_cache_config, settings.tp_shards)
+        shape = KVTopology(vllm_config, kv_cache_config, settings.tp_shards)
         names = namespaces(vllm_config, shape, settings.fingerprint or model_fingerprint(vllm_config), settings.tenant)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
@@ -132,7 +132,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.kv_connector_worker_meta
-        if isinstance(report, Report):
+        if isinstance(report, WorkerReport):
             self._scheduling.learn(report)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -203,7 +203,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Returns blocks that must be computed after all; damaged ones have been quarantined."""
         return self._working.failed_blocks()
 
-    def build_connector_worker_meta(self) -> Report | None:
+    def build_connector_worker_meta(self) -> WorkerReport | None:
         return self._working.report()
 
     # Both

@@ -18,12 +18,12 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash, to_event_extra_keys
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from kvstore.connectors.common import Recent
-from kvstore.connectors.vllm.blocks import Cluster, Kind, Run
-from kvstore.connectors.vllm.messages import Report
+from kvstore.connectors.common import RecentMap
+from kvstore.connectors.vllm.blocks import BlockRange, GroupKind, LayerGroups
+from kvstore.connectors.vllm.messages import WorkerReport
+from kvstore.core.namespace import NamespaceDigest
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import NO_WHOLE, WHOLE_BYTES, Descent
-from kvstore.namespace import NamespaceDigest
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,14 @@ class Described:
 class Describer:
     """Describes the blocks of one engine. ``clusters`` and ``hash_tokens`` are those of ``Shape``."""
 
-    def __init__(self, clusters: Sequence[Cluster], hash_tokens: int) -> None:
+    def __init__(self, clusters: Sequence[LayerGroups], hash_tokens: int) -> None:
         self.clusters = clusters
         self._hash_tokens = hash_tokens
 
-    def blocks(self, request: Any, run: Run) -> Iterator[Described]:
+    def blocks(self, request: Any, run: BlockRange) -> Iterator[Described]:
         """Yields the blocks of a run of this request; none unless it is of full attention."""
         cluster, hashes, media = self.clusters[run.cluster], request.block_hashes, 0
-        if cluster.kind is not Kind.FULL:
+        if cluster.kind is not GroupKind.FULL:
             return
         size, per_block = cluster.block_tokens, cluster.block_tokens // self._hash_tokens
         for index, key in enumerate(run.keys, run.first):
@@ -76,7 +76,7 @@ class Descents:
         joined = blake2b(b"".join(digests), digest_size=WHOLE_BYTES).digest()
         self._whole = joined if len(digests) > 1 else NO_WHOLE
 
-    def of(self, request: Any, run: Run) -> list[bytes]:
+    def of(self, request: Any, run: BlockRange) -> list[bytes]:
         """Returns the packed descent of each block of a run; b"" where there is nothing to say that fits."""
         lora = request.lora_request
         name = None if lora is None else lora.lora_name
@@ -153,21 +153,21 @@ class Events:
         self._all_parts = (1 << parts) - 1
         self._medium = medium
         self._clock = clock
-        self._pending: Recent[bytes, Block] = Recent(PENDING_MAX)
+        self._pending: RecentMap[bytes, Block] = RecentMap(PENDING_MAX)
         self._pending_until_s = 0.0
         self._news: list[Block | tuple[int, bytes]] = []
         """Events to tell next: stored blocks, and group and hash of lost ones."""
-        self._told: Recent[bytes, None] = Recent(TOLD_MAX)
+        self._told: RecentMap[bytes, None] = RecentMap(TOLD_MAX)
         self._hash_bytes = 0
         """Bytes of a block hash, with which a key begins (``block_key``); known with the first block."""
 
-    def ordered(self, request: Any, runs: Iterable[Run]) -> None:
+    def ordered(self, request: Any, runs: Iterable[BlockRange]) -> None:
         """Remembers blocks that the workers now store."""
         for key, block in self._blocks(request, runs):
             self._pending[key] = block
         self._pending_until_s = self._clock() + TELL_S
 
-    def found(self, request: Any, runs: Iterable[Run]) -> None:
+    def found(self, request: Any, runs: Iterable[BlockRange]) -> None:
         """Tells blocks if a look-up found all their parts."""
         for key, block in self._blocks(request, runs):
             self._tell(key, block)
@@ -179,7 +179,7 @@ class Events:
                 del self._told[key]
                 self._news.append((key[self._hash_bytes], key[: self._hash_bytes]))
 
-    def learn(self, report: Report) -> None:
+    def learn(self, report: WorkerReport) -> None:
         """Takes in the workers' report: what they stored, what they could not store, and what they could not load."""
         self.missed(report.failed)
         for key in report.unstored:
@@ -215,7 +215,7 @@ class Events:
         self._news.append(block)
         self._told[key] = None
 
-    def _blocks(self, request: Any, runs: Iterable[Run]) -> Iterator[tuple[bytes, Block]]:
+    def _blocks(self, request: Any, runs: Iterable[BlockRange]) -> Iterator[tuple[bytes, Block]]:
         """Yields key and name of each block that is told."""
         lora = request.lora_request
         origin = {

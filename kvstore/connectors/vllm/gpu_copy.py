@@ -35,7 +35,7 @@ FULL_S = 10.0
 """Pause after the device had no memory for a part."""
 
 
-class Part:
+class CopyBuffer:
     """Device memory for one copy, and the event after which it may be used again."""
 
     def __init__(self, memory: Any) -> None:
@@ -54,10 +54,10 @@ class Parts:
         self._device = device
         self._size_bytes = size_bytes
         self._count_max = count_max
-        self._parts: deque[Part] = deque()
+        self._parts: deque[CopyBuffer] = deque()
         self._full_until_s = 0.0
 
-    def take(self) -> Part:
+    def take(self) -> CopyBuffer:
         """Returns the next part, for which the current stream waits. Raises Overloaded if there is none at all."""
         if not self._parts or (len(self._parts) < self._count_max and not self._parts[0].free.query()):
             self._grow()
@@ -75,7 +75,7 @@ class Parts:
         if time.monotonic() < self._full_until_s:
             return
         try:
-            self._parts.appendleft(Part(torch.empty(self._size_bytes, dtype=torch.uint8, device=self._device)))
+            self._parts.appendleft(CopyBuffer(torch.empty(self._size_bytes, dtype=torch.uint8, device=self._device)))
         except torch.OutOfMemoryError:
             self._full_until_s = time.monotonic() + FULL_S
 
@@ -99,11 +99,11 @@ class Bus:
         moment.record(torch.cuda.current_stream(self._device))
         return moment
 
-    def outward(self) -> Part:
+    def outward(self) -> CopyBuffer:
         """Returns a part to gather in, on the current stream. Raises Overloaded if there is none."""
         return self._outward.take()
 
-    def send(self, part: Part, host: Any) -> Any:
+    def send(self, part: CopyBuffer, host: Any) -> Any:
         """Begins to copy what the current stream gathers in ``part`` to pinned memory; returns the event of its end."""
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._out):

@@ -17,16 +17,16 @@ from zlib import crc32
 
 import msgspec
 
-from kvstore.background import Tasks
 from kvstore.client.cache import BlockCache, Pin, check_pin
-from kvstore.connectors.common import Abandoned, Branch, LazyStore, Recent, Sessions
+from kvstore.connectors.common import Abandoned, Branch, LazyStore, RecentMap, Sessions
 from kvstore.connectors.vllm.adapters import Check
-from kvstore.connectors.vllm.blocks import Kind, Named, Runs
+from kvstore.connectors.vllm.blocks import BlockHashes, GroupKind, Runs
 from kvstore.connectors.vllm.lookups import Lookup
 from kvstore.connectors.vllm.metrics import EngineCount, EngineCounts
+from kvstore.core.background import Tasks
+from kvstore.core.hints import PRIORITY_DEFAULT, Hints, Preset
 from kvstore.errors import KVStoreError
-from kvstore.hints import PRIORITY_DEFAULT, Hints, Preset
-from kvstore.wire.limits import BLOCKS_MAX
+from kvstore.transport.limits import BLOCKS_MAX
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ PIN_TTL_S = 3600.0
 PinName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,64}\Z")]
 
 
-class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RequestHints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The words of one request. Raises InvalidRequest for those that make no sense."""
 
     priority: int | None = None
@@ -65,10 +65,10 @@ class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Hints.of(self.priority, self.ttl, self.preset)
 
 
-NOTHING = Said()
+NOTHING = RequestHints()
 
 
-def said_of(request: Any) -> Said:
+def said_of(request: Any) -> RequestHints:
     """Returns the words of a request; if those for us make no sense, only what it says to vLLM itself."""
     own: dict[str, Any] = {"priority": _priority_of(request)}
     session = getattr(request, "session_id", None)
@@ -79,10 +79,10 @@ def said_of(request: Any) -> Said:
         if isinstance(said, Mapping):
             said = {name: value for name, value in said.items() if value is not None}
             said = own | {"priority": None} | said if "preset" in said else own | said
-        return msgspec.convert(own if said is None else said, Said)
+        return msgspec.convert(own if said is None else said, RequestHints)
     except msgspec.ValidationError as error:
         log.warning("kvstore: the hints of request %s are ignored: %s", request.request_id, error)
-        return Said(**own)
+        return RequestHints(**own)
 
 
 def _priority_of(request: Any) -> int:
@@ -109,11 +109,11 @@ STALE_S = 5.0
 
 
 @dataclass(slots=True)
-class Tracked:
+class RequestState:
     """Its state from its arrival to its end."""
 
     request: Any
-    said: Said = NOTHING
+    said: RequestHints = NOTHING
     lookup: Lookup | None = None
     answered_s: float | None = None
     """Time of the look-up's answer."""
@@ -158,7 +158,7 @@ SETTLE_S = 10.0
 class _Chain:
     """The blocks of a request by name. What vLLM hashed alike has other names under another ending."""
 
-    named: Named
+    named: BlockHashes
 
     def __len__(self) -> int:
         return len(self.named.hashes)
@@ -177,12 +177,12 @@ class Branches:
         self._sessions = Sessions()
         self._thread = Tasks("kvstore-vllm-branches", 1, BRANCHES_WAITING_MAX)
 
-    def ended(self, tracked: Tracked, named: Named, running: Iterable[Named]) -> None:
+    def ended(self, tracked: RequestState, named: BlockHashes, running: Iterable[BlockHashes]) -> None:
         """Notes the end of a request, while ``running`` go on."""
         if not tracked.said.session:
             return
         prompt = tracked.request.num_prompt_tokens // self._runs.hash_tokens
-        branch = Branch(_Chain(Named(tuple(named.hashes), named.ending)), prompt, time.monotonic())
+        branch = Branch(_Chain(BlockHashes(tuple(named.hashes), named.ending)), prompt, time.monotonic())
         found = self._sessions.ended(tracked.said.session, branch, tracked.said.supersede, map(_Chain, running))
         for each in found:
             self._thread.submit(partial(self._supersede, each))
@@ -230,7 +230,7 @@ class _Wish:
 
     name: str
     ttl_s: float
-    named: Named
+    named: BlockHashes
     prompt_tokens: int
     until_s: float
     """When to pin what is there, even if some is missing."""
@@ -246,17 +246,17 @@ class Pinning:
         self._wait_s = wait_s
         self._closing = threading.Event()
         self._lock = threading.Lock()  # guards the pins
-        self._pins: Recent[str, list[Pin]] = Recent(NAMES_MAX)
+        self._pins: RecentMap[str, list[Pin]] = RecentMap(NAMES_MAX)
         # One thread for all that is said of a name, in order: an unpin must not overtake a pin that waits for blocks.
         self._threads = [Tasks("kvstore-vllm-pins", 1, PINS_WAITING_MAX) for _ in range(PIN_THREADS)]
 
-    def ended(self, tracked: Tracked, named: Named) -> None:
+    def ended(self, tracked: RequestState, named: BlockHashes) -> None:
         """Does at the end of a request what it says about pins."""
         said = tracked.said
         if said.unpin:
             self._submit(said.unpin, partial(self._unpin, said.unpin))
         if said.pin:
-            chain = Named(tuple(named.hashes), named.ending)
+            chain = BlockHashes(tuple(named.hashes), named.ending)
             until_s = time.monotonic() + self._wait_s
             wish = _Wish(said.pin, said.pin_ttl, chain, tracked.request.num_prompt_tokens, until_s)
             self._submit(said.pin, partial(self._pin, wish))
@@ -286,7 +286,7 @@ class Pinning:
             for number, cluster in enumerate(self._runs.clusters):
                 keys = self._runs.keys(wish.named, number, 0, wish.prompt_tokens)
                 for cache in caches if keys else ():
-                    if cluster.kind is Kind.FULL:
+                    if cluster.kind is GroupKind.FULL:
                         self._await_stored(cache, keys, wish.until_s)
                     pins.append(cache.pin(keys, ttl=wish.ttl_s, owner=wish.name))
         except KVStoreError as error:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvstore.background import Decision, Loop
 from kvstore.connectors.common import LazyStore
 from kvstore.connectors.vllm.blocks import Tail, last_boundary
 from kvstore.connectors.vllm.metrics import EngineCount, EngineCounts
-from kvstore.connectors.vllm.settings import Settings
+from kvstore.connectors.vllm.settings import ConnectorSettings
+from kvstore.core.background import Decision, Loop
 from kvstore.errors import KVStoreError
 
 POLL_S = 0.02
@@ -26,7 +26,7 @@ THREADS = 2
 
 
 @dataclass(slots=True)
-class Found:
+class LookupResult:
     """Leading units of a prompt in the store: counted from its start, and from the unit asked for."""
 
     from_start: int
@@ -38,7 +38,7 @@ class Found:
     """Those whose attention to all tokens is there, if that is more than can be loaded."""
 
 
-UNKNOWN = Found(0, 0, is_known=False)
+UNKNOWN = LookupResult(0, 0, is_known=False)
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class Lookup:
     asked: int
     started_s: float
     wait_until_s: float
-    found: Found | None = None
+    found: LookupResult | None = None
     """Set once: by the thread that looked, or past the deadline."""
     tails: Sequence[Tail] = ()
     """The other keys."""
@@ -64,7 +64,7 @@ class Lookup:
         """Returns the first key of a unit; empty if a hit needs no whole unit of this model."""
         return next(iter(self.keys[unit]), b"")
 
-    def missed(self, found: Found) -> Sequence[bytes]:
+    def missed(self, found: LookupResult) -> Sequence[bytes]:
         """Returns the keys of the first unit that is not in the store; none if all are, or if nobody knows."""
         reached = max(found.from_asked, found.shared)  # without a window or a state a hit ends before
         at = found.from_start if found.from_start < self.asked else reached
@@ -76,7 +76,7 @@ class Lookups:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: ConnectorSettings,
         store: LazyStore,
         counts: EngineCounts,
         clock: Callable[[], float] = time.monotonic,
@@ -111,7 +111,7 @@ class Lookups:
             self._condition.notify()
         return lookup
 
-    def result(self, lookup: Lookup) -> Found | None:
+    def result(self, lookup: Lookup) -> LookupResult | None:
         """Returns the units found; None while the look-up runs within its deadline."""
         if lookup.found is not None:
             return lookup.found
@@ -159,7 +159,7 @@ class Lookups:
                 self._condition.wait(POLL_S)
             self._waiting.append(lookup)
 
-    def _look(self, lookup: Lookup) -> Found:
+    def _look(self, lookup: Lookup) -> LookupResult:
         caches = self._store.caches()
         if caches is None:
             return UNKNOWN
@@ -188,6 +188,6 @@ class Lookups:
         from_start = leading(0)
         shared = from_start if from_start >= lookup.asked else leading(lookup.asked)
         if not lookup.tails or shared <= lookup.asked:
-            return Found(from_start, shared)
+            return LookupResult(from_start, shared)
         found = last_boundary(lookup.tails, lookup.unit, lookup.asked, shared, present)
-        return Found(from_start, found, shared=shared if shared > found else 0)
+        return LookupResult(from_start, found, shared=shared if shared > found else 0)

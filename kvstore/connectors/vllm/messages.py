@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvstore.connectors.vllm.blocks import Run
+from kvstore.connectors.vllm.blocks import BlockRange
 
 IDLE_S = 0.005
 """The longest wait in a step that computes nothing: without one, vLLM runs hundreds of such steps while KV is loaded.
@@ -18,7 +18,7 @@ class Load:
     """KV to be read for one request."""
 
     request: str
-    runs: list[Run]
+    runs: list[BlockRange]
 
 
 @dataclass
@@ -26,13 +26,13 @@ class Orders(KVConnectorMetadata):  # type: ignore[misc]
     """The scheduler's message to every worker."""
 
     loads: list[Load] = field(default_factory=list)
-    stores: list[Run] = field(default_factory=list)
+    stores: list[BlockRange] = field(default_factory=list)
     is_idle: bool = False
     """True if the engine computes nothing in this step: then a worker may wait for a moment."""
 
 
 @dataclass
-class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """The workers' message to the scheduler."""
 
     failed: set[bytes] = field(default_factory=set)
@@ -44,13 +44,13 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
     unstored: set[bytes] = field(default_factory=set)
     """Keys that could not be stored, or only in part. Empty unless events are told."""
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Returns both reports in one."""
-        assert isinstance(other, Report)
+        assert isinstance(other, WorkerReport)
         stored = dict(self.stored)
         for key, parts in other.stored.items():
             stored[key] = stored.get(key, 0) | parts
-        return Report(
+        return WorkerReport(
             self.failed | other.failed,
             self.timed_out or other.timed_out,
             self.digests | other.digests,

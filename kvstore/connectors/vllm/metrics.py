@@ -5,11 +5,11 @@ from __future__ import annotations
 import enum
 import threading
 
-from kvstore.counts import Count
+from kvstore.core.metrics import Counter
 
 
 @enum.unique
-class EngineCount(Count):
+class EngineCount(Counter):
     """A counter of the connector in one engine: the metric ``vllm:kvstore_`` and its flat name."""
 
     LOOKUPS = "Look-ups of prompts in the store"

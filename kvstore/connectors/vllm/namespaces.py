@@ -18,10 +18,10 @@ import vllm
 from packaging.version import Version
 
 from kvstore.connectors.common import weights_fingerprint
-from kvstore.connectors.vllm.blocks import Cluster, Kind
+from kvstore.connectors.vllm.blocks import GroupKind, LayerGroups
+from kvstore.core.layout import DTYPES, DType, Layout, checked_dtype
+from kvstore.core.namespace import Namespace
 from kvstore.errors import InvalidRequest
-from kvstore.layout import DTYPES, DType, Layout, checked_dtype
-from kvstore.namespace import Namespace
 
 _VOLATILE = frozenset({"_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype"})
 """Fields of a model's configuration that do not affect its KV, or are attributes of their own."""
@@ -32,7 +32,7 @@ _MEDIA_FIELDS = (
 _RANDOM_SEED_HASHES = ("xxhash", "xxhash_cbor")
 
 
-class Shape:
+class KVTopology:
     """The shape of one engine's KV: its kinds, tokens per block of each, and which ranks keep which part."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, tp_shards: int = 0) -> None:
@@ -57,7 +57,7 @@ class Shape:
             raise InvalidRequest("vLLM caches no prefixes of this model: start without this connector")
         self.block_tokens = [cluster.block_tokens for cluster in self.clusters]
         """Tokens per block of each cluster."""
-        if vllm_config.speculative_config is not None and any(each.kind is Kind.STATE for each in self.clusters):
+        if vllm_config.speculative_config is not None and any(each.kind is GroupKind.STATE for each in self.clusters):
             raise InvalidRequest(
                 "the model keeps recurrent state, which vLLM corrects after a step if it decodes speculatively: start "
                 "without speculative decoding, or without this connector"
@@ -85,7 +85,7 @@ class Shape:
     @property
     def is_plain(self) -> bool:
         """True if all KV is full attention in one group: what was loaded before a block that failed can be used."""
-        return [(each.kind, len(each.groups)) for each in self.clusters] == [(Kind.FULL, 1)]
+        return [(each.kind, len(each.groups)) for each in self.clusters] == [(GroupKind.FULL, 1)]
 
     def parts(self) -> list[tuple[int, int]]:
         """Returns pipeline rank and tensor-parallel part of each namespace."""
@@ -105,11 +105,11 @@ class Shape:
                 f"tp_shards={self.shards}: expected a multiple of the tensor-parallel size ({ranks}) that divides the "
                 f"model's {heads} KV heads"
             )
-        if self.pp > 1 or any(each.kind is Kind.STATE for each in self.clusters):
+        if self.pp > 1 or any(each.kind is GroupKind.STATE for each in self.clusters):
             raise InvalidRequest("tp_shards parts attention by heads, without pipeline parallelism: leave it out")
 
 
-def namespaces(vllm_config: Any, shape: Shape, fingerprint: str, tenant: str) -> list[Namespace]:
+def namespaces(vllm_config: Any, shape: KVTopology, fingerprint: str, tenant: str) -> list[Namespace]:
     """Returns one namespace for each of ``shape.parts()``. Raises InvalidRequest."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     layout = Layout(
@@ -205,7 +205,7 @@ def check_heads(vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any
                 raise InvalidRequest(f"tp_shards: the KV of {layer} depends on the tensor-parallel size; leave it out")
 
 
-def _cluster(spec: Any, groups: tuple[int, ...]) -> Cluster:
+def _cluster(spec: Any, groups: tuple[int, ...]) -> LayerGroups:
     """Returns the cluster of groups with such a specification. Raises InvalidRequest if it is none that we know."""
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
@@ -216,14 +216,14 @@ def _cluster(spec: Any, groups: tuple[int, ...]) -> Cluster:
 
     tokens, one = int(spec.block_size), _one(spec)
     if isinstance(one, FullAttentionSpec):
-        return Cluster(groups, tokens)
+        return LayerGroups(groups, tokens)
     if isinstance(one, SlidingWindowSpec):
         reach = int(one.sliding_window) + int(getattr(one, "extra_retained_tokens", 0))
-        return Cluster(groups, tokens, Kind.WINDOW, reach)
+        return LayerGroups(groups, tokens, GroupKind.WINDOW, reach)
     if isinstance(one, ChunkedLocalAttentionSpec):
-        return Cluster(groups, tokens, Kind.CHUNK, int(one.attention_chunk_size))
+        return LayerGroups(groups, tokens, GroupKind.CHUNK, int(one.attention_chunk_size))
     if isinstance(one, MambaSpec) and one.mamba_cache_mode == "align":
-        return Cluster(groups, tokens, Kind.STATE)
+        return LayerGroups(groups, tokens, GroupKind.STATE)
     mode = f" in mode {one.mamba_cache_mode}" if isinstance(one, MambaSpec) else ""
     raise InvalidRequest(
         f"the model keeps {type(one).__name__} state{mode}, which kvstore does not know how to cut into blocks: start "

@@ -14,16 +14,16 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from kvstore.connectors.common import LazyStore, Recent
+from kvstore.connectors.common import LazyStore, RecentMap
 from kvstore.connectors.vllm.adapters import Adapters, Check
-from kvstore.connectors.vllm.blocks import Ends, Kind, Named, Run, Runs, State, Tail
-from kvstore.connectors.vllm.hints import Branches, Pinning, Tracked, said_of
-from kvstore.connectors.vllm.lookups import Found, Lookup, Lookups
-from kvstore.connectors.vllm.messages import IDLE_S, Load, Orders, Report
+from kvstore.connectors.vllm.blocks import BlockHashes, BlockRange, GroupKind, ReuseBoundaries, Runs, State, Tail
+from kvstore.connectors.vllm.hints import Branches, Pinning, RequestState, said_of
+from kvstore.connectors.vllm.lookups import Lookup, LookupResult, Lookups
+from kvstore.connectors.vllm.messages import IDLE_S, Load, Orders, WorkerReport
 from kvstore.connectors.vllm.metrics import EngineCount, EngineCounts
-from kvstore.connectors.vllm.namespaces import Shape
-from kvstore.connectors.vllm.settings import Settings
-from kvstore.namespace import Namespace
+from kvstore.connectors.vllm.namespaces import KVTopology
+from kvstore.connectors.vllm.settings import ConnectorSettings
+from kvstore.core.namespace import Namespace
 
 if TYPE_CHECKING:
     from kvstore.connectors.vllm.events import Descents, Events
@@ -37,7 +37,7 @@ ORDERED_MAX = 65_536
 """Blocks ordered to be stored that are remembered, for look-ups that were answered before."""
 RENEW_S = 30.0
 """A request that still stores blocks looks its first ones up this often, so that they count as used like the last ones:
-half of the quantum of recency (kvstore/recency.py)."""
+half of the quantum of recency (kvstore/core/recency.py)."""
 
 
 class SchedulerHalf:
@@ -45,8 +45,8 @@ class SchedulerHalf:
 
     def __init__(
         self,
-        settings: Settings,
-        shape: Shape,
+        settings: ConnectorSettings,
+        shape: KVTopology,
         namespaces: Sequence[Namespace],
         *,
         loads: bool,
@@ -64,20 +64,20 @@ class SchedulerHalf:
         self._digests = {part: namespace.digest for part, namespace in enumerate(namespaces)}
         self._runs = Runs(shape.clusters, shape.hash_tokens)
         self._unit = self._runs.unit
-        self._whole = [number for number, each in enumerate(shape.clusters) if each.kind is Kind.FULL]
+        self._whole = [number for number, each in enumerate(shape.clusters) if each.kind is GroupKind.FULL]
         """The clusters whose blocks a hit needs all."""
         self.counts = EngineCounts()
         self._store = LazyStore(settings.looking_only(), namespaces)
         self._lookups = Lookups(settings, self._store, self.counts)
         self._branches = Branches(self._store, self._runs, self.counts)
         self._pinning = Pinning(self._store, self._runs, settings.store_timeout_s)
-        self._tracked: dict[str, Tracked] = {}
+        self._tracked: dict[str, RequestState] = {}
         self._new_loads: list[Load] = []
-        self._avoided: Recent[bytes, float] = Recent(AVOIDED_MAX)
+        self._avoided: RecentMap[bytes, float] = RecentMap(AVOIDED_MAX)
         """Until when blocks that could not be loaded are not looked up."""
-        self._ordered: Recent[bytes, float] = Recent(ORDERED_MAX)
+        self._ordered: RecentMap[bytes, float] = RecentMap(ORDERED_MAX)
         """When blocks were last ordered to be stored."""
-        self._loading: dict[bytes, Tracked] = {}
+        self._loading: dict[bytes, RequestState] = {}
         """The request that loads a block, by the block's key."""
         self._asked: threading.Event | None = None
         """Set when something ends that vLLM asked for since the last step in vain."""
@@ -89,7 +89,7 @@ class SchedulerHalf:
 
     def arrived(self, request: Any) -> None:
         """Implements ``on_new_request``."""
-        tracked = self._tracked[request.request_id] = Tracked(request, said_of(request))
+        tracked = self._tracked[request.request_id] = RequestState(request, said_of(request))
         if request.lora_request is not None:
             tracked.adapter = self._adapters.begin(request.lora_request)
             tracked.arrived_s = time.monotonic()
@@ -132,13 +132,13 @@ class SchedulerHalf:
             return None, False  # vLLM asks again, and then has them in its own cache
         return new, bool(new)
 
-    def _answered(self, tracked: Tracked, lookup: Lookup, found: Found) -> None:
+    def _answered(self, tracked: RequestState, lookup: Lookup, found: LookupResult) -> None:
         if tracked.answered_s is None:
             tracked.answered_s = time.monotonic()
             if self._events is not None:
                 self._events.missed(lookup.missed(found))
 
-    def _part(self, tracked: Tracked, tokens: int) -> None:
+    def _part(self, tracked: RequestState, tokens: int) -> None:
         """Notes how much the prompt shares with a stored one beyond what can be loaded; 0 for nothing."""
         tracked.parting, tracked.is_parting = tokens, tokens > 0
         seen = getattr(tracked.request, "shared_prefix_boundary", None)
@@ -146,7 +146,7 @@ class SchedulerHalf:
             # vLLM ends a step there, as where its own cache shows the same, so that there is a state to store.
             tracked.request.shared_prefix_boundary = max(seen, tokens)
 
-    def _waits_for(self, tracked: Tracked, check: Check) -> int | None:
+    def _waits_for(self, tracked: RequestState, check: Check) -> int | None:
         """Returns None while the files of the request's adapter are looked at; then it shares nothing: 0 tokens."""
         if not check.done.is_set() and time.monotonic() < tracked.arrived_s + self._settings.lookup_timeout_s:
             self._asked = check.done
@@ -164,12 +164,12 @@ class SchedulerHalf:
             return False
         return self._ordered.get(lookup.first_key(lookup.found.from_asked), 0.0) > lookup.started_s
 
-    def _loads_already(self, key: bytes, tracked: Tracked) -> bool:
+    def _loads_already(self, key: bytes, tracked: RequestState) -> bool:
         """True if another request is loading this block: samples of one prompt, or requests that came together."""
         other = self._loading.get(key)
         return other is not None and other is not tracked and time.monotonic() < other.loading_until_s
 
-    def _loaded(self, tracked: Tracked) -> None:
+    def _loaded(self, tracked: RequestState) -> None:
         """Ends the wait of others for what this request loads."""
         if self._loading.get(tracked.loading) is tracked:
             del self._loading[tracked.loading]
@@ -226,7 +226,7 @@ class SchedulerHalf:
             orders.stores += self._to_store(tracked, computed, done, states.get(request_id, ()))
         return orders
 
-    def _to_store(self, tracked: Tracked, computed: int, done: int, states: Sequence[State]) -> list[Run]:
+    def _to_store(self, tracked: RequestState, computed: int, done: int, states: Sequence[State]) -> list[BlockRange]:
         """Returns the blocks that are full once ``done`` tokens are computed. Drafted tokens may not stay: left out."""
         request, seal = tracked.request, tracked.adapter.seal if tracked.adapter is not None else None
         if tracked.adapter is not None and seal is None:
@@ -239,7 +239,7 @@ class SchedulerHalf:
         first = min(tracked.stored_tokens, computed)
         if all(done // size <= first // size for size in self._shape.block_tokens):
             return []
-        ends = Ends(request.num_prompt_tokens, tracked.parting, tracked.is_parting)
+        ends = ReuseBoundaries(request.num_prompt_tokens, tracked.parting, tracked.is_parting)
         runs = self._runs.stores(named, self.manager.get_block_ids(request.request_id), first, done, ends)
         runs += self._runs.states(named, states, computed, done)
         says = None if self._era else self._descents  # nobody else can load what has keys of this engine alone
@@ -260,7 +260,7 @@ class SchedulerHalf:
                 self._ordered[key] = now
         return runs
 
-    def learn(self, report: Report) -> None:
+    def learn(self, report: WorkerReport) -> None:
         """Implements ``update_connector_output``."""
         if self._events is not None:
             self._events.learn(report)
@@ -312,14 +312,14 @@ class SchedulerHalf:
         self._adapters.close()
         self._store.close()
 
-    def _named(self, tracked: Tracked) -> Named:
+    def _named(self, tracked: RequestState) -> BlockHashes:
         """Returns what the keys of a request's blocks are made of."""
         ending = self._era
         if tracked.adapter is not None:
             ending = blake2b(self._era + tracked.adapter.digest, digest_size=16).digest()
-        return Named(tracked.request.block_hashes, ending)
+        return BlockHashes(tracked.request.block_hashes, ending)
 
-    def _unit_keys(self, tracked: Tracked) -> list[list[bytes]]:
+    def _unit_keys(self, tracked: RequestState) -> list[list[bytes]]:
         """Returns the keys of each unit of the prompt, up to the first avoided one; one token is left to compute."""
         named, unit, units = self._named(tracked), self._runs.unit, []
         now = time.monotonic()
@@ -331,7 +331,7 @@ class SchedulerHalf:
             units.append(keys)
         return units
 
-    def _tails(self, tracked: Tracked, end: int) -> list[Tail]:
+    def _tails(self, tracked: RequestState, end: int) -> list[Tail]:
         """Returns the keys in ``end`` tokens of clusters whose last blocks alone a hit needs; None for avoided ones."""
         now, tails = time.monotonic(), []
         for number, cluster in enumerate(self._runs.clusters):

@@ -10,7 +10,7 @@ from kvstore.connectors import common
 from kvstore.connectors.common import Count, Seconds, TimeoutS
 
 
-class TierSettings(common.Settings, frozen=True, kw_only=True):
+class SecondaryTierSettings(common.EngineSettings, frozen=True, kw_only=True):
     """The settings of an entry in ``secondary_tiers``, which those of the connector share."""
 
     lookup_timeout_s: TimeoutS = 1.0
@@ -25,7 +25,7 @@ class TierSettings(common.Settings, frozen=True, kw_only=True):
     """Tell vLLM's KV events of the store, if vLLM publishes events at all."""
 
 
-class Settings(TierSettings, frozen=True, kw_only=True):
+class ConnectorSettings(SecondaryTierSettings, frozen=True, kw_only=True):
     """The settings in ``kv_connector_extra_config``."""
 
     wait_s: Seconds = 0.0
@@ -46,6 +46,6 @@ class Settings(TierSettings, frozen=True, kw_only=True):
     descents: bool = True
     """Write tokens and the block before into the file of each block, so that ``kvstore events`` can tell of it."""
 
-    def looking_only(self) -> Settings:
+    def looking_only(self) -> ConnectorSettings:
         """For the scheduler, which reads and writes no block: memory would be taken for nothing there."""
         return msgspec.structs.replace(self, memory=None, write=None)

@@ -15,17 +15,17 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from kvstore.background import Tasks
 from kvstore.connectors.common import LazyStore, leading
-from kvstore.connectors.vllm.blocks import Run
+from kvstore.connectors.vllm.blocks import BlockRange
 from kvstore.connectors.vllm.gpu_copy import PART_BYTES, Copy, Pages
-from kvstore.connectors.vllm.messages import IDLE_S, Load, Orders, Report
+from kvstore.connectors.vllm.messages import IDLE_S, Load, Orders, WorkerReport
 from kvstore.connectors.vllm.metrics import EngineCount, EngineCounts
-from kvstore.connectors.vllm.namespaces import Shape
-from kvstore.connectors.vllm.settings import Settings
+from kvstore.connectors.vllm.namespaces import KVTopology
+from kvstore.connectors.vllm.settings import ConnectorSettings
+from kvstore.core.background import Tasks
+from kvstore.core.namespace import Namespace
 from kvstore.errors import KVStoreError, Unavailable
-from kvstore.namespace import Namespace
-from kvstore.wire.limits import BLOCKS_MAX
+from kvstore.transport.limits import BLOCKS_MAX
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,9 @@ class Loading:
 class Loader:
     """The threads that load. ``pages`` has one per cluster, ``store`` a cache per part of a block."""
 
-    def __init__(self, settings: Settings, store: LazyStore, pages: Sequence[Pages], counts: EngineCounts) -> None:
+    def __init__(
+        self, settings: ConnectorSettings, store: LazyStore, pages: Sequence[Pages], counts: EngineCounts
+    ) -> None:
         self._settings = settings
         self._store = store
         self._pages = pages
@@ -100,13 +102,13 @@ class Loader:
             pages = self._pages[run.cluster]
             at_once = max(1, min(BLOCKS_MAX, self._settings.load_bytes_max // pages.block_bytes))
             for start in range(0, len(run.keys), at_once):
-                part = Run(run.cluster, run.keys[start : start + at_once], run.blocks[start : start + at_once])
+                part = BlockRange(run.cluster, run.keys[start : start + at_once], run.blocks[start : start + at_once])
                 good = 0 if loading.failed_keys else self._read(loading, part, pages)
                 # From the first missing block on, all must be computed anyway.
                 loading.failed_keys.update(part.keys[good : good + 1])
                 loading.failed_blocks.update(chain.from_iterable(part.blocks[good:]))
 
-    def _read(self, loading: Loading, part: Run, pages: Pages) -> int:
+    def _read(self, loading: Loading, part: BlockRange, pages: Pages) -> int:
         """Reads leading blocks of ``part`` and passes them on; returns their number."""
         caches = self._store.caches()
         if caches is None or self._is_late(loading):
@@ -151,14 +153,20 @@ class Loader:
 
 
 AT_ONCE_MAX = 2_048
-"""Blocks copied out and put at once: their descents are below the limit of one put (kvstore/wire/limits.py)."""
+"""Blocks copied out and put at once: their descents are below the limit of one put (kvstore/transport/limits.py)."""
 
 
 class Storer:
     """One thread that publishes. ``pages`` has one per cluster, ``store`` a cache per part of a block."""
 
     def __init__(
-        self, settings: Settings, store: LazyStore, pages: Sequence[Pages], counts: EngineCounts, *, tells: bool = False
+        self,
+        settings: ConnectorSettings,
+        store: LazyStore,
+        pages: Sequence[Pages],
+        counts: EngineCounts,
+        *,
+        tells: bool = False,
     ) -> None:
         self._settings = settings
         self._store = store
@@ -176,7 +184,7 @@ class Storer:
         # store_bytes_max bounds what waits, so the queue itself needs no bound of its own.
         self._thread = Tasks("kvstore-vllm-store", 1, sys.maxsize)
 
-    def store(self, run: Run) -> None:
+    def store(self, run: BlockRange) -> None:
         """Copies the blocks of ``run`` out, in parts, and publishes them in the background.
 
         Blocks already being stored are skipped; those without room, or without a store, are dropped.
@@ -205,7 +213,7 @@ class Storer:
             settled, self._settled = self._settled, {}
         return settled
 
-    def _admit(self, run: Run) -> Run | None:
+    def _admit(self, run: BlockRange) -> BlockRange | None:
         """Returns the blocks of ``run`` to copy out, and counts their memory from now on; None if there are none."""
         is_down = self._store.caches() is None or time.monotonic() < self._paused_until_s
         with self._lock:
@@ -228,7 +236,7 @@ class Storer:
         self._idle.wait(timeout_s)
         self._thread.close(0.0)
 
-    def _serve(self, run: Run, copy: Copy) -> None:
+    def _serve(self, run: BlockRange, copy: Copy) -> None:
         flags: list[bool] = []
         try:
             flags = self._publish(run, copy)
@@ -240,7 +248,7 @@ class Storer:
         if self._tells:
             self._settled.update(zip(keys, flags, strict=True))
 
-    def _done(self, run: Run, flags: Sequence[bool]) -> None:
+    def _done(self, run: BlockRange, flags: Sequence[bool]) -> None:
         size, stored = self._pages[run.cluster].block_bytes, sum(flags)
         self._counts.add(EngineCount.STORED_BLOCKS, stored)
         self._counts.add(EngineCount.STORED_BYTES, stored * size)
@@ -252,7 +260,7 @@ class Storer:
             if not self._on_the_way:
                 self._idle.set()
 
-    def _publish(self, run: Run, copy: Copy) -> list[bool]:
+    def _publish(self, run: BlockRange, copy: Copy) -> list[bool]:
         """Returns whether each block is in the store; nothing if none is."""
         caches = self._store.caches()
         if caches is None or time.monotonic() < self._paused_until_s:
@@ -284,8 +292,8 @@ class WorkerHalf:
 
     def __init__(
         self,
-        settings: Settings,
-        shape: Shape,
+        settings: ConnectorSettings,
+        shape: KVTopology,
         namespaces: Mapping[int, Namespace],
         *,
         stores: bool,
@@ -303,7 +311,7 @@ class WorkerHalf:
         self._loader: Loader | None = None
         self._storer: Storer | None = None
         self._is_idle = False
-        self._report = Report(digests={(part, each.digest) for part, each in namespaces.items()})
+        self._report = WorkerReport(digests={(part, each.digest) for part, each in namespaces.items()})
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
 
@@ -358,9 +366,9 @@ class WorkerHalf:
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed if self.shape.is_plain else set()
 
-    def report(self) -> Report | None:
+    def report(self) -> WorkerReport | None:
         """Implements ``build_connector_worker_meta``."""
-        report, self._report = self._report, Report()
+        report, self._report = self._report, WorkerReport()
         if self._tells and self._storer is not None:
             for key, is_stored in self._storer.settled(IDLE_S if self._is_idle else 0.0).items():
                 if is_stored:

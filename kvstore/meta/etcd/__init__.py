@@ -4,6 +4,6 @@ A package of a few nouns: ``client`` (the operations), ``members`` (which member
 ``faults`` (what an etcd error means), ``wire`` (messages), ``access`` (endpoints, TLS, user).
 """
 
-from kvstore.meta.etcd.client import Endpoints, EtcdMeta, EtcdTls, EtcdUser, check_access
+from kvstore.meta.etcd.client import EtcdEndpoints, EtcdMetadata, EtcdTls, EtcdUser, check_access
 
-__all__ = ["Endpoints", "EtcdMeta", "EtcdTls", "EtcdUser", "check_access"]
+__all__ = ["EtcdEndpoints", "EtcdMetadata", "EtcdTls", "EtcdUser", "check_access"]

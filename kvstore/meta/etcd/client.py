@@ -1,4 +1,4 @@
-"""The operations of ``Meta`` on etcd: one request each, through ``Members.call``."""
+"""The operations of ``Meta`` on etcd: one request each, through ``EndpointPool.call``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from typing import Any
 
 import grpc
 
-from kvstore.background import CLOSE_S, within
-from kvstore.channels import open_channel
-from kvstore.checks import is_unicode
+from kvstore.core.background import CLOSE_S, within
+from kvstore.core.clock import Ids, RandomIds
+from kvstore.core.grpc_channels import open_channel
+from kvstore.core.text import brief, kind_of
+from kvstore.core.validate import is_unicode
 from kvstore.errors import InvalidRequest, PermissionDenied, Unavailable
 from kvstore.meta.etcd.messages import (
     Effect,
@@ -34,8 +36,8 @@ from kvstore.meta.store import (
     NO_LEASE,
     TIMEOUT_S,
     Compare,
-    Deadline,
     Delete,
+    EtcdDeadline,
     Event,
     KeyValue,
     LeaseGone,
@@ -50,8 +52,6 @@ from kvstore.meta.store import (
     check_ttl,
 )
 from kvstore.security.tls import ClientTls, client_certificate
-from kvstore.sources import Ids, RandomIds
-from kvstore.text import brief, kind_of
 
 # Access to etcd: its endpoints, TLS files and user.
 
@@ -81,14 +81,14 @@ class EtcdUser:
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoints:
+class EtcdEndpoints:
     """``host:port`` of each member, in the order given; ``tls`` as their scheme says, None if they have none."""
 
     targets: tuple[str, ...]
     tls: bool | None
 
     @classmethod
-    def parse(cls, text: str | Sequence[str]) -> Endpoints:
+    def parse(cls, text: str | Sequence[str]) -> EtcdEndpoints:
         """Parses ``host:port[,host:port]`` or a sequence of them, with or without http:// or https://.
 
         Raises InvalidRequest for an empty list, a missing or wrong port, a path, or http and https mixed.
@@ -140,7 +140,7 @@ def _target(part: str) -> str:
 
 # The members of an etcd cluster: failover, retries, deadlines and authentication.
 #
-# Every request goes through ``Members.call``, so that no operation can wait for ever.
+# Every request goes through ``EndpointPool.call``, so that no operation can wait for ever.
 
 
 log = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ _OPTIONS: tuple[tuple[str, Any], ...] = (
 )
 
 
-class Refused(Unavailable):
+class EtcdRefused(Unavailable):
     """etcd answered with an error that some operations interpret; for the others it is Unavailable."""
 
     def __init__(self, what: str, fault: Fault) -> None:
@@ -179,7 +179,7 @@ class Refused(Unavailable):
         self.effect = fault.effect
 
 
-class Member:
+class EndpointChannel:
     """One endpoint with its channel, which connects on first use and reconnects by itself."""
 
     def __init__(self, target: str, credentials: grpc.ChannelCredentials | None, server_name: str | None) -> None:
@@ -201,15 +201,15 @@ class Member:
         self.auth = rpc().AuthStub(self.channel)
 
 
-class Members:
+class EndpointPool:
     """All members, one of them current. Thread-safe."""
 
-    def __init__(self, endpoints: Endpoints, tls: EtcdTls | None, user: EtcdUser | None) -> None:
+    def __init__(self, endpoints: EtcdEndpoints, tls: EtcdTls | None, user: EtcdUser | None) -> None:
         self.endpoints = endpoints
         self._server_name = tls.server_name if tls is not None else None
         self._certificate = client_certificate(tls) if tls is not None else None
         self._members, self._version = self._connected()
-        self._retired: tuple[Member, ...] = ()
+        self._retired: tuple[EndpointChannel, ...] = ()
         """The members with the certificate before this one: calls and watches may still be under way there."""
         self._user = user
         self._lock = threading.Lock()
@@ -218,21 +218,27 @@ class Members:
         self._authenticating = threading.Lock()
         self._closed = threading.Event()
 
-    def current(self) -> Member:
+    def current(self) -> EndpointChannel:
         """Returns the member to ask next. If TLS files have changed, it has a new connection."""
         if self._certificate is not None and self._certificate.version != self._version:
             self._renew()
         with self._lock:
             return self._members[self._index]
 
-    def failed(self, member: Member) -> None:
+    def failed(self, member: EndpointChannel) -> None:
         """Moves on from ``member``, unless another call has done so already."""
         with self._lock:
             if self._members[self._index] is member:
                 self._index = (self._index + 1) % len(self._members)
 
     def call(
-        self, what: str, method: Callable[[Member], Method], request: Message, deadline: Deadline, *, resend: bool
+        self,
+        what: str,
+        method: Callable[[EndpointChannel], Method],
+        request: Message,
+        deadline: EtcdDeadline,
+        *,
+        resend: bool,
     ) -> Message:
         """Returns the answer to one request, from the first member that gives one before ``deadline``.
 
@@ -277,7 +283,7 @@ class Members:
                 self._closed.wait(min(backoff_s * random.uniform(0.5, 1.0), deadline.left_s()))
                 backoff_s = min(2 * backoff_s, BACKOFF_S_MAX)
 
-    def metadata(self, member: Member, timeout_s: float) -> Metadata:
+    def metadata(self, member: EndpointChannel, timeout_s: float) -> Metadata:
         """Returns metadata for a stream to ``member``. Raises grpc.RpcError if authentication fails."""
         return _metadata(self._token_from(member, timeout_s))
 
@@ -293,13 +299,15 @@ class Members:
         for member in (*self._members, *self._retired):
             within(CLOSE_S, member.channel.close)
 
-    def _connected(self) -> tuple[tuple[Member, ...], int]:
+    def _connected(self) -> tuple[tuple[EndpointChannel, ...], int]:
         """Returns all members, with the TLS files as they are now, and their version. Raises InvalidRequest."""
         version, credentials = 0, None
         if self._certificate is not None:
             version, pems = self._certificate.version, self._certificate.pems
             credentials = grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
-        return tuple(Member(target, credentials, self._server_name) for target in self.endpoints.targets), version
+        return tuple(
+            EndpointChannel(target, credentials, self._server_name) for target in self.endpoints.targets
+        ), version
 
     def _renew(self) -> None:
         members, version = self._connected()
@@ -311,7 +319,7 @@ class Members:
         for member in over:
             within(CLOSE_S, member.channel.close)
 
-    def _token_from(self, member: Member, timeout_s: float) -> str | None:
+    def _token_from(self, member: EndpointChannel, timeout_s: float) -> str | None:
         """Returns the token, from ``member`` if there is none yet; "" if etcd has authentication switched off."""
         if self._user is None:
             return None
@@ -331,7 +339,7 @@ class Members:
         finally:
             self._authenticating.release()
 
-    def _authenticate(self, member: Member, user: EtcdUser, timeout_s: float) -> str:
+    def _authenticate(self, member: EndpointChannel, user: EtcdUser, timeout_s: float) -> str:
         request = rpc().AuthenticateRequest(name=user.name, password=user.password)
         try:
             return str(member.auth.Authenticate(request, timeout=timeout_s).token)
@@ -341,7 +349,7 @@ class Members:
                 return ""
             raise
 
-    def _check(self, what: str, deadline: Deadline, last: Fault | None) -> None:
+    def _check(self, what: str, deadline: EtcdDeadline, last: Fault | None) -> None:
         """Raises Unavailable if this client is closed, or the deadline is over."""
         if self._closed.is_set():
             raise Unavailable(f"etcd: {what}: this client is closed: open a new one")
@@ -363,7 +371,7 @@ def _metadata(token: str | None) -> Metadata:
 
 def _final(what: str, fault: Fault) -> Exception:
     if fault.effect in (Effect.LEASE_GONE, Effect.LEASE_EXISTS, Effect.COMPACTED, Effect.TOO_LARGE):
-        return Refused(what, fault)
+        return EtcdRefused(what, fault)
     return fault.error(what)
 
 
@@ -381,7 +389,7 @@ AUTHENTICATE_S = 5.0
 class EtcdWatch:
     """A ``Watch``. Gives up, with WatchLost, when no stream could be opened for ``reconnect_s``."""
 
-    def __init__(self, members: Members, prefix: str, from_revision: int, reconnect_s: float) -> None:
+    def __init__(self, members: EndpointPool, prefix: str, from_revision: int, reconnect_s: float) -> None:
         self._members = members
         self._prefix = prefix
         self._from_revision = from_revision
@@ -452,7 +460,7 @@ class EtcdWatch:
             return WatchLost(f"etcd: {what}: no connection for {down_s:.1f} s ({fault.text}): {fault.advice}")
         return None
 
-    def _follow(self, member: Member) -> tuple[Fault, bool]:
+    def _follow(self, member: EndpointChannel) -> tuple[Fault, bool]:
         """Reads one stream to its end; returns why it ended, and whether it was ever opened."""
         opened = False
         key, range_end = prefix_range(self._prefix)
@@ -510,7 +518,7 @@ PAGE_KEYS_MAX = 4096
 PAGE_BYTES_AIM = 4 << 20
 
 
-class EtcdMeta:
+class EtcdMetadata:
     """Metadata in etcd.
 
     ``endpoints``: ``host:port[,host:port]`` or a sequence, with or without http:// or https://; https, or ``tls``,
@@ -530,11 +538,11 @@ class EtcdMeta:
         watch_reconnect_s: float = WATCH_RECONNECT_S,
         ids: Ids | None = None,
     ) -> None:
-        parsed = Endpoints.parse(endpoints)
+        parsed = EtcdEndpoints.parse(endpoints)
         if tls is not None and parsed.tls is False:
             raise InvalidRequest(f"etcd endpoints {endpoints!r} say http:// but TLS files are given: write https://")
-        self._members = Members(parsed, EtcdTls() if parsed.tls and tls is None else tls, user)
-        self._timeout_s = Deadline(timeout_s).timeout_s
+        self._members = EndpointPool(parsed, EtcdTls() if parsed.tls and tls is None else tls, user)
+        self._timeout_s = EtcdDeadline(timeout_s).timeout_s
         self._watch_reconnect_s = watch_reconnect_s
         self._ids = ids or RandomIds()
         self._lock = threading.Lock()
@@ -558,7 +566,7 @@ class EtcdMeta:
         while True:
             try:
                 return self._read(prefix, deadline)
-            except Refused as refused:
+            except EtcdRefused as refused:
                 if refused.effect is not Effect.COMPACTED:
                     raise
                 # The revision was compacted during the read: read the whole list again, at a newer revision, while
@@ -578,7 +586,7 @@ class EtcdMeta:
         request = txn_request(compares, operations)
         try:
             reply = self._members.call("transaction", lambda member: member.kv.Txn, request, deadline, resend=False)
-        except Refused as refused:
+        except EtcdRefused as refused:
             raise _lease_gone(refused) from refused
         return TxnResult(reply.succeeded, reply.header.revision)
 
@@ -589,7 +597,7 @@ class EtcdMeta:
         request = put_request(put)
         try:
             reply = self._members.call(f"put {key}", lambda member: member.kv.Put, request, deadline, resend=True)
-        except Refused as refused:
+        except EtcdRefused as refused:
             raise _lease_gone(refused) from refused
         return int(reply.header.revision)
 
@@ -613,7 +621,7 @@ class EtcdMeta:
             reply = self._members.call(
                 "grant a lease", lambda member: member.lease.LeaseGrant, request, deadline, resend=True
             )
-        except Refused as refused:
+        except EtcdRefused as refused:
             if refused.effect is Effect.LEASE_EXISTS:
                 return lease
             raise
@@ -639,7 +647,7 @@ class EtcdMeta:
             self._members.call(
                 "revoke a lease", lambda member: member.lease.LeaseRevoke, request, deadline, resend=True
             )
-        except Refused as refused:
+        except EtcdRefused as refused:
             if refused.effect is not Effect.LEASE_GONE:
                 raise
 
@@ -658,14 +666,14 @@ class EtcdMeta:
             watch.close()
         self._members.close()
 
-    def _begin(self, timeout_s: float | None) -> Deadline:
+    def _begin(self, timeout_s: float | None) -> EtcdDeadline:
         with self._lock:
             if self._closed:
                 raise Unavailable("the etcd client is closed: open a new one")
             self._operations_count += 1
-        return Deadline(self._timeout_s if timeout_s is None else timeout_s)
+        return EtcdDeadline(self._timeout_s if timeout_s is None else timeout_s)
 
-    def _read(self, prefix: str, deadline: Deadline) -> Snapshot:
+    def _read(self, prefix: str, deadline: EtcdDeadline) -> Snapshot:
         """Returns all pages of ``prefix``, all at the revision of the first."""
         key, range_end = prefix_range(prefix)
         items: list[KeyValue] = []
@@ -674,7 +682,7 @@ class EtcdMeta:
             request = rpc().RangeRequest(key=key, range_end=range_end, limit=page_keys, revision=revision)
             try:
                 reply = self._members.call(f"list {prefix}", _range, request, deadline, resend=True)
-            except Refused as refused:
+            except EtcdRefused as refused:
                 if refused.effect is Effect.TOO_LARGE and page_keys > 1:
                     page_keys = 1  # large keys after small ones: read this page again
                     continue
@@ -688,12 +696,12 @@ class EtcdMeta:
             page_keys = max(1, min(PAGE_KEYS_MAX, 2 * page_keys, page_keys * PAGE_BYTES_AIM // reply.ByteSize()))
 
 
-def _range(member: Member) -> Method:
+def _range(member: EndpointChannel) -> Method:
     method: Method = member.kv.Range
     return method
 
 
-def _keep_alive(member: Member) -> Method:
+def _keep_alive(member: EndpointChannel) -> Method:
     """Wraps a keepalive, which is a stream in etcd's protocol: one request, and the first answer."""
 
     def send(request: Message, *, timeout: float, metadata: Metadata) -> Message:
@@ -706,7 +714,7 @@ def _keep_alive(member: Member) -> Method:
     return send
 
 
-def _lease_gone(refused: Refused) -> Exception:
+def _lease_gone(refused: EtcdRefused) -> Exception:
     if refused.effect is Effect.LEASE_GONE:
         return LeaseGone("the lease of a put does not exist (any more): nothing was written")
     return refused

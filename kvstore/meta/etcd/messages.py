@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import grpc
 
-from kvstore.channels import unreached
+from kvstore.core.grpc_channels import unreached
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Unavailable
 from kvstore.meta.store import Absent, Compare, Delete, Event, KeyValue, LeaseId, ModifiedAt, Put
 

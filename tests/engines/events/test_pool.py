@@ -20,9 +20,9 @@ import pytest
 
 import kvstore
 from kvstore.client.cache import Cache
+from kvstore.core.tokens import token_array
 from kvstore.format import places
-from kvstore.keyset import ChunkKeys
-from kvstore.tokens import token_array
+from kvstore.format.keyset import ChunkKeys
 from tests.cli.conftest import Running, serving
 from tests.engines.events.indexer import BLOCK_TOKENS, Indexer
 from tests.kit.collecting import GC, bounded_to

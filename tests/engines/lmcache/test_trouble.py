@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.connectors.common import Settings
-from kvstore.node.settings import Limits
+from kvstore.connectors.common import EngineSettings
+from kvstore.engine.settings import Limits
 from kvstore.root.posix import PosixRoot
 from tests.engines.lmcache.objects import adapter, equal, found, key, loaded, made, stored
 from tests.kit.faulty_root import EIO, ENOSPC, EROFS, Fails, FaultyRoot, Hang, Rule
@@ -67,7 +67,7 @@ def test_a_store_that_is_down_from_the_start_is_a_miss_in_time() -> None:
 @pytest.fixture
 def root(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyRoot]:
     faulty = FaultyRoot(PosixRoot(tmp_root))
-    monkeypatch.setattr(Settings, "open", lambda _: store_on(faulty, LIMITS))
+    monkeypatch.setattr(EngineSettings, "open", lambda _: store_on(faulty, LIMITS))
     yield faulty
     faulty.set_rules([])
 
@@ -97,7 +97,7 @@ def test_a_load_of_what_many_look_ups_locked_is_one_load_and_look_ups_do_not_wai
 ) -> None:
     # Enough threads that the root never counts as hung, and each read has its whole deadline.
     patient = replace(LIMITS, stall_s=60.0, lanes=256)
-    monkeypatch.setattr(Settings, "open", lambda _: store_on(root, patient))
+    monkeypatch.setattr(EngineSettings, "open", lambda _: store_on(root, patient))
     many = [key(number) for number in range(24)]
     with adapter(root="faulty", **QUICK) as l2:
         assert stored(l2, many, [made(number) for number in range(24)]).is_successful()

@@ -11,8 +11,8 @@ import torch
 from prometheus_client import REGISTRY
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
-from kvstore.connectors.common import Settings
-from kvstore.node.settings import Limits
+from kvstore.connectors.common import EngineSettings
+from kvstore.engine.settings import Limits
 from kvstore.root.posix import PosixRoot
 from tests.engines.sglang.on_cpu import StorageMetricsCollector, cache_controller
 from tests.engines.sglang.rank import (
@@ -91,7 +91,7 @@ def test_damage_ends_a_prefetch_and_is_not_found_again(tmp_root: Path, layout: s
 @pytest.fixture
 def faulty(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyRoot]:
     root = FaultyRoot(PosixRoot(tmp_root))
-    monkeypatch.setattr(Settings, "open", lambda _: store_on(root, Limits(lanes=4, width=2)))
+    monkeypatch.setattr(EngineSettings, "open", lambda _: store_on(root, Limits(lanes=4, width=2)))
     yield root
     root.set_rules([])
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.connectors.common import Settings
-from kvstore.node.settings import Limits
+from kvstore.connectors.common import EngineSettings
+from kvstore.engine.settings import Limits
 from kvstore.root.posix import PosixRoot
 from tests.engines.sglang.pools import HostPool, backend, fill, indices, same
 from tests.kit.faulty_root import EIO, ENOSPC, EROFS, Fails, FaultyRoot, Hang, Rule
@@ -74,7 +74,7 @@ def test_a_store_that_is_down_when_sglang_starts_is_a_miss_in_time() -> None:
 @pytest.fixture
 def root(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyRoot]:
     faulty = FaultyRoot(PosixRoot(tmp_root))
-    monkeypatch.setattr(Settings, "open", lambda _: store_on(faulty, LIMITS))
+    monkeypatch.setattr(EngineSettings, "open", lambda _: store_on(faulty, LIMITS))
     yield faulty
     faulty.set_rules([])
 

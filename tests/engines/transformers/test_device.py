@@ -18,15 +18,15 @@ import kvstore
 from kvstore.client import Cache
 from kvstore.connectors.transformers import prefill
 from kvstore.connectors.transformers import prefill as device
-from kvstore.connectors.transformers.cache_spec import Kept
+from kvstore.connectors.transformers.cache_spec import TokenShape
+from kvstore.core.layout import Layout
 from kvstore.errors import HoldBroken
-from kvstore.layout import Layout
 
 LAYOUT = Layout(7, 2, 8, "bfloat16", 16)
 TOKENS = np.arange(10 * LAYOUT.chunk_tokens)
 KV = np.random.default_rng(0).integers(0, 1 << 16, LAYOUT.shape(len(TOKENS)), dtype=np.uint16)
 ROWS = torch.from_numpy(KV.reshape(7, 2, len(TOKENS), -1).view(np.int16)).view(torch.bfloat16)
-KEPT = Kept((2, 8), (2, 8), torch.bfloat16, (torch.device("cpu"),) * 7)
+KEPT = TokenShape((2, 8), (2, 8), torch.bfloat16, (torch.device("cpu"),) * 7)
 
 
 class Bus:
@@ -127,7 +127,7 @@ def test_every_layer_leaves_as_it_was_computed_in_any_number_of_pieces(
 ) -> None:
     monkeypatch.setattr(device, "has_gpu", lambda _: True)
     monkeypatch.setattr(device, "AT_ONCE_BYTES", at_once_bytes)
-    leaving = device.Leaving(len(TOKENS), KEPT)
+    leaving = device.OffloadStream(len(TOKENS), KEPT)
     for place in (slice(0, 64), slice(64, 160)):
         for layer in range(7):
             k, v = ROWS[layer, :, place].clone()
@@ -143,7 +143,7 @@ def test_a_chunk_that_is_lost_ends_the_prefix_there(
     monkeypatch.setattr(device, "AT_ONCE_BYTES", at_once_bytes)
     arriving = device.arriving
 
-    def losing(held: Any, layout: Layout, kept: Kept) -> Iterator[Any]:
+    def losing(held: Any, layout: Layout, kept: TokenShape) -> Iterator[Any]:
         for file in sorted(file for file in (tmp_path / "chunks").rglob("*") if file.is_file())[::2]:
             file.unlink()
         yield from arriving(held, layout, kept)

@@ -14,7 +14,7 @@ import kvstore
 from kvstore.client import Store
 from kvstore.client.limits import ClientLimits
 from kvstore.connectors.transformers import model_cache, prefill_with_store
-from kvstore.node.settings import Limits
+from kvstore.engine.settings import Limits
 from kvstore.root.posix import PosixRoot
 from tests.engines.transformers.models import CHUNK, difference, llama, logits_after, logits_without_store, prompt
 from tests.kit.faulty_root import EIO, ENOSPC, EROFS, Fails, FaultyRoot, Hang, Rule

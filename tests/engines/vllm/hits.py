@@ -27,21 +27,21 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvstore.connectors.vllm.blocks import Kind, Tail, last_boundary
-from kvstore.connectors.vllm.namespaces import Shape
+from kvstore.connectors.vllm.blocks import GroupKind, Tail, last_boundary
+from kvstore.connectors.vllm.namespaces import KVTopology
 
 SIZE = 16
 SHAPE = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 STATE = {"shapes": ((4, 8),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
 
 
-def shape_of(specs: Sequence[KVCacheSpec]) -> Shape:
+def shape_of(specs: Sequence[KVCacheSpec]) -> KVTopology:
     """Our view of a model with these groups."""
     parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1)
     config = SimpleNamespace(
         parallel_config=parallel, speculative_config=None, cache_config=SimpleNamespace(hash_block_size=None)
     )
-    return Shape(config, SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs]))
+    return KVTopology(config, SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs]))
 
 
 def check_skipped(source: random.Random) -> None:
@@ -86,7 +86,7 @@ def check_hit(source: random.Random) -> None:
     theirs = MooncakeStoreCoordinator(groups, SIZE, SIZE)
     _, tokens = theirs.find_longest_cache_hit(hashes, count * SIZE, ExternalCachedBlockPool(SIZE, exists))
     clusters = shape_of(specs).clusters
-    assert [cluster.kind is Kind.FULL for cluster in clusters] == [True, False]
+    assert [cluster.kind is GroupKind.FULL for cluster in clusters] == [True, False]
     tails = [Tail(clusters[1], [bytes(each) for each in hashes])]
     ours = last_boundary(tails, SIZE, 0, full, lambda keys: [(1, key) in exists for key in keys])
     assert ours * SIZE == tokens, (specs[1:], full, sorted(there), ours, tokens)

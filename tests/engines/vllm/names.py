@@ -14,8 +14,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvstore.connectors import vllm_tier
-from kvstore.connectors.vllm.namespaces import Shape, check_hashes, model_fingerprint, namespaces
-from kvstore.connectors.vllm.settings import Settings
+from kvstore.connectors.vllm.namespaces import KVTopology, check_hashes, model_fingerprint, namespaces
+from kvstore.connectors.vllm.settings import ConnectorSettings
 from kvstore.errors import InvalidRequest
 
 
@@ -46,9 +46,13 @@ def names(arguments: dict[str, Any]) -> list[str] | str:
         try:
             if tier:
                 # It finds ``vllm_config`` and ``kv_cache_config`` here, as it does in vLLM.
-                return [vllm_tier._namespace(tier_spec(tier), Settings.of({"root": "memory://"}), 65_536).digest.hex()]
+                return [
+                    vllm_tier._namespace(
+                        tier_spec(tier), ConnectorSettings.of({"root": "memory://"}), 65_536
+                    ).digest.hex()
+                ]
             check_hashes(vllm_config)
-            shape = Shape(vllm_config, kv_cache_config, shards)
+            shape = KVTopology(vllm_config, kv_cache_config, shards)
             return [each.digest.hex() for each in namespaces(vllm_config, shape, model_fingerprint(vllm_config), "")]
         except InvalidRequest as refusal:
             return str(refusal)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import kvstore
-from kvstore.hints import PRIORITY_DEFAULT
-from kvstore.node.settings import Limits
-from kvstore.recency import decode
+from kvstore.core.hints import PRIORITY_DEFAULT
+from kvstore.core.recency import decode
+from kvstore.engine.settings import Limits
 from tests.engines.vllm.engines import (
     Engine,
     collect,

@@ -8,7 +8,7 @@ from typing import Any
 from tests.mutants.catalogue.interfaces import at, giving
 from tests.mutants.mutant import Mutant, mutant
 
-GUARD = "kvstore.security.guard:Guard"
+GUARD = "kvstore.security.guard:AccessGuard"
 VISIT = "kvstore.security.guard:Visit"
 IDENTITY = "kvstore.security.access:Identity"
 BEARER = "kvstore.security.authentication"
@@ -106,7 +106,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "access-client-without-certificate",
         at(
-            "kvstore.wire.credentials",
+            "kvstore.transport.credentials",
             "server_credentials",
             lambda real, certificate, *, asks_certificates: real(certificate, asks_certificates=False),
         ),

@@ -266,7 +266,7 @@ TAKING = [
     ),
     mutant(
         "g5-one-failure-ends-a-sweep",
-        at("kvstore_gc.deletion:Taken", "fail", _fail_all),
+        at("kvstore_gc.deletion:SweepOutcome", "fail", _fail_all),
         "gc/test_hostile.py gc/test_protocol.py",
     ),
     mutant(
@@ -334,7 +334,7 @@ KEEPING = [
     ),
     mutant(
         "timings-that-contradict",
-        at("kvstore.checks", "check_limits", giving(None)),
+        at("kvstore.core.validate", "check_limits", giving(None)),
         "gc/test_safety.py worker/test_limits.py client/test_input.py",
     ),
     mutant(
@@ -344,12 +344,12 @@ KEEPING = [
     ),
     mutant(
         "orphans-of-the-ranking-stay",
-        at("kvstore_gc.ranking:Parents", "check", giving(None)),
+        at("kvstore_gc.rank:Parents", "check", giving(None)),
         "gc/test_cycle.py -k parent",
     ),
     mutant(
         "puts-have-the-time-of-their-quantum",
-        at("kvstore.node.known:Known", "tick", lambda real, self: self.quantum()),
+        at("kvstore.engine.presence_cache:PresenceCache", "tick", lambda real, self: self.quantum()),
         "gc/test_cycle.py -k older",
     ),
     mutant(

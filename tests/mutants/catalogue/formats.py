@@ -10,9 +10,9 @@ from tests.mutants.mutant import Mutant, mutant
 from tests.mutants.planters import several
 
 HEADER = "kvstore.format.header"
-VERIFY = "kvstore.node.images"
-CODEC = "kvstore.encodings.codec"
-SEAL = "kvstore.encodings.codec:Seal"
+VERIFY = "kvstore.codec.image"
+CODEC = "kvstore.codec.codec"
+SEAL = "kvstore.codec.codec:PartCipher"
 READS = ("node/test_verifying.py", "node/test_damage.py")
 
 
@@ -137,7 +137,7 @@ PLAIN = [
     mutant(
         "layer-unverified",
         at(
-            "kvstore.node.chunk_store:ChunkStore",
+            "kvstore.engine.chunk_store:ChunkStore",
             "read_range",
             lambda real, self, reader, header, expected, first, sections, borrowed: _read(
                 reader, sections, header.header_bytes + first * expected.section_bytes, borrowed
@@ -146,16 +146,18 @@ PLAIN = [
         *READS,
         native=False,
     ),
-    mutant("damage-stays", at("kvstore.node.chunk_store:ChunkStore", "set_aside", giving(None)), *READS),
+    mutant("damage-stays", at("kvstore.engine.chunk_store:ChunkStore", "set_aside", giving(None)), *READS),
     mutant("w3-damaged-file-is-deleted", at(ROOT[:2], "move", _delete_the_damaged), "node/test_verifying.py"),
     mutant("w3-intact-file-stays-in-quarantine", at(ROOT[:2], "publish", _lose_the_intact), "node/test_verifying.py"),
     mutant(
-        "chain-of-another-namespace", at("kvstore.keyset:RecentChains", "of", _chain_by_tokens), "node/test_chains.py"
+        "chain-of-another-namespace",
+        at("kvstore.format.keyset:RecentChains", "of", _chain_by_tokens),
+        "node/test_chains.py",
     ),
     mutant(
         "namespace-ignores-tenants",
         at(
-            "kvstore.namespace:Namespace",
+            "kvstore.core.namespace:Namespace",
             "of",
             lambda real, cls, name, layout, fingerprint="", tenant="", *rest, **how: real(
                 cls, name, layout, fingerprint, "", *rest, **how
@@ -190,15 +192,15 @@ ENCODINGS = [
         ),
         "encodings/test_codec.py",
     ),
-    mutant("seal-of-any-file", at("kvstore.encodings.codec", "Seal", _without_file), "encodings/test_codec.py"),
+    mutant("seal-of-any-file", at("kvstore.codec.codec", "Seal", _without_file), "encodings/test_codec.py"),
     mutant(
         "encrypted-files-are-mapped",
-        at("kvstore.node.encoded:Encodings", "encrypts", giving(False)),
+        at("kvstore.codec.encodings:Encodings", "encrypts", giving(False)),
         "encodings/test_node.py",
     ),
     mutant(
         "disk-has-plain-text",
-        at("kvstore.node.encoded:Encodings", "pieces_of_image", lambda real, self, header, image: [image]),
+        at("kvstore.codec.encodings:Encodings", "pieces_of_image", lambda real, self, header, image: [image]),
         "encodings/test_node.py",
     ),
 ]

@@ -10,7 +10,7 @@ from tests.mutants.mutant import Mutant, mutant
 from tests.mutants.planters import several
 
 SHARED = "kvstore.host.tables:Shared"
-VIEW = "kvstore.node.host:HostView"
+VIEW = "kvstore.engine.host:HostGcState"
 PRINTS = "kvstore.host.pins:PinnedPrints"
 
 _held: dict[int, tuple[Any, bytes]] = {}
@@ -89,11 +89,13 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "host-parents-first",
-        at("kvstore_gc.ranking:Ranking", "take", lambda real, self, *rest: real(self, *rest)[::-1]),
+        at("kvstore_gc.rank:Ranking", "take", lambda real, self, *rest: real(self, *rest)[::-1]),
         "host/test_eviction.py",
     ),
     mutant(
-        "host-put-renews-no-parent", at("kvstore.node.writer:Guard", "renew", giving(None)), "host/test_eviction.py"
+        "host-put-renews-no-parent",
+        at("kvstore.engine.writer:PutGuard", "renew", giving(None)),
+        "host/test_eviction.py",
     ),
     mutant("host-log-forgets-nothing", at(KNOWN, "forget_each", giving(None)), "host/test_view.py"),
     mutant("host-overrun-forgets-nothing", at(KNOWN, "clear", giving(None)), "host/test_view.py"),
@@ -102,9 +104,11 @@ MUTANTS: list[Mutant] = [
         at("kvstore.host.tables:HoldTable", "forget", giving(None)),
         "host/test_tables.py",
     ),
-    mutant("host-no-limit", at("kvstore.host.room:Room", "reserve", _unlimited), "host/test_room.py"),
+    mutant("host-no-limit", at("kvstore.host.room:HostRoom", "reserve", _unlimited), "host/test_room.py"),
     mutant(
-        "host-dropped-room-stays-taken", at("kvstore.host.room:Reserved", "release", giving(None)), "host/test_room.py"
+        "host-dropped-room-stays-taken",
+        at("kvstore.host.room:HostReservation", "release", giving(None)),
+        "host/test_room.py",
     ),
     mutant(
         "host-first-limit-counts",

@@ -20,21 +20,21 @@ READER = (
     "kvstore.root.memory:MemoryReader",
     "kvstore.root.object_store:ObjectReader",
 )
-META = ("kvstore.meta.memory:MemoryMeta", "kvstore.meta.etcd.client:EtcdMeta")
+META = ("kvstore.meta.memory:MemoryMetadata", "kvstore.meta.etcd.client:EtcdMetadata")
 WATCH = ("kvstore.meta.memory:MemoryWatch", "kvstore.meta.etcd.client:EtcdWatch")
 MEMORY_STORE = "kvstore.meta.memory:MemoryStore"
 SESSION = "kvstore.meta.session:Session"
 PINS = "kvstore.meta.pins:Pins"
-HOLDS = "kvstore.node.holds:Holds"
-VIEW = "kvstore.node.gc_state:View"
-GC_STATE = "kvstore.node.gc_state:GcState"
-KNOWN = "kvstore.node.known:Known"
+HOLDS = "kvstore.engine.holds:Holds"
+VIEW = "kvstore.engine.gc_state:ClusterGcState"
+GC_STATE = "kvstore.engine.gc_state:GcState"
+KNOWN = "kvstore.engine.presence_cache:PresenceCache"
 SWEEPER = "kvstore_gc.execute:Sweeper"
 GRACE = "kvstore_gc.grace:Grace"
-LEDGER = "kvstore_gc.ledger:Ledger"
-MEMORY_TIER = "kvstore.node.memory_tier:MemoryTier"
-INVENTORY = "kvstore.memory.inventory:Inventory"
-CHANNEL = "kvstore.wire.bulk.channel:Channel"
+LEDGER = "kvstore_gc.ledger:SweepStore"
+MEMORY_TIER = "kvstore.tiers.memory:MemoryTier"
+INVENTORY = "kvstore.tiers.inventory:TierInventory"
+CHANNEL = "kvstore.transport.channel:Channel"
 
 
 def at(place: str | tuple[str, ...], name: str, behaviour: Behaviour) -> Planter:

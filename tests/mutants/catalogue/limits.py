@@ -8,7 +8,7 @@ from typing import Any
 from tests.mutants.catalogue.interfaces import PINS, VIEW, at, giving
 from tests.mutants.mutant import Mutant, mutant
 
-MESSAGES = "kvstore.wire.messages"
+MESSAGES = "kvstore.transport.messages"
 CONTEXT = "kvstore.worker.context"
 
 
@@ -45,9 +45,9 @@ def _add_unlimited(real: Any, self: Any, hold: Any) -> Any:
 def _pin_unlimited(real: Any, self: Any, owner: str, *what: Any, **how: Any) -> Any:
     from unittest.mock import patch
 
-    from kvstore.meta.memory import MemoryMeta
+    from kvstore.meta.memory import MemoryMetadata
 
-    with patch.object(MemoryMeta, "count", lambda *rest: 0):
+    with patch.object(MemoryMetadata, "count", lambda *rest: 0):
         return real(self, owner, *what, **how)
 
 
@@ -83,11 +83,15 @@ MUTANTS: list[Mutant] = [
     ),
     mutant("limit-pins-of-an-owner", at(PINS, "pin", _pin_unlimited), "meta/test_pins.py"),
     mutant("limit-full-root", at(VIEW, "check_room", giving(None)), "node/test_view.py"),
-    mutant("credit-is-ignored", at("kvstore.node.usage:NodeUsage", "received", giving(None)), "node/test_usage.py"),
+    mutant(
+        "credit-is-ignored", at("kvstore.engine.capacity:NodeUsage", "received", giving(None)), "node/test_usage.py"
+    ),
     mutant(
         "full-store-keeps-its-credit",
         at("kvstore_gc.capacity:Accounts", "reported", giving(None)),
         "gc/test_capacity.py",
     ),
-    mutant("deadline-of-shared-work", at("kvstore.node.lanes:Batch", "help", _help_late), "node/test_lanes.py"),
+    mutant(
+        "deadline-of-shared-work", at("kvstore.core.executor:IndexedWork", "help", _help_late), "node/test_lanes.py"
+    ),
 ]

@@ -74,7 +74,7 @@ MUTANTS: list[Mutant] = [
     mutant("meta-watch-hides-its-loss", at(WATCH, "next", _hide_loss), *CONTRACT),
     mutant(
         "etcd-transaction-sent-again",
-        at("kvstore.meta.etcd.client:Members", "call", _resend),
+        at("kvstore.meta.etcd.client:EndpointPool", "call", _resend),
         "meta/test_meta_etcd.py -k transaction",
     ),
 ]

@@ -90,11 +90,11 @@ def _forget_at_the_start(real: Any, self: Any, events: Any) -> Any:
     """Only the first sweep of a shard makes it forgotten: the end of one is a deletion."""
     from unittest.mock import patch
 
-    from kvstore.node.known import Known
+    from kvstore.engine.presence_cache import PresenceCache
 
     events = list(events)
     if any("/condemned/" in one.key and one.kv is None for one in events):
-        with patch.object(Known, "forget_shards", lambda *rest: None):
+        with patch.object(PresenceCache, "forget_shards", lambda *rest: None):
             return real(self, events)
     return real(self, events)
 
@@ -122,7 +122,7 @@ HOLDING = [
         ),
         "contract/test_node_rules.py",
     ),
-    mutant("h2-look-before-hold", at("kvstore.node.node:Node", "hold", _look_before_hold), "gc/test_rules.py"),
+    mutant("h2-look-before-hold", at("kvstore.engine.engine:Engine", "hold", _look_before_hold), "gc/test_rules.py"),
     mutant(
         "h2-hold-of-a-look-begins-empty",
         at(HOLDS, "take", lambda real, self, chain, ttl_s=None, *, whatever=False: real(self, chain, ttl_s)),
@@ -151,7 +151,7 @@ HOLDING = [
     ),
     mutant(
         "h4-lagging-node-keeps-alive",
-        at("kvstore.node.follower:Follower", "keeps_up", giving(True)),
+        at("kvstore.engine.follower:GcFollower", "keeps_up", giving(True)),
         "node/test_follower_rules.py",
     ),
 ]
@@ -259,7 +259,7 @@ PINNING = [
     ),
     mutant(
         "p4-pin-counts-what-is-missing",
-        at("kvstore.node.writer:Writer", "present_leading", lambda real, self, wanted: len(wanted)),
+        at("kvstore.engine.writer:Writer", "present_leading", lambda real, self, wanted: len(wanted)),
         "node/test_pins.py",
     ),
     mutant(
@@ -279,7 +279,7 @@ PINNING = [
 
 
 def _continue_any_chain(real: Any, self: Any, events: Any) -> Any:
-    from kvstore.node.gc_state import ChainBroken
+    from kvstore.engine.gc_state import ChainBroken
 
     try:
         return real(self, events)
@@ -307,13 +307,15 @@ RESTORED = [
     ),
     mutant(
         "c4-starts-without-a-fence",
-        at("kvstore.node.follower:StartFence", "lift_unnamed", giving(None)),
+        at("kvstore.engine.follower:StartFence", "lift_unnamed", giving(None)),
         "gc/test_protocol.py",
     ),
-    mutant("c5-pin-without-a-twin", at("kvstore.node.member:NodeTwins", "write", giving(None)), "node/test_pins.py"),
+    mutant(
+        "c5-pin-without-a-twin", at("kvstore.engine.coordination:NodeTwins", "write", giving(None)), "node/test_pins.py"
+    ),
     mutant("c5-twin-stays-after-its-pin", at("kvstore.root.fences", "remove_twin", giving(None)), "node/test_pins.py"),
     mutant(
-        "c5-damaged-pin-is-read", at("kvstore.meta.pins:PinRecord", "from_bytes", _any_checksum), "meta/test_pins.py"
+        "c5-damaged-pin-is-read", at("kvstore.meta.pins:StoredPin", "from_bytes", _any_checksum), "meta/test_pins.py"
     ),
     mutant(
         "c6-protects-on-a-foreign-store",

@@ -82,7 +82,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "planning-group-is-lost",
-        at("kvstore.planning.run:Handing", "give_back", lambda real, self, index: self.done(index)),
+        at("kvstore.planning.run:GroupStates", "give_back", lambda real, self, index: self.done(index)),
         "planning/test_handing.py",
     ),
 ]

@@ -46,9 +46,9 @@ def _all_but_one(real: Any, self: Any, folder: str) -> Any:
 
 
 def _write_to_withdrawn(real: Any, self: Any, pieces: Any, offset: int, borrowed: Any) -> Any:
-    from kvstore.buffers import Borrowed
+    from kvstore.core.buffers import BufferLoan
 
-    return real(self, pieces, offset, Borrowed())
+    return real(self, pieces, offset, BufferLoan())
 
 
 CONTRACTS = [

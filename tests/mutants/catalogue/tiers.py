@@ -1,4 +1,4 @@
-"""Tiers that break kvstore/memory/MEMORY.md: memory, the local disk, peers, write-back."""
+"""Tiers that break kvstore/tiers/MEMORY.md: memory, the local disk, peers, write-back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _all(indexes: Any) -> Any:
 
 
 def _behind() -> Any:
-    from kvstore.writes import WriteMode
+    from kvstore.core.write_mode import WriteMode
 
     return WriteMode.BEHIND
 
@@ -37,7 +37,7 @@ def _behind() -> Any:
 MUTANTS: list[Mutant] = [
     mutant(
         "images-always-right",
-        at("kvstore.node.images", "verify_images", lambda real, wanted, indexes, images: _all(indexes)),
+        at("kvstore.codec.image", "verify_images", lambda real, wanted, indexes, images: _all(indexes)),
         "node/test_images.py tiers/test_reading.py",
     ),
     mutant(
@@ -63,16 +63,16 @@ MUTANTS: list[Mutant] = [
         ),
         "memory/test_inventory.py",
     ),
-    mutant("extents-overlap", at("kvstore.memory.arena:Extents", "take", _first_extent), "memory/test_extents.py"),
+    mutant("extents-overlap", at("kvstore.tiers.arena:Extents", "take", _first_extent), "memory/test_extents.py"),
     mutant(
         "put-behind-though-durable",
-        at("kvstore.node.tier_stack:TierStack", "mode", lambda real, self, asked, hints: _behind()),
+        at("kvstore.tiers.stack:TierStack", "mode", lambda real, self, asked, hints: _behind()),
         "tiers/test_writing.py",
     ),
     mutant(
         "disk-encodes-rotten-images",
         at(
-            "kvstore.encodings.codec",
+            "kvstore.codec.codec",
             "encode_chunk",
             lambda real, expected, incarnation, sections, wish, salt, checksums=None: real(
                 expected, incarnation, sections, wish, salt

@@ -7,16 +7,16 @@ from typing import Any
 from tests.mutants.catalogue.interfaces import at, giving
 from tests.mutants.mutant import Mutant, mutant
 
-FRAMES = "kvstore.wire.bulk.frames"
-CALLER = "kvstore.client.caller:Caller"
+FRAMES = "kvstore.transport.frames"
+CALLER = "kvstore.client.failover:Caller"
 CONNECTION = "kvstore.worker.data_put:Connection"
 
 
 def _unlimited(real: Any, raw: Any) -> Any:
-    from kvstore.wire.bulk.frames import HEAD, Head, Kind
+    from kvstore.transport.frames import HEAD, FrameKind, Head
 
     _, kind, request, length = HEAD.unpack(raw)
-    return Head(Kind(kind), request, length) if kind in Kind._value2member_map_ else real(raw)
+    return Head(FrameKind(kind), request, length) if kind in FrameKind._value2member_map_ else real(raw)
 
 
 def _whole_timeout(real: Any, self: Any, send: Any, timeout_s: float, *rest: Any, **how: Any) -> Any:
@@ -72,29 +72,31 @@ def _broken_is_a_miss(real: Any, self: Any, sections: Any) -> Any:
 
 MUTANTS: list[Mutant] = [
     mutant(
-        "stream-image-unverified", at("kvstore.wire.images", "fill_verified", _damage_ignored), "worker/test_wire.py"
+        "stream-image-unverified",
+        at("kvstore.transport.images", "fill_verified", _damage_ignored),
+        "worker/test_wire.py",
     ),
-    mutant("message-seal-ignored", at("kvstore.wire.messages", "is_whole", giving(None)), "worker/test_seals.py"),
+    mutant("message-seal-ignored", at("kvstore.transport.messages", "is_whole", giving(None)), "worker/test_seals.py"),
     mutant(
         "run-unverified",
-        at("kvstore.wire.bulk.runs", "plane_sums", lambda real, planes, first, count: _anything()),
+        at("kvstore.transport.runs", "plane_sums", lambda real, planes, first, count: _anything()),
         "bulk/test_sums.py bulk/test_hostile.py bulk/test_failures.py",
     ),
     mutant(
         "blocks-unverified",
-        at("kvstore.wire.bulk.runs", "block_sums", lambda real, blocks: _anything()),
+        at("kvstore.transport.runs", "block_sums", lambda real, blocks: _anything()),
         "bulk/test_blocks_hostile.py",
     ),
-    mutant("file-unverified", at("kvstore.wire.images", "fill_verified", _damage_ignored), "bulk/test_sums.py"),
+    mutant("file-unverified", at("kvstore.transport.images", "fill_verified", _damage_ignored), "bulk/test_sums.py"),
     mutant("frame-of-any-length", at(FRAMES, "decode_head", _unlimited), "bulk/test_hostile.py -k length"),
     mutant(
         "grant-unproven",
-        at("kvstore.wire.bulk.channel:Grant", "is_hello", giving(True)),
+        at("kvstore.transport.channel:Grant", "is_hello", giving(True)),
         "bulk/test_hostile.py -k 'grant or proof'",
     ),
     mutant(
         "worker-unproven",
-        at("kvstore.wire.bulk.channel:Grant", "is_welcome", giving(True)),
+        at("kvstore.transport.channel:Grant", "is_welcome", giving(True)),
         "contract/test_transport_rules.py",
     ),
     mutant("arena-placed-outside", at(CONNECTION, "placed", _outside), "bulk/test_hostile.py -k arena"),

@@ -1,1 +1,0 @@
-"""The client's end of the bulk protocol: chunks outside gRPC, through shared memory or a socket."""

@@ -1,0 +1,125 @@
+"""Checks of what callers give, whatever its type: whole numbers, numbers, texts, times.
+
+Separate from ``brief``, which writes what was wrong into messages.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from numbers import Real
+from operator import index
+from typing import Any, Literal, TypeGuard
+
+import numpy as np
+
+from kvstore.core.text import brief
+from kvstore.errors import InvalidRequest
+
+FLOAT_MAX = 1.7976931348623157e308
+"""The largest float but infinity: whole numbers of Python may be larger, and then fit none."""
+WAIT_S_MAX = 1e9
+"""Locks refuse to wait for centuries."""
+SECONDS_MAX = 10**6
+"""The longest time that a limit can be, 11 days: the system takes no more milliseconds than fit 32 bits."""
+COUNT_MAX = 1 << 31
+BYTES_MAX = 1 << 48
+
+
+def is_whole(value: Any) -> TypeGuard[int]:
+    """True for a whole number, of numpy too. True and False are numbers to Python, and a slip of a caller."""
+    if type(value) is int:
+        return True
+    try:
+        index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
+
+
+def checked_flag(name: str, value: bool) -> bool:
+    """Returns a flag. Raises InvalidRequest for what is only like one."""
+    if not isinstance(value, bool | np.bool_):
+        raise InvalidRequest(f"{name}={brief(value)}: expected True or False")
+    return bool(value)
+
+
+def is_unicode(text: str) -> bool:
+    """True if a text can be encoded: those from file names may hold half a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def number(value: object) -> float | None:
+    """Returns a real number, of numpy too, as one of Python's; None for anything else, and for True and False.
+
+    Compare the result, not the value: numpy rounds the other side to its own type first. Infinity is a number, and so
+    is NaN.
+    """
+    if type(value) is float:
+        return value
+    if is_whole(value):
+        return index(value)
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # a fraction of large numbers
+        return None
+
+
+def checked_timeout(timeout: float | None) -> float | None:
+    """Returns how long to wait, in seconds that locks take; None: without end. Raises InvalidRequest."""
+    if timeout is None:
+        return None
+    seconds = number(timeout)
+    if seconds is None or not seconds >= 0:
+        raise InvalidRequest(f"timeout={brief(timeout)}: expected 0 or more seconds")
+    return float(min(seconds, WAIT_S_MAX))
+
+
+def checked_worker(worker: str | None) -> str | None:
+    """Returns the address of a worker, or None. Raises InvalidRequest for anything else."""
+    if worker is not None and not isinstance(worker, str):
+        raise InvalidRequest(f"worker={brief(worker)}: expected an address that workers() lists, or None")
+    return worker
+
+
+def checked_hold_ttl(ttl: float) -> float:
+    """Returns how long a hold lasts at most, in seconds. Raises InvalidRequest."""
+    seconds = number(ttl)
+    if seconds is None or not seconds > 0 or FLOAT_MAX < seconds < math.inf:
+        raise InvalidRequest(f"ttl={brief(ttl)}: expected a positive number of seconds")
+    return float(seconds)
+
+
+def check_limits(limits: Any) -> None:
+    """Checks each field of a frozen dataclass of limits, and makes its value one of Python: sums in numpy's overflow.
+
+    All are more than 0. ``int`` fields are whole, and at most COUNT_MAX; ``float`` fields are times or shares, at most
+    SECONDS_MAX; those with ``bytes`` in their name are at most BYTES_MAX. Raises InvalidRequest.
+    """
+    for each in fields(limits):
+        given, is_count = getattr(limits, each.name), each.type == "int"
+        most = BYTES_MAX if "bytes" in each.name else COUNT_MAX if is_count else SECONDS_MAX
+        value = number(given)
+        if value is None or not 0 < value <= most or (is_count and value != int(value)):
+            raise InvalidRequest(
+                f"limit {each.name}={brief(given)}: expected a {'whole ' * is_count}number, more than 0 and at most "
+                f"{most:,}"
+            )
+        object.__setattr__(limits, each.name, int(value) if is_count else value)
+
+
+TierName = Literal["memory", "disk"]
+"""The tiers to prefetch to."""
+
+
+def checked_tier(tier: object) -> TierName:
+    """Returns a tier to prefetch to. Raises InvalidRequest."""
+    if isinstance(tier, str) and tier in ("memory", "disk"):
+        return "disk" if tier == "disk" else "memory"
+    raise InvalidRequest(f"tier={brief(tier)}: expected memory or disk")

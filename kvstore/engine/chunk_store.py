@@ -1,0 +1,1030 @@
+"""The chunk files of one root: found, read, mapped, staged, published and quarantined. All bytes are verified.
+
+Native code does the common case, many chunks in one call that needs no GIL (``StoredRun``). It reports failures, and
+``ChunkStore`` redoes those one by one. Called on lanes only: a lane has its own part of a run, or takes turns at a
+shared one. A file that is corrupt, or that cannot be read, is renamed away from its name, so that the next put can
+repair it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+import math
+import mmap
+import os
+import socket
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.codec.encodings import NotDecodable
+from kvstore.codec.image import Images, fill, plain, read_header, read_verified, verify, verify_whole
+from kvstore.core import recency
+from kvstore.core.address import Address
+from kvstore.core.buffers import BufferLoan, BufferMap, Pieces, Sections, Withdrawn, byte_length
+from kvstore.core.clock import Clock, Ids
+from kvstore.core.executor import moved_on
+from kvstore.core.hints import Hints
+from kvstore.core.metrics import NodeCount
+from kvstore.core.namespace import NamespaceId
+from kvstore.core.recency import is_fresh, stamp_ns, stamps_ns
+from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
+from kvstore.format import header, places
+from kvstore.format.header import (
+    PAGE_BYTES,
+    Damage,
+    Damaged,
+    Expected,
+    Header,
+    IdentityKind,
+    Incarnation,
+    LineageId,
+    WriterRecord,
+    decode_any,
+)
+from kvstore.format.keyset import KeySet, NativeBatch
+from kvstore.format.places import Name
+from kvstore.native import is_available
+from kvstore.native import library as native
+from kvstore.root.identity import publish_writer
+from kvstore.root.interface import FileReader, LocalFiles, Root, Stat, local_files
+from kvstore.root.posix import PosixReader
+from kvstore.version import VERSION
+
+if TYPE_CHECKING:
+    from kvstore.engine.engine import Engine
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 30.0
+"""Wait between two attempts at a record that the root refused."""
+OWED_MAX = 16
+"""Limit on sessions whose record is still to be written; beyond it, the oldest stay unknown."""
+
+
+class Incarnations:
+    """The incarnations of one node. Thread-safe. ``session`` returns the id of the session that it writes under."""
+
+    def __init__(
+        self, root: Root, session: Callable[[], bytes], node: bytes, clock: Clock, ids: Ids, label: str = ""
+    ) -> None:
+        header.check_label(label)
+        self._root = root
+        self._session = session
+        self._node = node
+        self._clock = clock
+        self._ids = ids
+        self._label = label
+        self._numbers = itertools.count(int.from_bytes(ids.fresh()[:4], "big"))
+        self._lock = threading.Lock()
+        self._current: tuple[bytes, LineageId] | None = None
+        self._owed: dict[bytes, float] = {}
+        """Sessions that wrote and have no record yet, each with the time (monotonic) of the next attempt."""
+
+    @property
+    def owes_record(self) -> bool:
+        return bool(self._owed)
+
+    def fresh(self) -> Incarnation:
+        return self.fresh_each(1)[0]
+
+    def fresh_each(self, count: int) -> list[Incarnation]:
+        """Returns incarnations for ``count`` publications now."""
+        current, now_s = self._current, self._clock.now_s()
+        if current is None or current[0] != self._session():
+            current = self._begin()
+        return [header.incarnation(current[1], now_s, next(self._numbers)) for _ in range(count)]
+
+    def renewed(self, found: Incarnation) -> Incarnation:
+        """Returns an incarnation for publishing again what this node or another wrote before as ``found``."""
+        return header.renewed(found, next(self._numbers))
+
+    def record(self) -> None:
+        """Writes on the root who this node is, once for each of its sessions, before it publishes what that session
+        wrote.
+
+        Called on lanes, after ``fresh``. Never raises KVStoreError: chunks without a record have an unknown writer,
+        which is no reason not to store them, and a later publication tries again.
+        """
+        if self._owed:
+            for session in [*self._owed]:
+                self._record(session)
+
+    def _begin(self) -> tuple[bytes, LineageId]:
+        with self._lock:
+            session = self._session()
+            if self._current is None or self._current[0] != session:
+                self._current = (session, header.lineage_id(session))
+                self._owed[session] = self._clock.monotonic_s()
+                while len(self._owed) > OWED_MAX:
+                    del self._owed[next(iter(self._owed))]
+            return self._current
+
+    def _record(self, session: bytes) -> None:
+        now_s = self._clock.monotonic_s()
+        with self._lock:
+            if now_s < self._owed.get(session, math.inf):
+                return
+            self._owed[session] = now_s + RETRY_S  # set before the attempt, so that no other lane tries too
+        try:
+            publish_writer(self._root, self._writer(session), ids=self._ids, clock=self._clock)
+        except KVStoreError as error:
+            log.warning(
+                "lineage.not_recorded %s %s", session.hex(), str(error)
+            )  # not the error itself, whose traceback keeps callers' memory
+            return
+        with self._lock:
+            self._owed.pop(session, None)
+
+    def _writer(self, session: bytes) -> WriterRecord:
+        return WriterRecord(
+            session=session.hex(),
+            node=self._node.hex(),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            version=VERSION,
+            started_s=round(self._clock.now_s(), 3),
+            python=sys.version.partition(" ")[0],
+            label=self._label,
+        )
+
+
+FAILED = (Unavailable, PermissionDenied)
+"""The errors of a root for a file that is there and cannot be read."""
+FAILURES_MAX = 3
+"""Failed reads of one file after which it is renamed away."""
+SUSPECTS_MAX = 1024
+"""Limit on remembered files; beyond it, the oldest are trusted again until their next failure."""
+READ_BYTES = 1 << 20
+
+
+class SuspectFiles:
+    """The chunks of one node whose files could not be read: how often. Thread-safe.
+
+    One read proves corruption; an I/O error or a missing permission may pass. But a file that stays unreadable is a
+    permanent miss, while its size makes every put skip the chunk. So from its first failed read on its size is not
+    trusted, and each look reads it (``ChunkStore.settle``).
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._failures: OrderedDict[Address, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._failures)
+
+    def __contains__(self, address: object) -> bool:
+        return address in self._failures
+
+    def failed(self, address: Address) -> int:
+        """Notes a failed read; returns how many there were."""
+        with self._lock:
+            count = self._failures[address] = self._failures.get(address, 0) + 1
+            self._failures.move_to_end(address)
+            while len(self._failures) > SUSPECTS_MAX:
+                self._failures.popitem(last=False)
+            return count
+
+    def forget(self, address: Address) -> None:
+        if address in self._failures:
+            with self._lock:
+                self._failures.pop(address, None)
+
+
+COLD_BYTES = 4 << 20
+"""Bytes of one blocking read of uncached data; a multiple of what devices and O_DIRECT want."""
+COLD_POOL_MAX = 4
+"""Limit on buffers for such reads that are kept for the next ones."""
+
+_DAMAGE = {damage: NodeCount[f"DAMAGE_{damage.name}"] for damage in Damage}
+
+Mask = npt.NDArray[np.bool_]
+Places = npt.NDArray[np.int32]
+"""Offsets of chunks in a run, counted from 0."""
+
+_cold_pool: list[npt.NDArray[np.uint8]] = []
+_new_capsule: Any = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+_TENSOR = b"dltensor"
+_ON_CPU = (1, 0)
+TURN_NS = 250_000_000
+"""Time after which a turn at a put ends, however little it did: a lane that is in one call for ``stall_s`` counts as
+hung.
+"""
+
+
+class ChunkRun(NativeBatch):
+    """Chunks ``first`` to ``first + count - 1`` of what is wanted, in files. Indexes are those of the request.
+
+    ``sections`` is where they are read into or written from; None for a run that is only looked at, or mapped.
+    """
+
+    def __init__(
+        self,
+        files: LocalFiles,
+        shard_bits: int,
+        wanted: KeySet,
+        first: int,
+        count: int,
+        sections: BufferMap | None = None,
+    ) -> None:
+        indexes = range(first, first + count)
+        super().__init__(wanted, indexes)
+        self.first = first
+        self.count = count
+        self.items["fd"] = -1
+        self.common.root = os.fsencode(files.path)
+        self.common.shard_bits = shard_bits
+        self.common.may_wait = files.never_blocks
+        self.common.direct = files.direct
+        self.alive.append(wanted)
+        self.origins: dict[int, Incarnation] = {}
+        """By index, the incarnations of the images that hold the sections; empty if the sections are the caller's."""
+        if sections is not None:
+            self.lay(sections)
+        if isinstance(sections, Images):
+            self.common.from_images = True
+            self.origins = {index: sections.origin(index) for index in indexes}
+
+    def read(self, start: int, stop: int, borrowed: BufferLoan) -> Mask:
+        """Reads chunks into their sections; True for those that are whole, verified and there. Raises Withdrawn."""
+        native.library.kv_open(self.common, *self.part(start, stop))
+        return self.read_open(start, stop, borrowed)
+
+    def read_open(self, start: int, stop: int, borrowed: BufferLoan) -> Mask:
+        """Reads open files, as ``read`` does: their descriptors are in the items, and are closed."""
+        at, count = self.part(start, stop)
+        library, open_count = native.library, count
+        try:
+            with borrowed.writing():
+                open_count = library.kv_read(self.common, at, count, borrowed.natively)
+            if open_count:
+                self.read_blocked(np.arange(start - self.first, stop - self.first), borrowed)
+        finally:
+            if open_count:
+                library.kv_close(at, count)
+        done: Mask = self.items["status"][start - self.first : stop - self.first] == native.DONE
+        return done
+
+    def read_blocked(self, places: npt.NDArray[Any], borrowed: BufferLoan) -> None:
+        """Reads chunks, counted from the first, whose files are open and not cached, and closes the files.
+
+        Raises Withdrawn.
+        """
+        blocked = places[self.items["status"][places] == native.BLOCKED].tolist()
+        try:
+            if not self.common.direct:  # lets the device begin with all of it at once
+                for place in blocked:
+                    with suppress(OSError):
+                        os.posix_fadvise(int(self.items["fd"][place]), 0, 0, os.POSIX_FADV_WILLNEED)
+            for place in blocked:
+                # An OSError means that there was no memory to read into.
+                with suppress(OSError):
+                    self._read_cold(self.first + place, borrowed)
+        finally:
+            for place in blocked:
+                native.library.kv_close(*self.part(self.first + place, self.first + place + 1))
+
+    def look(self, start: int, stop: int) -> tuple[Mask, npt.NDArray[np.int64]]:
+        """Returns which chunks have a file of the right size, and the mtimes of those."""
+        native.library.kv_look(self.common, *self.part(start, stop))
+        part = self.items[start - self.first : stop - self.first]
+        found: Mask = part["status"] == native.FOUND
+        return found, part["mtime_ns"][found]
+
+    def map(self, start: int, stop: int) -> list[memoryview | None]:
+        """Verifies chunks and maps their sections, read-only; None for one that is wrong, or cannot be mapped."""
+        at, count = self.part(start, stop)
+        addresses = np.zeros(count, np.uint64)
+        native.library.kv_map_files(self.common, at, count, addresses.ctypes.data)
+        return [_mapped(address) if address else None for address in addresses.tolist()]
+
+    def file_bytes(self, index: int) -> int:
+        item = self.items[index - self.first]
+        return int(item["header_bytes"]) + self.payload_bytes(index - self.first)
+
+    def payload_bytes(self, place: int) -> int:
+        item = self.items[place]
+        return int(item["section_count"]) * int(item["section_bytes"])
+
+    def part(self, start: int, stop: int) -> tuple[int, int]:
+        """Returns the address of the structures of some chunks, and how many they are."""
+        assert self.first <= start <= stop <= self.first + self.count
+        return self._start + (start - self.first) * native.CHUNK.itemsize, stop - start
+
+    def _read_cold(self, index: int, borrowed: BufferLoan) -> None:
+        """Reads from a device into memory of ours, and from there into the sections while the bytes are cached."""
+        item, (at, _) = self.items[index - self.first], self.part(index, index + 1)
+        item["status"] = native.OTHER
+        library, fd, size = native.library, int(item["fd"]), self.file_bytes(index)
+        header = np.empty(int(item["header_bytes"]), np.uint8)
+        verified = ctypes.create_string_buffer(native.VERIFIED_BYTES)
+        is_direct = self.common.direct and library.kv_read_direct(fd)
+        with _cold_memory() as memory:
+            offset = 0
+            while offset < size:
+                borrowed.check()
+                moved_on()
+                wanted = min(COLD_BYTES, size - offset)
+                if is_direct:
+                    wanted = -(-wanted // PAGE_BYTES) * PAGE_BYTES
+                got = min(library.kv_read_cold(fd, memory, wanted, offset), size - offset)
+                if got <= 0:
+                    return
+                with borrowed.writing():
+                    status = library.kv_take(self.common, at, header.ctypes.data, verified, memory, got, offset)
+                if status != native.DONE:
+                    return
+                offset += got
+        item["status"] = native.DONE
+
+
+class _Mapped:
+    """A ``kv_mapping`` by its address, which it hands over to one array by DLPack.
+
+    Such an array keeps no descriptor, and is unmapped without a call of Python.
+    """
+
+    __slots__ = ("_address",)
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def __dlpack__(self, **_: object) -> object:
+        return _new_capsule(self._address, _TENSOR, None)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _ON_CPU
+
+
+def _mapped(address: int) -> memoryview:
+    """Returns the bytes that a ``kv_mapping`` maps, read-only; unmapped when no slice of them lives."""
+    return memoryview(np.from_dlpack(_Mapped(address)))  # type: ignore[arg-type]
+
+
+@contextmanager
+def _cold_memory() -> Iterator[int]:
+    """Yields the address of COLD_BYTES of memory for blocking reads, aligned to pages as O_DIRECT wants it.
+
+    It comes from a pool, because a lane needs it only for a moment; a lane that hangs in a dead mount keeps it.
+    """
+    try:
+        memory = _cold_pool.pop()
+    except IndexError:
+        # Private: a forked child has the pool too, and must not read into what its parent reads into.
+        memory = np.frombuffer(mmap.mmap(-1, COLD_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    try:
+        yield memory.__array_interface__["data"][0]
+    finally:
+        if len(_cold_pool) < COLD_POOL_MAX:
+            _cold_pool.append(memory)
+
+
+class StoredRun(ChunkRun):
+    """A run of a store's files, whose findings the store remembers and counts. Failures are left to ``ChunkStore``.
+
+    Several lanes do it together: each takes the next few chunks again and again, in one call. So all lanes end at about
+    the same time, with few calls. That matters because Python's own memory has left the processor's cache by the time
+    the next call needs it (benchmarks/NOTES.md).
+    """
+
+    def __init__(
+        self, chunks: ChunkStore, files: LocalFiles, keys: KeySet, first: int, count: int, sections: BufferMap | None
+    ) -> None:
+        super().__init__(files, chunks.shard_bits, keys, first, count, sections)
+        self._files = files
+        self._chunks = chunks
+        self._known = chunks.known
+        self._counters = chunks.counters
+
+    # Parts
+
+    def look(self, start: int, stop: int, epoch: int | None = None) -> tuple[Mask, npt.NDArray[np.int64]]:
+        epoch = self._known.epoch if epoch is None else epoch
+        found, mtimes_ns = super().look(start, stop)
+        if self._doubt(np.arange(start - self.first, stop - self.first, dtype=np.int32)):
+            part = self.items[start - self.first : stop - self.first]
+            found = part["status"] == native.FOUND
+            mtimes_ns = part["mtime_ns"][found]
+        self._known.add_run(*self.part(start, stop), native.FOUND, self._known.quantum(), epoch=epoch)
+        return found, mtimes_ns
+
+    def present(self, start: int, stop: int, epoch: int) -> tuple[Mask, list[int]]:
+        """Returns which blocks exist, whatever their size, and the indexes of those not known yet.
+
+        ``epoch`` is the epoch of what the node remembers, read before anybody made sure that none is condemned.
+        """
+        found, _ = self.look(start, stop, epoch)
+        statuses = self.items["status"][start - self.first : stop - self.first]
+        is_known = statuses == native.FOUND
+        if self._files.knows_absence:
+            is_known |= statuses == native.ABSENT
+        left: list[int] = (start + np.flatnonzero(~is_known)).tolist()
+        return found, left
+
+    def read(self, start: int, stop: int, borrowed: BufferLoan) -> Mask:
+        epoch = self._known.epoch
+        with self._counters.timed("root", "read") as timed:
+            done = super().read(start, stop, borrowed)
+            timed.size_bytes = self._note(start, stop, epoch)
+        return done
+
+    def map(self, start: int, stop: int) -> list[memoryview | None]:
+        epoch = self._known.epoch
+        with self._counters.timed("root", "read") as timed:
+            mapped = super().map(start, stop)
+            timed.size_bytes = self._note(start, stop, epoch)
+        return mapped
+
+    def _note(self, start: int, stop: int, epoch: int) -> int:
+        """Remembers the DONE chunks as present; returns the bytes of their sections."""
+        at, count = self.part(start, stop)
+        chunks, size_bytes = self._known.add_run(at, count, native.DONE, self._known.quantum(), epoch=epoch)
+        if chunks:
+            self._counters.add_read(size_bytes, chunks)
+        return size_bytes
+
+    # Turns
+
+    def begin_turns(self, step: int, most: int, files: int = 1) -> None:
+        """Prepares turns of at least ``step`` and about ``most`` chunks. A step is taken at a time.
+
+        A lane that reads may have ``files`` open at once; a step may need more.
+        """
+        self._step, self._most, self._open_max = step, most, max(step, files)
+        self._next = ctypes.c_int64(0)
+        self._header_bytes_max = int(self.items["header_bytes"].max())
+        self._abandoned: ctypes.c_int32 | None = None
+        self.items["status"] = native.OTHER
+        self.epoch = self._known.epoch
+        """The epoch of what the node remembers, from before the first look at the root."""
+
+    def stop(self) -> None:
+        """Begins no more chunks."""
+        self._next.value = self.count
+
+    def _turn(self) -> tuple[Any, Places]:
+        """Returns what native code needs for a turn, and the memory for the offsets of the chunks that it reports."""
+        reported = np.empty(self._most + self._step, np.int32)
+        at = reported.__array_interface__["data"][0]
+        taken = ctypes.pointer(self._next)
+        turn = native.Turn(taken, self._step, self._most, self._open_max, self._header_bytes_max, at, time_ns=TURN_NS)
+        if self._abandoned is not None:
+            turn.abandoned = ctypes.pointer(self._abandoned)
+        return turn, reported
+
+    def read_turn(self, borrowed: BufferLoan) -> tuple[list[int], bool]:
+        """Reads chunks that no other lane took. Raises Withdrawn.
+
+        Returns the offsets of the chunks that are left to ``ChunkStore.read``, and whether there may be more to read.
+        """
+        turn, reported = self._turn()
+        with self._counters.timed("root", "read") as timed:
+            outcome = native.library.kv_read_turn(self.common, self.at(0), self.count, turn, borrowed.natively)
+            timed.size_bytes, left = turn.bytes, reported[: turn.told_count]
+            if left.size:
+                self.read_blocked(left, borrowed)
+                is_read = self.items["status"][left] == native.DONE
+                timed.size_bytes += sum(map(self.payload_bytes, left[is_read].tolist()))
+                left = left[~is_read]
+        if outcome < 0:
+            raise Withdrawn
+        return left.tolist(), bool(outcome)
+
+    def end_read(self) -> Mask:
+        """Returns which chunks were read and verified. Call it once, when no lane writes into the memory any more."""
+        self._note(self.first, self.first + self.count, self.epoch)
+        done: Mask = self.items["status"] == native.DONE
+        return done
+
+    # Puts
+
+    def begin_put(
+        self,
+        step: int,
+        most: int,
+        depths: npt.NDArray[np.int64],
+        *,
+        stamped_s: float,
+        durable: bool,
+        hints: Hints,
+        abandoned: ctypes.c_int32 | None = None,
+    ) -> None:
+        """Prepares turns that stage chunks; ``depths`` are their indexes in their prompt, ``stamped_s`` their time.
+
+        After its turn a chunk's status says that it is already there (FOUND), staged (DONE), PUBLISHED, or left to
+        Python. With ``abandoned`` a turn publishes what it staged, unless that is set by then.
+        """
+        chunks = self._chunks
+        self.begin_turns(step, most)
+        self._abandoned = abandoned
+        self._session = chunks.session()
+        self._put_common = native.Common.from_buffer_copy(self.common)
+        self._put_common.session = self._session.hex().encode()
+        self._put_common.durable = durable
+        self.is_right = bool(self.common.from_images)
+        """True if native code compares what it stages with the images that it comes from."""
+        incarnations = (
+            [chunks.incarnations.renewed(self.origins[index]) for index in range(self.first, self.first + self.count)]
+            if self.origins
+            else chunks.incarnations.fresh_each(self.count)
+        )
+        self.items["number"] = list(islice(chunks.numbers, self.count))
+        self.items["incarnation"] = np.frombuffer(b"".join(incarnations), "V16")
+        self.items["mtime_ns"] = stamps_ns(stamped_s, depths, hints)
+
+    def stage_turn(self) -> tuple[Places, bool]:
+        """Looks for chunks that no other lane took, and stages those that are missing.
+
+        Returns the offsets of the chunks that it took, and whether there may be more. Those that are then neither found
+        nor staged are left to ``ChunkStore``; ``publish`` counts those that are PUBLISHED.
+        """
+        self._chunks.incarnations.record()
+        with self._counters.timed("root", "write") as timed:
+            places, more, timed.size_bytes = self._stage()
+        if not len(places):
+            return places, more
+        self._doubt(places)
+        at = self.at(0)
+        self._known.add_run(at, places, native.FOUND, self._known.quantum(), epoch=self.epoch)
+        for status in (native.DONE, native.PUBLISHED):
+            self._known.forget_run(at, places, status)
+        return places, more
+
+    def _stage(self) -> tuple[Places, bool, int]:
+        """Takes a turn. Of a chunk that could not be staged nothing is left."""
+        turn, reported = self._turn()
+        more = native.library.kv_stage_turn(self._put_common, self.at(0), self.count, turn)
+        return reported[: turn.told_count], bool(more), turn.bytes
+
+    def publish(self, places: Places, *, ordered: bool) -> tuple[int, int]:
+        """Gives staged chunks their final names; returns how many, and the bytes of their sections.
+
+        An ``ordered`` call stops at the first chunk that native code cannot publish. Those that are not PUBLISHED are
+        left to ``ChunkStore.publish``.
+        """
+        epoch = self._known.epoch
+        self._publish(places, ordered=ordered)
+        return self.count_published(places, epoch)
+
+    def _publish(self, at: Places, *, ordered: bool) -> None:
+        """Durable puts are all left to Python, because each waits for the device."""
+        if not self._put_common.durable:
+            listed = at.__array_interface__["data"][0]
+            native.library.kv_publish(self._put_common, self.at(0), listed, len(at), ordered)
+
+    def count_published(self, places: Places, epoch: int) -> tuple[int, int]:
+        """Remembers and counts those that are PUBLISHED; returns how many, and the bytes of their sections."""
+        at, quantum = self.at(0), self._known.quantum()
+        chunks, size_bytes = self._known.add_run(at, places, native.PUBLISHED, quantum, epoch=epoch)
+        if chunks:
+            published = places[self.items["status"][places] == native.PUBLISHED]
+            self._chunks.usage.wrote(size_bytes + int(self.items["header_bytes"][published].sum()))
+            self._counters.add(NodeCount.CHUNKS_WRITTEN, chunks)
+            self._counters.add(NodeCount.BYTES_WRITTEN, size_bytes)
+        return chunks, size_bytes
+
+    def staged_name(self, place: int) -> Name:
+        """Returns the name under which a chunk is staged."""
+        return places.staged(self._session, int(self.items["number"][place]))
+
+    def _doubt(self, places: Places) -> bool:
+        """Leaves to ``ChunkStore`` what was found by size alone and was unreadable before; True if there was any."""
+        all_suspects = self._chunks.suspects
+        if not len(all_suspects):
+            return False
+        suspects = [
+            place
+            for place in places.tolist()
+            if self.items["status"][place] == native.FOUND and self.items["address"][place].tobytes() in all_suspects
+        ]
+        self.items["status"][suspects] = native.OTHER
+        return bool(suspects)
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A chunk that is complete under its staging name and waits to be published."""
+
+    name: Name
+    expected: Expected
+    size_bytes: int
+    """Size of its file; an encoded file has another size than ``expected`` says."""
+
+
+class ChunkStore:
+    """The chunk files of one root, as one node sees them."""
+
+    def __init__(self, node: Engine, session: Callable[[], bytes], numbers: Iterator[int]) -> None:
+        """``session`` returns the one to stage under; another one once the node has joined anew.
+
+        ``numbers`` are for the names of staged files; none comes twice.
+        """
+        self.root = node.root
+        self.known = node.known
+        self.usage = node.gc_view.usage
+        self.shard_bits = node.identity.shard_bits
+        self.counters = node.counters
+        self.session = session
+        self.numbers = numbers
+        self.incarnations = node.incarnations
+        self.encodings = node.encodings
+        self.suspects = SuspectFiles()
+        self._files = local_files(node.root) if is_available() else None
+
+    # Many chunks, in native code
+
+    @property
+    def is_native(self) -> bool:
+        """True if native code reads this root's files."""
+        return self._files is not None
+
+    @property
+    def stages_natively(self) -> bool:
+        return self._files is not None and self._files.stages
+
+    def run(
+        self, keys: KeySet, first: int, count: int, sections: Sections | None = None, *, fills: bool = False
+    ) -> StoredRun | None:
+        """Returns chunks ``first`` to ``first + count - 1`` as a native run; None if they must be done one by one.
+
+        The run is written from ``sections``, or read into them if it ``fills``. Without sections it is looked at or
+        mapped.
+        """
+        encodings = self.encodings
+        if self._files is None or count < 1:
+            return None
+        if not encodings.is_plain and encodings.encodes(keys.namespace.tenant):
+            return None
+        if sections is None:
+            return StoredRun(self, self._files, keys, first, count, None)
+        if (
+            not isinstance(sections, BufferMap)
+            or not sections.covers(first, count)
+            or (fills and not sections.is_writable)
+        ):
+            return None
+        return StoredRun(self, self._files, keys, first, count, sections)
+
+    def layer_files(self, tenant: str) -> tuple[LocalFiles | None, int] | None:
+        """Returns the files that a layer-by-layer read may open, and their shard bits; None without native code."""
+        if not is_available() or self.encodings.encodes(tenant):
+            return None
+        return None if self._files is None or self._files.direct else self._files, self.shard_bits
+
+    # One chunk
+
+    def name(self, address: Address, namespace: NamespaceId) -> Name:
+        return places.chunk(address, namespace, self.shard_bits)
+
+    def is_present(self, expected: Expected) -> bool:
+        """True if a file of the right size exists. A file of another size is damaged, and set aside.
+
+        Raises the root's error if the file exists and cannot be read.
+        """
+        return self.look(expected) is not None
+
+    def look(self, expected: Expected) -> Stat | None:
+        """Returns the stat of a file of the right size; None if there is none. Otherwise as ``is_present``."""
+        if expected.address in self.suspects:
+            self.settle(expected.address, self._name_of(expected))
+        epoch = self.known.epoch
+        stat = self.root.stat(self._name_of(expected))
+        if stat is None:
+            self.known.forget(expected.address)
+            return None
+        with self.noted(expected):
+            if stat.size_bytes != expected.file_bytes and not self._is_encoded(expected):
+                return None
+        self._seen(expected, stat, epoch)
+        return stat
+
+    def lacks(self, stat: Stat, hints: Hints) -> bool:
+        """True if a put with ``hints`` has to raise the hints of a chunk that it found, or to take it back."""
+        return not recency.decode(stat.mtime_ns, self.known.quantum_s).covers(hints)
+
+    def read(self, expected: Expected, sections: Pieces, borrowed: BufferLoan) -> bool:
+        """Reads and verifies a whole chunk into ``sections``; False is a miss, which leaves their content undefined.
+
+        Raises Withdrawn.
+        """
+        epoch = self.known.epoch
+        with self.noted(expected):
+            reader = self._open(expected)
+        if reader is None:
+            return False
+        with self.noted(expected), reader, self.counters.timed("root", "read") as timed:
+            timed.size_bytes = expected.payload_bytes
+            try:
+                read_verified(reader, expected, sections, borrowed)
+            except Damaged as damaged:
+                borrowed.check()  # the caller may have changed what was verified
+                self.set_aside(expected, damaged.damage)
+                return False
+            self._seen(expected, reader.stat, epoch)
+        self.suspects.forget(expected.address)
+        self.counters.add_read(expected.payload_bytes)
+        return True
+
+    def open(self, expected: Expected) -> tuple[FileReader, Header] | None:
+        """Opens a chunk and verifies its header, for reading ranges; None is a miss."""
+        epoch = self.known.epoch
+        with self.noted(expected):
+            reader = self._open(expected)
+        if reader is None:
+            return None
+        try:
+            try:
+                with self.noted(expected):
+                    header = read_header(reader, expected)
+            except Damaged as damaged:
+                self.set_aside(expected, damaged.damage)
+                reader.close()
+                return None
+            self._seen(expected, reader.stat, epoch)
+        except BaseException:
+            reader.close()
+            raise
+        return reader, header
+
+    def open_file(self, expected: Expected) -> PosixReader | None:
+        """Opens a chunk as ``open`` does, for a client that reads the file itself.
+
+        None also if the client must not read the file: it is encoded, its tenant's chunks are encrypted, or it is not a
+        file.
+        """
+        if self.encodings.encrypts(expected.tenant):
+            return None
+        opened = self.open(expected)
+        if opened is None:
+            return None
+        if isinstance(opened[0], PosixReader):
+            return opened[0]
+        opened[0].close()
+        return None
+
+    def read_range(
+        self, reader: FileReader, header: Header, expected: Expected, first: int, sections: Pieces, borrowed: BufferLoan
+    ) -> bool:
+        """Reads and verifies sections from ``first`` on of an open chunk; False is a miss."""
+        offset = header.header_bytes + first * header.section_bytes
+        try:
+            with self.noted(expected), self.counters.timed("root", "read") as timed:
+                timed.size_bytes = len(sections) * header.section_bytes
+                fill(reader, sections, offset, borrowed)
+                verify(sections, header.checksums[first : first + len(sections)])
+        except Damaged as damaged:
+            borrowed.check()
+            self.set_aside(expected, damaged.damage)
+            return False
+        # A chunk counts once, with its first section.
+        self.counters.add_read(len(sections) * header.section_bytes, chunks=0 if first else 1)
+        return True
+
+    def stage(
+        self,
+        expected: Expected,
+        sections: Pieces,
+        stamped_s: float,
+        durable: bool,
+        hints: Hints,
+        depth: int,
+        origin: Incarnation | None = None,
+    ) -> Staged:
+        """Writes a chunk, the one at ``depth`` of its prompt, under a staging name of its own.
+
+        ``stamped_s`` is the time of its stamp, ``origin`` the incarnation of its image, if it has one.
+        """
+        incarnation = self.incarnations.fresh() if origin is None else self.incarnations.renewed(origin)
+        self.incarnations.record()
+        pieces = self.encodings.pieces(expected, incarnation, sections)
+        name = places.staged(self.session(), next(self.numbers))
+        stamp = stamp_ns(stamped_s, depth, hints)
+        try:
+            with self.counters.timed("root", "write") as timed:
+                timed.size_bytes = expected.payload_bytes
+                self.root.stage(name, pieces, stamp_ns=stamp, durable=durable)
+        except KVStoreError:
+            self._discard(name)  # torn files must not keep a full disk full
+            raise
+        return Staged(name, expected, byte_length(pieces))
+
+    def publish(self, staged: Staged, durable: bool) -> bool:
+        """Gives a staged chunk its final name; False if another writer was first, whose chunk stays."""
+        expected, epoch = staged.expected, self.known.epoch
+        won = self.root.publish(staged.name, self._name_of(expected), durable=durable)
+        if won:
+            self.usage.wrote(staged.size_bytes)
+            self.known.add(expected.address, self.known.quantum(), renewed=True, epoch=epoch)
+            self.counters.add(NodeCount.CHUNKS_WRITTEN)
+            self.counters.add(NodeCount.BYTES_WRITTEN, expected.payload_bytes)
+        else:
+            self.counters.add(NodeCount.CHUNKS_LOST_RACE)
+            with suppress(KVStoreError):  # on failure it is not remembered, and the next request looks for it
+                # The winner's file may be encrypted with a key that this node lacks: then no match may promise it.
+                self.look(expected)
+        return won
+
+    def discard(self, staged: Staged) -> None:
+        self._discard(staged.name)
+
+    def set_aside(self, expected: Expected, damage: Damage) -> None:
+        """Moves a corrupt file away from its name, so that the next put can repair it. Never raises.
+
+        Another node may have put a good file there between our look and our rename. So the moved file is verified once
+        more under its new name, which nobody else uses. A good one goes back by link, unless yet another writer was
+        first.
+        """
+        self.counters.add(NodeCount.MISS_DAMAGED)
+        self.counters.add(_DAMAGE[damage])
+        self.known.forget(expected.address)
+        name, aside = self._name_of(expected), self._name_aside(expected.address)
+        try:
+            if not self.root.move(name, aside):
+                return
+            if self._is_intact(aside, expected):
+                self.root.publish(aside, name, durable=False)
+                self.counters.add(NodeCount.QUARANTINE_RESTORED)
+            else:
+                self.counters.add(NodeCount.QUARANTINED)
+        except KVStoreError:
+            # The root is read-only or failing: the read is a miss all the same, and the next read finds the file again.
+            self.counters.add(NodeCount.QUARANTINE_FAILED)
+
+    def settle(self, address: Address, name: Name) -> None:
+        """Reads the file of a suspect again, and renames it away if that fails too often.
+
+        Returns when the file can be read after all, or is gone, or was renamed. Raises the root's error, naming the
+        file, if it can be neither read nor renamed: no put can repair it then.
+        """
+        self.known.forget(address)
+        while True:
+            try:
+                self._read_through(name)
+            except FAILED as error:
+                if self.suspects.failed(address) < FAILURES_MAX:
+                    continue
+                if isinstance(error, PermissionDenied):  # processes of another user may read it, and hold it
+                    raise PermissionDenied(
+                        f"{name} cannot be read ({error}): fix its permissions, or delete it"
+                    ) from error
+                try:
+                    self._set_suspect_aside(address, name)
+                except FAILED as refused:
+                    raise type(refused)(
+                        f"{name} cannot be read ({error}) and cannot be set aside ({refused}): fix its permissions, "
+                        "or delete it"
+                    ) from error
+            self.suspects.forget(address)
+            return
+
+    def _set_suspect_aside(self, address: Address, name: Name) -> None:
+        """Moves an unreadable file away. One that is readable under its new name goes back; the next reader verifies
+        it. Raises the root's error if the file cannot be moved.
+        """
+        aside = self._name_aside(address)
+        if not self.root.move(name, aside):
+            return
+        try:
+            is_readable = self._read_through(aside)
+        except KVStoreError:
+            self.counters.add(NodeCount.QUARANTINED)
+            return
+        if is_readable:
+            with suppress(KVStoreError):  # on failure a collector puts it back
+                self.root.publish(aside, name, durable=False)
+                self.counters.add(NodeCount.QUARANTINE_RESTORED)
+
+    def _read_through(self, name: Name) -> bool:
+        """Reads a whole file, without looking at its bytes; False if there is none. Raises the root's errors."""
+        reader = self.root.open(name)
+        if reader is None:
+            return False
+        with reader:
+            piece, offset = memoryview(bytearray(min(READ_BYTES, max(1, reader.stat.size_bytes)))), 0
+            while count := reader.read([piece], offset, BufferLoan()):
+                offset += count
+        return True
+
+    def _is_intact(self, name: Name, expected: Expected) -> bool:
+        found = self.root.open(name)
+        if found is None:
+            return False
+        with found:
+            try:
+                reader = plain(found, expected, self.encodings)
+                if reader is None:
+                    return False
+                verify_whole(reader, expected)
+            except NotDecodable:
+                return True  # nothing proves damage: a node with its key may find it right
+            except Damaged:
+                return False
+        return True
+
+    def _name_aside(self, address: Address) -> Name:
+        return places.quarantined(address, self.session(), next(self.numbers))
+
+    @contextmanager
+    def noted(self, expected: Expected) -> Iterator[None]:
+        """Wraps a read of a chunk's file: notes a file that the root cannot read, so that nobody trusts its size."""
+        try:
+            yield
+        except FAILED:
+            self.suspects.failed(expected.address)
+            self.known.forget(expected.address)
+            raise
+
+    def _open(self, expected: Expected) -> FileReader | None:
+        """Opens a chunk file of the right size; None is a miss."""
+        reader = self.root.open(self._name_of(expected))
+        if reader is None:
+            self.known.forget(expected.address)
+            self.counters.add(NodeCount.MISS_ABSENT)
+            return None
+        try:
+            found = plain(reader, expected, self.encodings)
+        except NotDecodable as reason:
+            reader.close()
+            self._not_decodable(expected, reason)
+            return None
+        except Damaged as damaged:
+            reader.close()
+            self._wrong_size(expected, damaged.damage)
+            return None
+        except BaseException:
+            reader.close()
+            raise
+        if found is None:
+            reader.close()
+            self._wrong_size(expected)
+        return found
+
+    def _is_encoded(self, expected: Expected) -> bool:
+        """True if a file without the size of version 1 is encoded and readable here; sets any other file aside."""
+        reader = self.root.open(self._name_of(expected))
+        if reader is None:
+            self.known.forget(expected.address)
+            return False
+        with reader:
+            try:
+                if self.encodings.is_whole(reader, expected):
+                    return True
+                damage = Damage.SIZE
+            except NotDecodable as reason:
+                self._not_decodable(expected, reason)
+                return False
+            except Damaged as damaged:
+                damage = damaged.damage
+        self._wrong_size(expected, damage)
+        return False
+
+    def _not_decodable(self, expected: Expected, reason: NotDecodable) -> None:
+        """Counts a miss of this node alone: another node has the key."""
+        self.known.forget(expected.address)
+        self.counters.add(reason.counter)
+
+    def _wrong_size(self, expected: Expected, damage: Damage = Damage.SIZE) -> None:
+        """Sets aside a file of the wrong size, unless the engine asked for a block with another size than it has."""
+        if expected.kind is IdentityKind.BLOCK and self._is_block_of_other_size(expected):
+            self.counters.add(NodeCount.MISS_OTHER_SIZE)
+            return
+        self.set_aside(expected, damage)
+
+    def _is_block_of_other_size(self, expected: Expected) -> bool:
+        reader = self.root.open(self._name_of(expected))
+        if reader is None:
+            return False
+        with reader:
+            raw = bytearray(min(expected.header_bytes + PAGE_BYTES, reader.stat.size_bytes))
+            if reader.read([memoryview(raw)], 0, BufferLoan()) != len(raw):
+                return False
+            try:
+                header = decode_any(raw)
+            except Damaged:
+                return False
+            same = (header.address, header.namespace) == (expected.address, expected.namespace)
+            return same and header.kind is IdentityKind.BLOCK and header.file_bytes == reader.stat.size_bytes
+
+    def _seen(self, expected: Expected, stat: Stat, epoch: int) -> None:
+        quantum = self.known.quantum()
+        self.known.add(expected.address, quantum, renewed=is_fresh(stat.mtime_ns, quantum), epoch=epoch)
+
+    def _discard(self, name: Name) -> None:
+        try:
+            self.root.discard(name)
+        except KVStoreError:
+            self.counters.add(NodeCount.QUARANTINE_FAILED)
+
+    def _name_of(self, expected: Expected) -> Name:
+        return places.chunk(expected.address, NamespaceId(expected.namespace[:8]), self.shard_bits)

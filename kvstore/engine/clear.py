@@ -1,0 +1,504 @@
+"""Clears what a selection names, everywhere: tell all nodes, sweep the root, tell them again.
+
+The order matters. A node that has dropped what is named, and refuses to take it back, cannot write to the root again
+what the sweep just deleted. And the barrier goes up before pins are read: a pin taken too late to be read finds the
+barrier (gc/PROTOCOL.md, P5).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from kvstore.census.selection import ClearOrder, Selection
+from kvstore.census.walk import ChunkFile, found_in, sampled, walk, with_header
+from kvstore.core.address import Address
+from kvstore.core.background import Loop
+from kvstore.core.executor import Deadline, moved_on
+from kvstore.core.progress import Progress
+from kvstore.core.results import Cleared
+from kvstore.engine.engine import Engine
+from kvstore.engine.host import HostMember
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.format import places
+from kvstore.format.places import Name
+from kvstore.host.clears import HostClears
+from kvstore.host.eviction import Evicted, Eviction, EvictionVictim, file_system_now_ns
+from kvstore.meta.clears import BARRIER_S, PASSING_S, Barrier, Barriers, Clears, OrderTold
+from kvstore.meta.keys import SessionId
+from kvstore.meta.session import Session
+from kvstore.meta.store import Watch, WatchLost
+from kvstore.root.fences import make_room
+from kvstore.root.identity import read_writers
+from kvstore.root.posix import PosixRoot, translated
+
+# Follows clears by selection: one thread reads the orders, has them obeyed, and answers.
+#
+# Every node of a cluster follows them, with memory or without: a node also forgets which chunks it knows to be
+# present. Rule P6 of kvstore/tiers/MEMORY.md.
+
+
+log = logging.getLogger(__name__)
+
+WAIT_S = 0.5
+RETRY_S = 1.0
+
+Obey = Callable[[list[ClearOrder], list[ClearOrder]], bool]
+"""``obey(new, all)``: drops what new orders name and forbids what all orders name; False if it is not done yet."""
+Sweep = Callable[[list[ClearOrder]], None]
+"""The slow part of an order, which nobody waits for."""
+
+
+class ClearsFollower:
+    """Follows orders while a session lives. It calls ``obey`` and ``sweep`` in its thread; they must not raise."""
+
+    def __init__(self, clears: Clears, obey: Obey, sweep: Sweep, timeout_s: float) -> None:
+        self._clears = clears
+        self._obey = obey
+        self._sweep = sweep
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._session: Session | None = None
+        self._watch: Watch | None = None
+        self._loop = Loop("kvstore-clears", self._changed, lambda: self._turn)
+        # Only the thread uses the fields below.
+        self._followed: Session | None = None
+        self._orders: dict[bytes, ClearOrder] = {}
+        self._obeyed: set[bytes] = set()
+        self._asked: dict[bytes, bool] = {}
+        """Orders whose issuer may wait for this session's answer, and whether they are done."""
+        self._answered: set[bytes] = set()
+        """Orders that this session has answered and that are not done."""
+        self._told: set[bytes] = set()
+        """All orders that this session has answered, done or not: each answer is a key in etcd."""
+        self._stale: set[bytes] = set()
+        """Answers to orders that are no longer kept. Their keys must go, or they last as long as the session."""
+        self._unswept: list[ClearOrder] = []
+        self._is_looser = False
+        """True if an order ended, so that what it named is allowed again."""
+
+    def begin(self, session: Session) -> None:
+        """Follows orders from now on, as long as ``session`` lives."""
+        with self._changed:
+            self._session = session
+            self._loop.start()
+            self._changed.notify_all()
+
+    def end(self, session: Session) -> None:
+        """Notes that the session is over: its answers went with it. The orders themselves stay."""
+        with self._changed:
+            if self._session is session:
+                self._session = None
+            watch = self._watch
+        if watch is not None:
+            watch.close()
+
+    def close(self, timeout_s: float) -> None:
+        with self._changed:
+            self._loop.stop()
+            self._session, watch = None, self._watch
+        if watch is not None:
+            watch.close()
+        self._loop.close(timeout_s)
+
+    def step(self, wait_s: float) -> bool:
+        """Takes in new events, waiting up to ``wait_s`` for them; False if nothing can be heard at the moment."""
+        session = self._session
+        if session is None:
+            return False
+        try:
+            if session is not self._followed or self._watch is None:
+                self._read_afresh(session)
+            else:
+                for event in self._watch.next(wait_s) or ():
+                    self._hear(self._clears.read(event.key, event.kv))
+            self._answer(session)
+        except WatchLost as lost:
+            if not self._loop.closed:
+                log.info("clears.watch_lost %s", lost)
+            self._drop_watch()
+            return True
+        except KVStoreError as error:
+            log.info("clears.not_followed %s", error)
+            self._drop_watch()
+            return False
+        if self._unswept:
+            swept, self._unswept = self._unswept, []
+            self._sweep(swept)
+        return True
+
+    def _read_afresh(self, session: Session) -> None:
+        self._drop_watch()
+        snapshot = self._clears.snapshot(self._timeout_s)
+        watch = self._clears.watch(snapshot.revision + 1)
+        with self._changed:
+            if self._session is not session:
+                watch.close()
+                return
+            self._watch = watch
+        if self._followed is not session:
+            self._answered.clear()
+            self._told.clear()
+            self._stale.clear()
+        self._followed, self._asked = session, {}
+        told = [self._clears.read(each.key, each) for each in snapshot.items]
+        for id in self._orders.keys() - {each.id for each in told if each is not None}:
+            self._drop(id)
+        for each in told:
+            self._hear(each)
+
+    def _hear(self, told: OrderTold | None) -> None:
+        if told is None:
+            return
+        if told.content is None:
+            self._drop(told.id)
+            return
+        if not told.is_done:
+            self._asked[told.id] = False
+        elif told.id in self._answered:
+            self._asked[told.id] = True
+            self._obeyed.discard(told.id)  # sweep again: it may have been read from the root meanwhile
+        if told.id not in self._orders:
+            try:
+                self._orders[told.id] = ClearOrder.from_json(told.content)
+            except InvalidRequest as error:
+                self._asked.pop(told.id, None)  # from a later version: its issuer sees no answer from this node
+                log.warning("clears.not_understood %s %s", told.id.hex(), error)
+
+    def _drop(self, id: bytes) -> None:
+        if self._orders.pop(id, None) is not None:
+            self._is_looser = True
+        self._obeyed.discard(id)
+        self._asked.pop(id, None)
+        self._answered.discard(id)
+        if id in self._told:
+            self._told.discard(id)
+            self._stale.add(id)
+
+    def _answer(self, session: Session) -> None:
+        """Obeys new orders, and answers those that somebody waits for. The next step retries what is not done yet."""
+        new = [id for id in self._orders if id not in self._obeyed]
+        if new or self._is_looser:
+            orders = [self._orders[id] for id in new]
+            if self._obey(orders, list(self._orders.values())):
+                self._is_looser = False
+                self._obeyed.update(new)
+                self._unswept += orders
+        for id in self._asked.keys() & self._obeyed:
+            self._told.add(id)
+            self._stale.discard(id)
+            self._clears.answer(session, id, self._timeout_s, done=self._asked[id])
+            if self._asked.pop(id):
+                self._answered.discard(id)
+            else:
+                self._answered.add(id)
+        for id in [*self._stale]:
+            self._clears.withdraw(session, id, self._timeout_s)
+            self._stale.discard(id)
+
+    def _drop_watch(self) -> None:
+        with self._changed:
+            watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
+
+    def _turn(self) -> None:
+        if not self.step(WAIT_S):
+            self._wait(self._session)
+
+    def _wait(self, session: Session | None) -> None:
+        """Waits until there may be something to hear: a new session, or after ``RETRY_S`` the same one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._loop.closed or self._session not in (None, session), timeout=RETRY_S)
+
+
+ANSWER_S = 15.0
+"""Time for the other nodes to answer that they dropped it; a node that hangs, or knows no orders, never answers."""
+POLL_S = 0.2
+LANES = 2
+PROGRESS_S = 0.5
+RENEW_S = min(PASSING_S, BARRIER_S) / 8
+
+Pinned = Container[Address]
+
+
+def resolved(node: Engine, selection: Selection) -> ClearOrder:
+    """Returns the order for a selection. Raises InvalidRequest if it selects nothing, and the root's errors."""
+    writers = node.on_root(lambda: read_writers(node.root))
+    return selection.resolve(node.namespaces(), writers, node.clock.now_s())
+
+
+class NamespaceClear:
+    """One clear, run by one node. ``clears`` is None for a node alone, which tells nobody.
+
+    ``pinned`` reads what pins keep. It is called once nothing else can be pinned.
+    """
+
+    def __init__(
+        self,
+        node: Engine,
+        clears: Clears | None,
+        barriers: Barriers,
+        pinned: Callable[[], Pinned],
+        *,
+        pause: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._node = node
+        self._clears = clears
+        self._barriers = barriers
+        self._pinned = pinned
+        self._pause = pause
+        self._timeout_s = node.limits.meta_deadline_s
+
+    def count(self, order: ClearOrder, progress: Progress) -> Cleared:
+        """Counts what ``clear`` would delete; changes nothing."""
+        return _Sweep(self._node, order, self._pinned(), None).run(progress)
+
+    def clear(self, order: ClearOrder, progress: Progress) -> Cleared:
+        """Deletes what the order names on the root; before and after, all nodes drop it.
+
+        Raises Unavailable if the other nodes could not be told, and what ``progress`` raises: clear again.
+        """
+        node, clears = self._node, self._clears
+
+        def waiting() -> None:
+            progress(0, 0)
+
+        node.on_root(lambda: make_room(node.root))  # orders and barriers are written before anything is deleted
+        if clears is None:
+            try:
+                self._obey_alone(order, waiting)
+                node.sweep_disk([order])
+                return self._behind_barrier(node.ids.fresh(), order, progress)
+            finally:  # also when cut short: a leftover order would keep the namespace out of memory for good
+                node.obey([order], [order] if order.stands else [])
+        id, content = node.ids.fresh(), order.to_json()
+        lease = clears.tell(id, content, self._timeout_s, stands=order.stands)
+        clears.trim(self._timeout_s)  # now, not at the end: a call that is cut short never gets there
+        with self._kept(lambda: clears.renew(lease, self._timeout_s)):
+            silent = self._wait_for_answers(clears.silent, id, waiting)
+            done = self._behind_barrier(id, order, progress)
+        if not clears.renew(lease, self._timeout_s):  # a node that forgot it withdrew its answer
+            raise Unavailable("etcd forgot the order while the root was swept: clear again")
+        clears.done(id, content, self._timeout_s, stands=order.stands)
+        silent |= self._wait_for_answers(clears.still_silent, id, lambda: None)
+        return replace(done, unconfirmed=tuple(sorted(session.hex() for session in silent)))
+
+    def _obey_alone(self, order: ClearOrder, waiting: Callable[[], None]) -> None:
+        """Does what the followers of a cluster do: drops it, and waits for writes in progress.
+
+        A write that is not waited for would publish behind the sweep. Raises Unavailable if the writes do not end.
+        """
+        deadline = Deadline(self._node.clock, ANSWER_S)
+        while not self._node.obey([order], [order]):
+            waiting()
+            if deadline.passed:
+                raise Unavailable("writes to the root that may be of these chunks do not end: clear again")
+
+    def _behind_barrier(self, id: bytes, order: ClearOrder, progress: Progress) -> Cleared:
+        """Follows rule P5: barrier, then pins, then deletions; the barrier goes once all deletions have ended.
+
+        If the sweep fails, a lane may still be in the middle of a deletion: then the barrier expires by itself.
+        """
+        barrier = self._barriers.put_up(id, order.to_json(), self._timeout_s)
+        with self._kept(lambda: barrier.renew(self._timeout_s)):
+            done = _Sweep(self._node, order, self._pinned(), barrier).run(progress)
+            barrier.check()
+        barrier.take_down(self._timeout_s)
+        return done
+
+    @contextmanager
+    def _kept(self, renew: Callable[[], object]) -> Iterator[None]:
+        """Renews a lease while the block runs, in a thread of its own: one call of the root may keep the sweep busy for
+        long.
+
+        A node that forgets the order in between would take back what the sweep deletes.
+        """
+        ended = threading.Event()
+
+        def renewing() -> None:
+            while not ended.wait(RENEW_S):
+                try:
+                    renew()
+                except KVStoreError as error:
+                    log.info("clear.not_renewed %s", error)
+
+        thread = threading.Thread(target=renewing, name="kvstore-clear", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join(self._timeout_s)
+
+    def _wait_for_answers(
+        self, look: Callable[[bytes, float], set[SessionId]], id: bytes, waiting: Callable[[], None]
+    ) -> set[SessionId]:
+        deadline = Deadline(self._node.clock, ANSWER_S)
+        while True:
+            silent = look(id, self._timeout_s)
+            waiting()
+            if not silent or deadline.passed:
+                return silent
+            self._pause(POLL_S)
+
+
+class _Sweep:
+    """One pass over all shards of the root, several at once. Without a ``barrier`` it only counts."""
+
+    def __init__(self, node: Engine, order: ClearOrder, pinned: Pinned, barrier: Barrier | None) -> None:
+        self._node = node
+        self._order = order
+        self._pinned = pinned
+        self._barrier = barrier
+        self._shards = sampled(node.identity.shard_bits)
+        self._left = iter(self._shards)
+        self._lock = threading.Lock()
+        self._is_ended = False
+        self._done = 0
+        self._chunks = self._bytes = self._kept = self._failed = 0
+
+    def run(self, progress: Progress) -> Cleared:
+        """Does the whole pass. Raises what ``progress`` raises; what was deleted by then stays deleted."""
+        # Use a few lanes however many shards there are: the others go on serving.
+        batch = self._node.begin_on_root(min(LANES, len(self._shards)), lambda _: self._work())
+        try:
+            while not batch.join(PROGRESS_S):
+                progress(self._done, len(self._shards))
+        except BaseException:
+            self._is_ended = True
+            batch.stop()
+            raise
+        batch.wait(Deadline(self._node.clock, PROGRESS_S))
+        progress(self._done, len(self._shards))
+        return Cleared(self._chunks, self._bytes, self._kept, self._failed)
+
+    def _work(self) -> bool:
+        while (shard := self._next()) is not None:
+            self._shard(places.shard_folder(shard))
+        return True
+
+    def _next(self) -> int | None:
+        with self._lock:
+            return None if self._is_ended else next(self._left, None)
+
+    def _shard(self, folder: Name) -> None:
+        try:
+            for entry in self._node.root.list(folder):
+                moved_on()
+                if self._is_ended:
+                    return
+                found = found_in(folder, entry, self._node.limits.quantum_s)
+                if found is not None and self._order.means(found.namespace):
+                    self._chunk(found)
+        except KVStoreError:
+            self._add(failed=1)
+        with self._lock:
+            self._done += 1
+
+    def _chunk(self, found: ChunkFile) -> None:
+        try:
+            if self._order.needs_headers:
+                found = with_header(self._node.root, found)
+            if not self._order.takes(found):
+                return
+            if found.address in self._pinned:
+                self._add(kept=1)
+                return
+            if self._barrier is not None:
+                self._barrier.check()
+                self._node.known.forget(found.address)
+                if not self._node.root.remove(found.name):
+                    return
+                self._node.gc_view.usage.removed(found.size_bytes)
+            self._add(chunks=1, size_bytes=found.size_bytes)
+        except KVStoreError:
+            self._add(failed=1)
+
+    def _add(self, *, chunks: int = 0, size_bytes: int = 0, kept: int = 0, failed: int = 0) -> None:
+        with self._lock:
+            self._chunks += chunks
+            self._bytes += size_bytes
+            self._kept += kept
+            self._failed += failed
+
+
+# Clears what a selection names on a root that the processes of one host share: an eviction with a selection.
+
+
+AT_ONCE = 4096
+HELD_S = 5.0
+"""What is held is deleted if its hold ends within this time."""
+HOST_POLL_S = 0.1
+
+
+class HostClearing:
+    """The clears of one process."""
+
+    def __init__(self, node: Engine, host: HostMember, pinned: Callable[[], Container[Address]]) -> None:
+        assert isinstance(node.root, PosixRoot)
+        self._node = node
+        self._host = host
+        self._root = node.root
+        self._pinned = pinned
+        obey = node.obey if node.tiers is not None else None
+        self.clears = HostClears(host.folder, host.shared, host.table, obey, node.sweep_disk)
+
+    def count(self, order: ClearOrder, progress: Progress, *, pinned: bool = False) -> Cleared:
+        """Counts what ``clear`` would delete; changes nothing."""
+        kept = () if pinned else self._pinned()
+        found, failed = self._found(order, progress)
+        free = [one for one in found if one.address not in kept]
+        return Cleared(len(free), sum(one.size_bytes for one in free), len(found) - len(free), failed)
+
+    def clear(self, order: ClearOrder, progress: Progress, *, pinned: bool = False) -> Cleared:
+        """Deletes what the order names, from the memory of all processes first. ``pinned``: what is pinned too.
+
+        Raises Unavailable, the root's errors, and what ``progress`` raises: clear again.
+        """
+        progress(0, 0)
+        make_room(self._root)  # the order is written before anything is deleted
+        with translated("write", f"{self._host.folder}/host"):
+            silent = self.clears.tell(order)
+        count = size_bytes = 0
+        ends_s = time.monotonic() + HELD_S
+        while True:
+            # What is put or used during the walk is for the next one: a child that this walk lacks keeps its parent.
+            since_ns = file_system_now_ns(self._host.folder)
+            eviction = Eviction(
+                self._root, self._node.identity.shard_bits, self._host.shared, self._node.clock, since_ns
+            )
+            found, failed = self._found(order, progress)
+            found.sort(key=_worth)  # children before their parents
+            victims = [EvictionVictim(one.address, one.namespace, one.size_bytes) for one in found]
+            left = Evicted()
+            for start in range(0, len(victims), AT_ONCE):
+                left += eviction.evict(victims[start : start + AT_ONCE], even_pinned=pinned)
+                progress(count + left.count, count + len(victims))
+            count, size_bytes = count + left.count, size_bytes + left.size_bytes
+            stay_count = len(left.held) + left.used_count
+            if not stay_count or time.monotonic() > ends_s:
+                break
+            time.sleep(HOST_POLL_S)
+        return Cleared(count, size_bytes, left.pinned_count + stay_count, failed + left.failed_count, silent)
+
+    def _found(self, order: ClearOrder, progress: Progress) -> tuple[list[ChunkFile], int]:
+        """Returns the chunks that the order names, and how many shards or files could not be read."""
+        failures: list[KVStoreError] = []
+        chunks = walk(
+            self._root,
+            self._node.identity.shard_bits,
+            headers=order.needs_headers,
+            quantum_s=self._node.limits.quantum_s,
+            trouble=failures.append,
+            shard_done=progress,
+        )
+        return [one for one in chunks if order.means(one.namespace) and order.takes(one)], len(failures)
+
+
+def _worth(found: ChunkFile) -> tuple[float, int]:
+    return found.recency.last_use_s, -found.recency.depth

@@ -1,0 +1,550 @@
+"""A node as a member of a cluster: its session, the namespaces it claims, the pins it takes. Or a node alone.
+
+Everything here may touch etcd, nothing here is on the path of a chunk.  Without etcd the same code runs over metadata
+in a file, which the processes of one host share, or in memory, where pins live as long as this process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import socket
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+from kvstore.census.selection import ClearOrder, Selection
+from kvstore.core.address import Address
+from kvstore.core.clock import Clock
+from kvstore.core.executor import Deadline
+from kvstore.core.metrics import NodeCount
+from kvstore.core.namespace import Namespace, NamespaceDigest
+from kvstore.core.operations import OperationRun
+from kvstore.core.progress import Progress, unwatched
+from kvstore.core.results import Cleared, PinRecord
+from kvstore.core.write_mode import Durability
+from kvstore.engine.clear import ClearsFollower, HostClearing, NamespaceClear, resolved
+from kvstore.engine.engine import Engine
+from kvstore.engine.holds import ChunkHold
+from kvstore.engine.host import HostMember
+from kvstore.engine.settings import Limits, TierSettings
+from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, RootMismatch, Unavailable
+from kvstore.format.keyset import BlockKeys, ChunkKeys, KeySet
+from kvstore.host.pins import HostPins
+from kvstore.meta.clears import Barriers, Clears
+from kvstore.meta.keys import ID_BYTES, Keys, PinId, parse_id
+from kvstore.meta.namespaces import Namespaces
+from kvstore.meta.pins import PinQuota, Pins
+from kvstore.meta.pins import StoredPin as Ref
+from kvstore.meta.session import SessionManager
+from kvstore.meta.store import MetadataStore
+from kvstore.root.fences import list_twins, read_twin, remove_twin, write_twin
+from kvstore.root.identity import newest_number
+from kvstore.root.posix import DiskFull
+from kvstore.tiers.memory import MemoryTier
+
+# The pins taken through this node: they keep their chunks in its memory for a while.
+
+
+class PinnedInMemory:
+    """Pins keep at most half of memory: the rest must go on serving callers that pin nothing. Thread-safe."""
+
+    def __init__(self, memory: MemoryTier, clock: Clock) -> None:
+        self._memory = memory
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._pins: dict[str, tuple[float, list[Address]]] = {}
+
+    def add(self, pin_id: str, addresses: Sequence[Address], seconds: float) -> None:
+        """Keeps a pin's chunks that are in memory there, until it is removed or ``seconds`` are over."""
+        self.expire()
+        kept = self._memory.pin(addresses, self._memory.size_bytes // 2)
+        with self._lock:
+            self._pins[pin_id] = (self._clock.monotonic_s() + seconds, kept)
+
+    def remove(self, pin_id: str) -> None:
+        with self._lock:
+            _, kept = self._pins.pop(pin_id, (0.0, []))
+        self._memory.unpin(kept)
+
+    def expire(self) -> None:
+        now_s = self._clock.monotonic_s()
+        with self._lock:
+            ended = [pin_id for pin_id, (ends_s, _) in self._pins.items() if ends_s <= now_s]
+        for pin_id in ended:
+            self.remove(pin_id)
+
+
+# One sync a second for all that was published meanwhile: the durability "everysec".
+
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 1.0
+"""A crash of the host loses what was put in this time and in the time that two syncs take."""
+SYNC_CLOSE_S = 5.0
+"""The end waits so long for a root that does not answer."""
+
+
+class Syncing:
+    """Syncs the file system of a root while something is published.
+
+    It has a thread of its own, so that a root that hangs delays nothing else.
+    """
+
+    def __init__(
+        self,
+        sync: Callable[[], None],
+        written_bytes: Callable[[], int],
+        every_s: float = EVERY_S,
+        close_s: float = SYNC_CLOSE_S,
+    ) -> None:
+        """``sync`` is the root's, ``written_bytes`` says how much this node has published."""
+        self._sync = sync
+        self._written_bytes = written_bytes
+        self._every_s = every_s
+        self._close_s = close_s
+        self._synced_bytes = written_bytes()
+        self._is_failing = False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvstore-syncing", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # else a program that ends leaves its last second to the kernel
+
+    def close(self) -> None:
+        """Syncs what is left, if the root answers in time. Idempotent."""
+        atexit.unregister(self.close)
+        self._ended.set()
+        self._thread.join(self._close_s)
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._every_s):
+            self._step()
+        self._step()
+
+    def _step(self) -> None:
+        written_bytes = self._written_bytes()  # before the sync: what comes later is for the next one
+        if written_bytes == self._synced_bytes:
+            return
+        try:
+            self._sync()
+        except KVStoreError as error:
+            if not self._is_failing:
+                log.warning("sync.failed a crash of this host may lose more than the last second: %s", error)
+            self._is_failing = True
+            return
+        self._synced_bytes, self._is_failing = written_bytes, False
+
+
+CLEAR_DEADLINE_S = 600.0
+SESSIONS_SHOWN = 3
+CLOSE_S = 0.5
+
+
+class NodeTwins:
+    """Copies of pins on the root: written on lanes, because a mount may hang. See ``meta.pins.Twins``."""
+
+    def __init__(self, node: Engine) -> None:
+        self._node = node
+
+    def write(self, owner: str, pin: PinId, content: bytes) -> None:
+        node = self._node
+        node.on_root(lambda: write_twin(node.root, owner, pin, content, ids=node.ids, clock=node.clock))
+
+    def remove(self, owner: str, pin: PinId) -> bool:
+        return self._node.on_root(lambda: remove_twin(self._node.root, owner, pin))
+
+    def unexpired(self) -> list[Ref]:
+        """Returns the twins of pins that have not ended. Raises RootMismatch if one cannot be understood."""
+        now_s = self._node.clock.now_s()
+        return [record for record in self._node.on_root(lambda: list(self._records())) if record.expires_s > now_s]
+
+    def _records(self) -> Iterator[Ref]:
+        for name in list_twins(self._node.root):
+            content = read_twin(self._node.root, name)
+            if content is not None:
+                try:
+                    yield Ref.from_bytes(content, name)
+                except RootMismatch as mismatch:
+                    raise RootMismatch(f"{mismatch} Nobody knows what it protects (gc/RUNBOOK.md)") from mismatch
+
+
+class Coordination(Enum):
+    """Who shares the metadata."""
+
+    ALONE = "this process alone"
+    CLUSTER = "a cluster, in etcd"
+
+
+class ClusterMember:
+    """One node and its place in the cluster. Thread-safe; every call has a deadline.
+
+    Shared metadata may be lost while this process lives: then pins have twins on the root (rule C5).
+    """
+
+    def __init__(
+        self,
+        node: Engine,
+        meta: MetadataStore,
+        presence: SessionManager,
+        *,
+        sharing: Coordination = Coordination.ALONE,
+        host: HostMember | None = None,
+        is_beside_cluster: bool = False,
+    ) -> None:
+        """``host`` is for a root that the processes of this host share without etcd; its metadata are in files."""
+        self.node = node
+        self.sharing = sharing
+        self.is_beside_cluster = is_beside_cluster
+        """The root is a cluster's, whose collectors do not see what this process alone holds."""
+        self.host = host
+        shared = sharing is Coordination.CLUSTER
+        self.meta = meta
+        self.keys = Keys(node.identity.root)
+        self.presence = presence
+        self._namespaces = Namespaces(meta, self.keys)
+        self._twins = NodeTwins(node) if shared else None
+        quota = PinQuota(node.limits.pins_per_owner_max, node.limits.pins_max)
+        self._pins: Pins | HostPins = Pins(
+            meta, self.keys, presence.current, node.ids, node.clock, twins=self._twins, quota=quota
+        )
+        self._host_clearing: HostClearing | None = None
+        if host is not None:
+            self._pins = HostPins(node.root, node.ids, node.clock, node.on_root, quota)
+            self._host_clearing = HostClearing(node, host, self._all_pinned)
+        self._pinned = PinnedInMemory(node.memory, node.clock) if node.memory is not None else None
+        self._pid = os.getpid()
+        self._listing = threading.Lock()
+        self._claimed: dict[NamespaceDigest, Namespace] = {}
+        self.clears = Clears(meta, self.keys) if shared else None
+        """What was cleared by selection, and is told to others; None for a node alone."""
+        self._barriers = Barriers(meta, self.keys, node.clock)
+        self._follower: ClearsFollower | None = None
+        self._syncing: Syncing | None = None
+        """Syncs the root once a second, where that was asked for."""
+        self.on_cleared: list[Callable[[NamespaceDigest], None]] = []
+        """Called after a namespace was cleared here, to tell the other nodes."""
+        presence.attach(lambda session: None, lambda session: node.counters.add(NodeCount.SESSIONS_LOST))
+
+    def start(self, tiers: TierSettings) -> None:
+        """Opens the local disk, begins a session, and in a cluster follows what others clear. Call it once.
+
+        Closes the node and raises if one of them fails: InvalidRequest, PermissionDenied, Unavailable.
+        """
+        node, limits, is_shared = self.node, self.node.limits, self.sharing is Coordination.CLUSTER
+        if self.clears is not None:
+            self._follower = ClearsFollower(self.clears, node.obey, node.sweep_disk, limits.meta_deadline_s)
+            self.presence.attach(self._follower.begin, self._follower.end)
+        try:
+            if node.tiers is not None and tiers.disk_folder:
+                node.tiers.add_disk(tiers.disk_folder, tiers.disk_bytes)
+            # Metadata in memory are as slow as a busy host: a session begins in the end.
+            wait_s = limits.meta_deadline_s if is_shared else limits.write_deadline_s
+            self.presence.start(wait_s=max(wait_s, limits.meta_deadline_s))
+        except BaseException:
+            node.close(timeout_s=0.5)
+            raise
+        if node.durability is Durability.EVERYSEC:
+            self._syncing = Syncing(node.root.sync, lambda: node.gc_view.usage.written_bytes)
+
+    def claim_namespace(self, namespace: Namespace, meta_deadline_s: float | None = None) -> None:
+        """Claims the name for its layout, in etcd and on the root. Raises LayoutMismatch, Unavailable."""
+        if namespace.digest in self._claimed:
+            return
+        # The root first, without claiming: a name that it refuses must not be taken in etcd.
+        self.node.check_namespace(namespace)
+        try:
+            self._namespaces.claim(namespace, meta_deadline_s or self.node.limits.meta_deadline_s)
+        except Unavailable as error:
+            raise Unavailable(f"namespace {namespace.name!r} is new to this node, which needs etcd: {error}") from error
+        try:
+            self.node.claim_namespace(namespace)
+        except DiskFull as full:
+            raise self.node.gc_view.usage.refusal(full) from full.__cause__
+        self._claimed[namespace.digest] = namespace
+
+    def find_namespace(self, digest: NamespaceDigest) -> Namespace | None:
+        """The namespace with this digest, if anybody ever claimed it; remembered after the first time."""
+        namespace = self._claimed.get(digest) or self.node.find_namespace(digest)
+        if namespace:
+            self._claimed[digest] = namespace
+        return namespace
+
+    def known_namespace(self, digest: bytes) -> Namespace | None:
+        """The same, if it was used here: nobody is asked."""
+        return self._claimed.get(NamespaceDigest(digest))
+
+    def pin(self, chain: ChunkKeys, ttl_s: float, owner: str) -> PinRecord:
+        """Pins the leading chunks that are there. Raises Unavailable, SessionLost, Overloaded.
+
+        Rule P1: the hold lives until the ref is acknowledged, and only then is each file looked at, so that there is no
+        moment at which a sweep could take a chunk that the caller will be told is pinned. Rule P5: a clear that did not
+        see the ref is seen here, or has deleted all it will.
+        """
+        hold = self.node.hold(chain, counts=False)
+        return self._pin(hold, hold.chain, ttl_s, owner)
+
+    def pin_blocks(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float, owner: str) -> PinRecord:
+        """Pins those of the blocks that are there, as ``pin`` does; a block counts as one chunk."""
+        deadline = Deadline(self.node.clock, self.node.limits.match_deadline_s)
+        hold, there = self.node.blocks.hold(namespace, keys, None, deadline, counts=False)
+        present = [key for key, found in zip(keys, there, strict=True) if found]
+        return self._pin(hold, BlockKeys.of(namespace, present, ()), ttl_s, owner)
+
+    def _pin(self, hold: ChunkHold, wanted: KeySet, ttl_s: float, owner: str) -> PinRecord:
+        node, namespace = self.node, wanted.namespace
+        owner = owner or socket.gethostname()
+        try:
+            if (
+                self.sharing is Coordination.ALONE
+                and self.host is None
+                and node.on_root(lambda: newest_number(node.root))
+            ):
+                raise InvalidRequest(
+                    f"{node.root.url} belongs to a cluster, which does not see the pins of a process alone: open it "
+                    "with etcd=, or connect to a worker"
+                )
+            if hold.born is None:
+                raise Unavailable(
+                    "this node protects nothing at the moment (no session, or etcd is not this root's: see its log and "
+                    "gc/RUNBOOK.md), so it cannot pin: try again later"
+                )
+            if not len(wanted):
+                return _no_pin(owner, namespace, node.clock.now_s())
+            # What only memory has is not there for collectors and other nodes. On a full root it stays in memory: then
+            # there is half of the time that a pin has, or pins would take all calls of a worker.
+            node.writer.write_out(wanted, node.limits.meta_deadline_s / 2)
+            seconds, tokens = max(1, round(ttl_s)), len(wanted) * namespace.layout.chunk_tokens
+            ref = self._pins.pin(
+                owner, wanted.addresses, seconds, tokens, namespace.digest, node.limits.meta_deadline_s
+            )
+            try:
+                # Still held: so the session that put the ref is the one that collectors have waited for all the time.
+                node.holds.check(hold)
+                self._check_barriers(namespace)
+                present = node.writer.present_leading(wanted)
+            except KVStoreError:
+                self.unpin(_pin_id(ref))
+                raise
+        finally:
+            node.holds.release(hold)
+        if not present:
+            self.unpin(_pin_id(ref))
+            return _no_pin(owner, namespace, node.clock.now_s())
+        if self._pinned is not None:
+            self._pinned.add(_pin_id(ref), wanted.addresses[:present], seconds)
+        tokens = present * namespace.layout.chunk_tokens
+        return PinRecord(_pin_id(ref), owner, namespace.name, tokens, node.clock.now_s() + seconds)
+
+    def unpin(self, pin_id: str) -> bool:
+        """Releases a pin; False where there is none. Raises InvalidRequest for what is no pin id, Unavailable."""
+        owner, pin = _parsed_pin_id(pin_id)
+        found = self._pins.unpin(owner, pin, self.node.limits.meta_deadline_s)
+        if self._pinned is not None:
+            self._pinned.remove(pin_id)
+        return found
+
+    def pins(self) -> list[PinRecord]:
+        """All live pins of the store."""
+        with self._one_listing():
+            refs = self._pins.list(timeout_s=self.node.limits.meta_deadline_s)
+            return [self._record_of(ref) for ref in refs]
+
+    def find_pin(self, pin_id: str) -> PinRecord | None:
+        """A live pin by its id; None where there is none. Raises InvalidRequest for what is no pin id, Unavailable."""
+        owner, pin = _parsed_pin_id(pin_id)
+        refs = self._pins.list(owner, self.node.limits.meta_deadline_s)
+        return next((self._record_of(ref) for ref in refs if ref.id == pin and ref.owner == owner), None)
+
+    def refcount(self, chain: ChunkKeys) -> int:
+        """Live pins that cover the last full chunk of the chain, and so all of it; 0 for an empty chain."""
+        if not chain.addresses:
+            return 0
+        with self._one_listing():
+            return self._pins.refcount(chain.addresses[-1], self.node.limits.meta_deadline_s)
+
+    def clear_selected(
+        self, selection: Selection, progress: Progress = unwatched, *, dry_run: bool = False, pinned: bool = False
+    ) -> Cleared:
+        """Deletes what a selection names, on the root and from the memory of all nodes, except what is pinned, unless
+        ``pinned``; ``dry_run`` only counts. ``progress`` in shards, after the other nodes have answered.
+
+        Raises InvalidRequest where nothing is meant, Unavailable where the others could not be told, and what
+        ``progress`` raises: each time, clear again.
+        """
+        order = resolved(self.node, selection)
+        if (host := self._host_clearing) is not None:
+            return (host.count if dry_run else host.clear)(order, progress, pinned=pinned)
+        clearing = NamespaceClear(self.node, self.clears, self._barriers, tuple if pinned else self._all_pinned)
+        return clearing.count(order, progress) if dry_run else clearing.clear(order, progress)
+
+    def begin_clear(self, selection: Selection, *, dry_run: bool, pinned: bool, **who: Any) -> OperationRun:
+        """Begins to clear the selected chunks, as an operation. ``who`` are further arguments of ``Operations.begin``.
+
+        Raises InvalidRequest for a selection of nothing, and what ``Operations.begin`` raises.
+        """
+        resolved(self.node, selection)
+
+        def clear(operation: OperationRun) -> str:
+            cleared = self.clear_selected(selection, operation.progress, dry_run=dry_run, pinned=pinned)
+            operation.count(
+                chunks=cleared.chunks,
+                bytes=cleared.bytes,
+                pinned=cleared.pinned,
+                failed=cleared.failed,
+                unconfirmed=len(cleared.unconfirmed),
+            )
+            message = ["dry run: nothing was deleted"] if dry_run else []
+            if cleared.failed:
+                message.append(f"{cleared.failed} chunks could not be deleted: clear again")
+            if cleared.unconfirmed:
+                sessions = [
+                    *cleared.unconfirmed[:SESSIONS_SHOWN],
+                    *["..."] * (len(cleared.unconfirmed) > SESSIONS_SHOWN),
+                ]
+                message.append(
+                    f"{len(cleared.unconfirmed)} nodes did not confirm the clear (sessions {', '.join(sessions)}): "
+                    "restart them"
+                )
+            return "; ".join(message)
+
+        return self.node.operations.begin("clear", clear, unit="shards", **{"about": selection.describe(), **who})
+
+    def clear(self, namespace: Namespace) -> Cleared:
+        """Deletes the chunks of a namespace except pinned ones; nobody can pin others while it deletes.
+
+        Raises Unavailable also where the others, whose memory may have some, could not be told: clear again.
+        """
+        order = ClearOrder(frozenset({namespace.id}), None, 0.0, 0.0, 0.0, self.node.clock.now_s())
+
+        deadline = Deadline(self.node.clock, CLEAR_DEADLINE_S)
+
+        def within(done: int, total: int) -> None:
+            if deadline.passed:
+                raise Unavailable(f"cleared {done} of {total} shards until the deadline: call again for the rest")
+
+        clearing = self._host_clearing or NamespaceClear(self.node, self.clears, self._barriers, self._all_pinned)
+        cleared = clearing.clear(order, within)
+        self.node.forget_namespace(namespace.digest)  # what was read until it was deleted is known as present
+        if cleared.failed:
+            raise Unavailable(f"the root refused {cleared.failed} deletions or listings: clear again")
+        for tell in self.on_cleared:
+            tell(namespace.digest)
+        return cleared
+
+    def adjust(self, limits: Limits) -> None:
+        self.node.adjust(limits)
+        self._pins.quota = PinQuota(limits.pins_per_owner_max, limits.pins_max)
+
+    def pins_of(self, chain: ChunkKeys) -> list[int]:
+        """For each chunk of a chain, how many live pins cover it."""
+        counts = [0] * len(chain)
+        with self._one_listing():
+            refs = self._pins.list(timeout_s=self.node.limits.meta_deadline_s)
+        for ref in refs:
+            if ref.namespace == chain.namespace.digest:
+                # A pin covers a leading run of its own chain, and what two chains share is a leading run of both.
+                covered = bisect_left(chain.addresses, True, key=lambda address: not ref.contains(address))
+                for index in range(covered):
+                    counts[index] += 1
+        return counts
+
+    def stats(self) -> dict[str, int | float]:
+        """The node's counters, and the state of the session."""
+        try:
+            self.presence.current()
+            alive = 1
+        except KVStoreError:
+            alive = 0
+        protected = int(self.node.gc_view.protects and not self.is_beside_cluster)
+        operations = self.meta.operations_count
+        return {
+            **self.node.stats(),
+            "session_alive": alive,
+            "protected": protected,
+            "etcd_operations": operations,
+            "bound_bytes": (self.host.bound.max_bytes or 0) if self.host is not None else 0,
+            "collecting": int(self.host is not None and self.host.is_collecting),
+            "etcd_silent_seconds": self.presence.silent_s,
+            "lease_margin_seconds": self.presence.margin_s,
+        }
+
+    def expire(self) -> None:
+        self.node.holds.expire()
+        if self._pinned is not None:
+            self._pinned.expire()
+
+    def close(self) -> None:
+        """Ends the node and the session; idempotent. Does nothing in a forked child: the session is its parent's."""
+        if self._pid != os.getpid():
+            return
+        if self._follower is not None:
+            self._follower.close(CLOSE_S)
+        if self._host_clearing is not None:
+            self._host_clearing.clears.close()
+        if self._syncing is not None:
+            self._syncing.close()
+        self.node.close()
+        if self.host is not None:
+            self.host.leave()
+        self.presence.close()
+        self.meta.close()
+
+    @contextmanager
+    def _one_listing(self) -> Iterator[None]:
+        """One reader of all pins at a time: together they may be gigabytes. Raises Overloaded."""
+        if not self._listing.acquire(timeout=self.node.limits.meta_deadline_s):
+            raise Overloaded("other calls are reading all pins: back off")
+        try:
+            yield
+        finally:
+            self._listing.release()
+
+    def _all_pinned(self) -> set[Address]:
+        with self._one_listing():
+            refs = self._pins.list(timeout_s=self.node.limits.meta_deadline_s)
+            if self._twins is not None:
+                refs = (*refs, *self._twins.unexpired())  # what etcd may have lost is pinned all the same
+            return {address for ref in refs for address in ref.addresses}
+
+    def _check_barriers(self, namespace: Namespace) -> None:
+        """Raises Unavailable while a clear deletes chunks of a namespace."""
+        for content in self._barriers.orders(self.node.limits.meta_deadline_s):
+            try:
+                is_meant = ClearOrder.from_json(content).means(namespace.digest)
+            except InvalidRequest:
+                is_meant = True  # of a later version
+            if is_meant:
+                raise Unavailable(
+                    f"chunks of {namespace.name!r} are being cleared, so they cannot be pinned now: pin again when "
+                    "that is done (a clear that was killed counts for a minute)"
+                )
+
+    def _record_of(self, ref: Ref) -> PinRecord:
+        try:
+            namespace = self.find_namespace(ref.namespace)
+        except KVStoreError:
+            namespace = None
+        name, tenant = (namespace.name, namespace.tenant) if namespace else (ref.namespace.hex(), "*")
+        return PinRecord(_pin_id(ref), ref.owner, name, ref.tokens_count, ref.expires_s, tenant)
+
+
+def _parsed_pin_id(pin_id: str) -> tuple[str, PinId]:
+    """Owner and id."""
+    owner, _, pin = pin_id.rpartition("/")
+    parsed = parse_id(pin)
+    if not owner or parsed is None:
+        raise InvalidRequest(f"pin id {pin_id!r}: expected OWNER/{2 * ID_BYTES} hex digits, as pin and ls print it")
+    return owner, PinId(parsed)
+
+
+def _no_pin(owner: str, namespace: Namespace, now_s: float) -> PinRecord:
+    return PinRecord("", owner, namespace.name, 0, now_s)
+
+
+def _pin_id(ref: Ref) -> str:
+    return f"{ref.owner}/{ref.id.hex()}"

@@ -1,0 +1,996 @@
+"""The local disk below a node's memory: images in files, in a folder of this node alone, bounded in bytes.
+
+A cache of a cache: nothing is synced, losing it costs nothing, and every failure of the disk is a miss. This module
+does the I/O; the shelf decides what the tier holds.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import json
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.census.selection import NOTHING, ClearFilter, ClearOrder
+from kvstore.codec.encodings import Encodings, NotDecodable
+from kvstore.core import recency
+from kvstore.core.address import Address
+from kvstore.core.background import within
+from kvstore.core.buffers import BufferLoan, byte_length
+from kvstore.core.clock import Clock, Ids
+from kvstore.core.executor import Deadline, moved_on
+from kvstore.core.hints import DEFAULT, Hints
+from kvstore.core.metrics import NodeCount
+from kvstore.core.namespace import NamespaceDigest, NamespaceId
+from kvstore.core.node_metrics import Counters, TierName
+from kvstore.core.recency import NS_PER_S, QUANTUM_S
+from kvstore.core.text import parse_json
+from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, PermissionDenied, Unavailable
+from kvstore.format import places
+from kvstore.format.header import FIXED_BYTES, Damage, Damaged, Expected, Header, IdentityKind, decode, incarnation_at
+from kvstore.format.keyset import ChunkIdentity, KeySet
+from kvstore.format.places import Name
+from kvstore.root.identity import FILE_SYSTEMS_OWN, FORMAT_BYTES_MAX, TOP, read_small
+from kvstore.root.inspect import Inspector, Whole
+from kvstore.root.interface import Root
+from kvstore.root.posix import FULL_ERRORS, REFUSED_ERRORS, PosixRoot
+from kvstore.tiers.inventory import DROP_COUNT, TierEntry, TierInventory
+
+# The folder of a local disk tier: locked by one node at a time, and never mistaken for a root, nor a root for it.
+
+
+FORMAT_NAME = "kvstore-disk"
+"""The name in ``FORMAT``. It keeps this folder from being opened as a root, and this module refuses other names."""
+VERSION = 1
+SHARD_BITS = 8
+LOCK = "lock"
+
+_OURS_BEFORE_FORMAT = frozenset({LOCK, places.STAGING}) | FILE_SYSTEMS_OWN
+"""Names that a folder may hold before it becomes a disk tier: a node killed while making one leaves some."""
+
+
+class DiskFolder:
+    """The folder at ``path``; ``make_root`` gives access to its files."""
+
+    def __init__(self, path: str, clock: Clock, ids: Ids, make_root: Callable[[str], Root] = PosixRoot) -> None:
+        self.path = os.path.abspath(path)
+        self._clock = clock
+        self._ids = ids
+        self._make_root = make_root
+        self._lock_fd = -1
+        self.block_bytes = 0
+        """Block size of the file system, in bytes; 0 until the folder is open."""
+
+    def open(self) -> Root:
+        """Makes the folder if it is missing, locks it, and returns access to its files, which are then this node's.
+
+        Raises InvalidRequest if another node has it, or if it is a root or holds anything else; PermissionDenied,
+        Overloaded, Unavailable.
+        """
+        self._refuse_inside()
+        try:
+            os.makedirs(self.path, mode=0o700, exist_ok=True)
+        except OSError as cause:
+            raise _refusal(self.path, "could not be made", cause) from cause
+        root = self._make_root(self.path)
+        is_marked = self._is_marked(root)  # check first: leave no lock file in somebody else's folder
+        self._lock()
+        try:
+            self.block_bytes = self._find_block_bytes()
+            if not is_marked and not self._is_marked(root):
+                self._mark(root)
+        except BaseException:
+            self.unlock()
+            raise
+        return root
+
+    def _refuse_inside(self) -> None:
+        """Raises InvalidRequest if the folder lies within a root or another disk tier, where it would be foreign."""
+        for above in Path(self.path).parents:
+            with suppress(OSError), open(above / places.FORMAT, "rb") as file:
+                if b'"format": "kvstore' in file.read(FORMAT_BYTES_MAX):
+                    raise InvalidRequest(
+                        f"disk tier {self.path} lies within {above}, which is a root or another disk tier: "
+                        "give a folder outside of it"
+                    )
+
+    def unlock(self) -> None:
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _find_block_bytes(self) -> int:
+        try:
+            return os.statvfs(self.path).f_frsize
+        except OSError as cause:
+            raise _refusal(self.path, "could not be looked at", cause) from cause
+
+    def _lock(self) -> None:
+        path = f"{self.path}/{LOCK}"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as cause:
+            raise _refusal(path, "could not be opened", cause) from cause
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as cause:
+            os.close(fd)
+            if cause.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise InvalidRequest(
+                    f"disk tier {self.path} is in use by another node: give each node of a host a folder of its own"
+                ) from cause
+            raise _refusal(path, "could not be locked", cause) from cause
+        self._lock_fd = fd
+
+    def _is_marked(self, root: Root) -> bool:
+        """True if the folder is a disk tier; False if it may become one. Raises InvalidRequest otherwise."""
+        content = read_small(root, places.FORMAT, FORMAT_BYTES_MAX)
+        if content is None:
+            for entry in root.list(TOP):
+                if entry.name not in _OURS_BEFORE_FORMAT and entry.name != places.FORMAT:
+                    raise InvalidRequest(
+                        f"disk tier {self.path} holds {entry.name!r}, which is not of a disk tier: give an empty folder"
+                    )
+            return False
+        try:
+            fields = parse_json(content)
+            name, version = fields["format"], fields["version"]
+        except (ValueError, KeyError, TypeError):
+            name, version = "", 0
+        if name != FORMAT_NAME:
+            raise InvalidRequest(
+                f"disk tier {self.path} is a root, or something else: its FORMAT begins with {content[:60]!r}; "
+                "give a folder that no root is in"
+            )
+        if version != VERSION:
+            raise InvalidRequest(
+                f"disk tier {self.path} has version {version!r}, this kvstore knows version {VERSION}: "
+                "give another folder, or empty this one (it is a cache)"
+            )
+        return True
+
+    def _mark(self, root: Root) -> None:
+        session = self._ids.fresh()
+        staged = places.staged(session, 0)
+        content = json.dumps({"format": FORMAT_NAME, "version": VERSION}).encode() + b"\n"
+        try:
+            # The only synced file: torn by a crash of the host, it would keep the tier from being opened again.
+            root.stage(staged, [memoryview(content)], stamp_ns=int(self._clock.now_s()) * NS_PER_S, durable=True)
+            root.publish(staged, places.FORMAT, durable=True)
+        finally:
+            root.discard(staged)
+            root.remove_folder(places.staging_folder(session))
+
+
+def _refusal(path: str, what: str, cause: OSError) -> KVStoreError:
+    said = f"disk tier {path} {what}: {cause.strerror or cause}"
+    if cause.errno in REFUSED_ERRORS:
+        return PermissionDenied(f"{said}; give a folder that this user may write to")
+    if cause.errno in (errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.EISDIR, errno.ENOTSUP, errno.ENOLCK):
+        return InvalidRequest(f"{said}; give a folder on a local disk")
+    return Unavailable(f"{said}; check the disk")
+
+
+# Leaves a failing local disk alone: for a while after repeated failures, and while reads hang.
+#
+# A dead disk must cost the node neither its lanes nor a wait in each request.
+
+
+FAILURES_MAX = 3
+"""Failures in a row before the disk is left alone for ``PAUSE_S``; each further one in a row starts another pause."""
+PAUSE_S = 30.0
+READERS_MAX = 8
+"""Lanes that a hanging disk can block: half of them."""
+WAIT_S = 0.25
+"""The longest that a read waits for another one to end."""
+STALL_S = 2.0
+"""A read of one file that takes longer shows that the disk hangs; no further read begins until it returns."""
+
+
+class Pause:
+    """Is on for ``PAUSE_S`` after ``FAILURES_MAX`` failures in a row."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._failures_count = 0
+        self._until_s = -1.0
+
+    @property
+    def is_on(self) -> bool:
+        return self._clock.monotonic_s() < self._until_s
+
+    def failed(self) -> None:
+        self._failures_count += 1
+        if self._failures_count >= FAILURES_MAX:
+            self._until_s = self._clock.monotonic_s() + PAUSE_S
+
+    def succeeded(self) -> None:
+        self._failures_count = 0
+
+
+class Readers:
+    """The threads that read from the disk at this moment, at most ``READERS_MAX``."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._since_s: dict[int, float] = {}
+
+    @property
+    def is_stuck(self) -> bool:
+        """True if a read has not returned for ``STALL_S``."""
+        limit = self._clock.monotonic_s() - STALL_S
+        with self._changed:
+            return any(since < limit for since in self._since_s.values())
+
+    def enter(self, deadline: Deadline) -> bool:
+        """Begins a read in this thread; False if it must not begin, because the disk hangs or is too busy."""
+        if self.is_stuck:
+            return False
+        with self._changed:
+            if not self._changed.wait_for(self._has_room, min(WAIT_S, deadline.left_s())):
+                return False
+            self._since_s[threading.get_ident()] = self._clock.monotonic_s()
+        return True
+
+    def moved_on(self) -> None:
+        """Notes that this thread has read one file and goes on with the next."""
+        with self._changed:
+            self._since_s[threading.get_ident()] = self._clock.monotonic_s()
+
+    def leave(self) -> None:
+        with self._changed:
+            del self._since_s[threading.get_ident()]
+            self._changed.notify()
+
+    def _has_room(self) -> bool:
+        return len(self._since_s) < READERS_MAX
+
+
+# The contents of a local disk tier, decided here under one lock and done to files elsewhere.
+#
+# The bound holds at each moment: a file's room is taken before its first byte is written, and given back after the
+# file is removed. Dropped entries stay referenced until then, among the *leaving*.
+
+
+BLOCK_BYTES = 4096
+"""The block size, unless the file system reports another."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskFile:
+    """A file with the name of a chunk, as a listing shows it."""
+
+    mtime_ns: int
+    size_bytes: int
+    address: Address
+    namespace: NamespaceId
+
+    @property
+    def name(self) -> Name:
+        return places.chunk(self.address, self.namespace, SHARD_BITS)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskClaim:
+    """Room for a file that is being written."""
+
+    entry: TierEntry
+    clears_count: int
+    """Number of namespaces cleared before it was claimed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingDelete:
+    """An entry that is gone, and its files, which keep its room until they are gone too."""
+
+    entry: TierEntry
+    other_names: tuple[Name, ...]
+
+    @property
+    def names(self) -> tuple[Name, ...]:
+        return self.other_names or (name_of(self.entry),)
+
+
+class FileRoom:
+    """Room for files of at most ``size_bytes`` in all, as a file system counts them. Not thread-safe.
+
+    ``take`` returns the charge of the file as its place, so that nothing needs to remember the charge of each file.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.held_bytes = 0
+        self.block_bytes = BLOCK_BYTES
+
+    @property
+    def free_bytes(self) -> int:
+        return self.size_bytes - self.held_bytes
+
+    def charge(self, size_bytes: int) -> int:
+        """Returns what a file of that size takes: whole blocks, and one more for the file system's map of a fragmented
+        file, which ``st_blocks`` counts too.
+        """
+        return (-(-size_bytes // self.block_bytes) + 1) * self.block_bytes
+
+    def take(self, size_bytes: int) -> int | None:
+        """Charges a file; None if it would pass the bound."""
+        charged = self.charge(size_bytes)
+        if charged > self.free_bytes:
+            return None
+        self.held_bytes += charged
+        return charged
+
+    def give(self, offset: int) -> None:
+        assert 0 < offset <= self.held_bytes
+        self.held_bytes -= offset
+
+
+class DiskShelf:
+    """Thread-safe; nothing here waits for the disk. Entries that it returns are referenced for the caller."""
+
+    def __init__(self, size_bytes: int, counters: Counters, clock: Clock) -> None:
+        self._counters = counters
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._room = FileRoom(size_bytes)
+        self._inventory = TierInventory(self._room)
+        self._leaving: deque[PendingDelete] = deque()
+        self._leaving_bytes = 0
+        """Bytes charged for the leaving entries, and for those whose files are being removed."""
+        self._is_whole = False
+        """True once all files of the folder are taken in: before that nothing is written."""
+        self._cleared: set[bytes] = set()
+        """Namespaces cleared before that; nothing of them is taken in."""
+        self._clears_count = 0
+        self._standing = NOTHING
+
+    def set_block_bytes(self, block_bytes: int) -> None:
+        """Sets the file system's block size; call it before anything is charged."""
+        self._room.block_bytes = block_bytes
+
+    def leading(self, packed_addresses: bytes, first: int) -> int:
+        """Returns how many consecutive chunks from index ``first`` on are there, by their addresses."""
+        with self._lock:
+            return self._inventory.leading(packed_addresses, first)
+
+    def has(self, address: Address) -> bool:
+        with self._lock:
+            return self._inventory.find(address) is not None
+
+    def has_file(self, found: DiskFile) -> bool:
+        """True if the file is that of an entry."""
+        with self._lock:
+            entry = self._inventory.find(found.address)
+            return entry is not None and name_of(entry) == found.name
+
+    def refer(self, address: Address) -> TierEntry | None:
+        """Returns the entry, whose room is not given back until ``unrefer``; None if there is none."""
+        with self._lock:
+            entry = self._inventory.find(address)
+            if entry is not None:
+                self._inventory.refer(entry)
+            return entry
+
+    def unrefer(self, entry: TierEntry, *, used: bool) -> None:
+        """Ends ``refer``; ``used`` says whether the entry was used."""
+        with self._lock:
+            if used:
+                # Wall time: entries taken in at the start have their last uses from the files' times.
+                self._inventory.used([entry], self._clock.now_s())
+            self._inventory.unrefer(entry)
+
+    def retire(self, addresses: Sequence[Address]) -> None:
+        """Makes these the first to go when room is needed, until they are used again."""
+        with self._lock:
+            entries = [self._inventory.find(address) for address in addresses]
+            self._inventory.retire(entry for entry in entries if entry is not None)
+
+    def make_room(self, place: ChunkIdentity, size_bytes: int, *, even_if_free: bool = False) -> bool:
+        """Lets the least useful entries leave, as many as a file of that size needs; False if they may not.
+
+        Their room is free once their files are removed. ``even_if_free``: the disk has less room than this shelf
+        counts.
+        """
+        with self._lock:
+            charged = self._room.charge(size_bytes)
+            if not self._is_whole or charged > self._room.size_bytes:
+                return False
+            lacking = charged if even_if_free else charged - self._room.free_bytes
+            lacking -= self._leaving_bytes
+            if lacking <= 0:
+                return True
+            victims = self._victims(lacking, place.parent)
+            if not victims:
+                return False
+            for victim in victims:
+                self._inventory.refer(victim)
+                self._leave(victim)
+            self._counters.add(NodeCount.DISK_EVICTED, len(victims))
+            return True
+
+    def claim(self, place: ChunkIdentity, size_bytes: int, hints: Hints) -> DiskClaim | None:
+        """Claims room for a file; None if there is none, or if the address is taken.
+
+        Never evicts: nobody would remove the evicted file.
+        """
+        with self._lock:
+            if self._room.charge(size_bytes) > self._room.free_bytes:
+                return None
+            entry = self._inventory.claim(place, size_bytes, self._clock.now_s(), hints)
+            return None if entry is None else DiskClaim(entry, self._clears_count)
+
+    def ready(self, claimed: DiskClaim) -> bool:
+        """Notes that the file is there; False if a namespace was cleared meanwhile, which may be the file's own."""
+        with self._lock:
+            if claimed.clears_count != self._clears_count or not self._inventory.ready(claimed.entry):
+                return False
+            self._inventory.unrefer(claimed.entry)
+            return True
+
+    def leave(self, entry: TierEntry, *names: Name) -> None:
+        """Takes away an entry that the caller refers to. It keeps its room until its file, or ``names``, are gone."""
+        with self._lock:
+            self._leave(entry, *names)
+
+    def take_leaving(self) -> PendingDelete | None:
+        """Returns the next entry whose files must be removed. Call ``left`` afterwards, or ``put_back`` on failure."""
+        with self._lock:
+            return self._leaving.popleft() if self._leaving else None
+
+    def left(self, leaving: PendingDelete) -> None:
+        """Notes that its files are gone: the room is free."""
+        with self._lock:
+            self._leaving_bytes -= self._room.charge(leaving.entry.size_bytes)
+            self._inventory.unrefer(leaving.entry)
+
+    def put_back(self, leaving: PendingDelete) -> None:
+        with self._lock:
+            self._leaving.append(leaving)
+
+    def admit(self, found: DiskFile, header: Header) -> bool:
+        """Takes in a file of the folder; False if it has to go."""
+        was = recency.decode(found.mtime_ns, QUANTUM_S)
+        tokens = header.identity if header.kind is IdentityKind.TOKENS else b""
+        place = ChunkIdentity(header.namespace, header.address, header.parent, tokens)
+        with self._lock:
+            if header.namespace in self._cleared or self._standing.forbids(header.namespace, header.incarnation):
+                return False
+            if self._room.charge(found.size_bytes) > self._room.free_bytes:
+                return False
+            used_s = min(float(was.last_use_s), self._clock.now_s())
+            entry = self._inventory.claim(place, found.size_bytes, used_s, was.hints)
+            if entry is None:
+                return False
+            self._inventory.used([entry] * was.uses, used_s)
+            self._inventory.ready(entry)
+            self._inventory.unrefer(entry)
+        return True
+
+    def charge(self, found: DiskFile) -> None:
+        """Charges a file that the disk refused to show or to remove."""
+        with self._lock:
+            self._room.held_bytes += self._room.charge(found.size_bytes)
+
+    def whole(self) -> None:
+        with self._lock:
+            self._is_whole = True
+            self._cleared.clear()
+
+    def drop_namespace(self, digest: NamespaceDigest) -> None:
+        """Makes all chunks of the namespace leave, also those that are being written or taken in."""
+        with self._lock:
+            self._clears_count += 1
+            if not self._is_whole:
+                self._cleared.add(digest)
+            entries = self._inventory.of_namespace(digest)
+        for start in range(0, len(entries), DROP_COUNT):
+            with self._lock:
+                for entry in entries[start : start + DROP_COUNT]:
+                    if entry.is_ready:  # if not, it is gone, or its writer removes it in ``ready``
+                        self._inventory.refer(entry)
+                        self._leave(entry)
+
+    def forbid(self, standing: ClearFilter) -> None:
+        """Sets what must not come here from now on (rule P6)."""
+        with self._lock:
+            self._standing = standing
+
+    def forbids(self, header: Header) -> bool:
+        """True if a chunk must not come here."""
+        with self._lock:
+            return self._standing.forbids(header.namespace, header.incarnation)
+
+    def entries(self) -> list[TierEntry]:
+        with self._lock:
+            return [entry for entry in self._inventory.entries() if entry.is_ready]
+
+    def stats(self) -> dict[str, int | float]:
+        with self._lock:
+            return {
+                "disk_entries": self._inventory.entries_count,
+                "disk_held_bytes": self._room.held_bytes,
+                "disk_bytes_max": self._room.size_bytes,
+                "disk_refilling": int(not self._is_whole),
+            }
+
+    def _victims(self, lacking: int, parent: Address) -> list[TierEntry]:
+        """Returns the entries that go first, just enough to free ``lacking`` bytes, never the parent of the new file;
+        empty if there is not enough.
+        """
+        kept = self._inventory.find(parent)
+        if kept is not None:
+            self._inventory.refer(kept)
+        victims: list[TierEntry] = []
+        for entry in self._inventory.victims(lacking):
+            if lacking > 0:
+                victims.append(entry)
+                lacking -= self._room.charge(entry.size_bytes)
+        if kept is not None:
+            self._inventory.unrefer(kept)
+        return victims if lacking <= 0 else []
+
+    def _leave(self, entry: TierEntry, *names: Name) -> None:
+        self._inventory.drop(entry)
+        self._leaving.append(PendingDelete(entry, names))
+        self._leaving_bytes += self._room.charge(entry.size_bytes)
+
+
+def name_of(chunk: ChunkIdentity | TierEntry) -> Name:
+    """Returns the name of its file. Does not use an entry's ``place``, which may be read under the lock alone."""
+    return places.chunk(chunk.address, NamespaceId(chunk.namespace[: places.NAMESPACE_ID_BYTES]), SHARD_BITS)
+
+
+# Takes in what a local disk tier finds in its folder at the start, in the order of the folder.
+
+
+RETRY_S = 5.0
+"""Wait after an error of the disk."""
+
+
+class Refill:
+    """One thread that runs from ``start`` until all files are taken in, or until ``stop``.
+
+    It calls ``failed`` for each error of the disk, and ``ended`` when it is done with the folder.
+    """
+
+    def __init__(
+        self,
+        root: Root,
+        shelf: DiskShelf,
+        encodings: Encodings,
+        failed: Callable[[KVStoreError], None],
+        ended: Callable[[], None],
+    ) -> None:
+        self._encodings = encodings
+        self._root = root
+        self._shelf = shelf
+        self._failed = failed
+        self._ended = ended
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="kvstore-disk-refill", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _serve(self) -> None:
+        try:
+            while not self._stopped.is_set():
+                try:
+                    self._take_in()
+                    return
+                except KVStoreError as error:  # of a listing: begin again
+                    self._failed(error)
+                    self._stopped.wait(RETRY_S)
+        finally:
+            self._ended()
+
+    def _take_in(self) -> None:
+        """Takes in all files with names of chunks. Removes files with other names, and cut-off writes."""
+        for session in self._entries(places.STAGING):
+            folder = Name(f"{places.STAGING}/{session}")
+            for part in self._entries(folder):
+                self._root.remove(Name(f"{folder}/{part}"))
+            self._root.remove_folder(folder)
+        inspector = Inspector(self._root, verify_payload=False)
+        for shard in self._entries(places.CHUNKS):
+            folder = Name(f"{places.CHUNKS}/{shard}")
+            for entry in list(self._root.list(folder)):
+                if self._stopped.is_set():
+                    return
+                if entry.stat is None:
+                    continue
+                chunk = places.parse_chunk(entry.name)
+                name = Name(f"{folder}/{entry.name}")
+                if chunk is not None and places.chunk(*chunk, SHARD_BITS) == name:
+                    self._take(inspector, DiskFile(entry.stat.mtime_ns, entry.stat.size_bytes, *chunk))
+                else:
+                    self._root.remove(name)
+        if not self._stopped.is_set():
+            self._shelf.whole()
+
+    def _entries(self, folder: Name) -> list[str]:
+        return [] if self._stopped.is_set() else [entry.name for entry in self._root.list(folder)]
+
+    def _take(self, inspector: Inspector, found: DiskFile) -> None:
+        if self._shelf.has_file(found):
+            return  # taken in before a listing failed
+        try:
+            verdict = inspector.look(found.name)
+            if isinstance(verdict, Whole) and _is_of(verdict.header, found):
+                header = self._opened(found, verdict.header)
+                if header is not None and self._shelf.admit(found, header):
+                    return
+            self._root.remove(found.name)
+        except KVStoreError as error:
+            self._shelf.charge(found)
+            self._failed(error)
+            self._stopped.wait(RETRY_S)
+
+    def _opened(self, found: DiskFile, header: Header) -> Header | None:
+        """Returns a header whose tokens can be read; None if it is encrypted and its key is no longer known."""
+        reader = self._root.open(found.name) if header.encoding else None
+        if reader is None:
+            return None if header.encoding else header
+        with reader:
+            try:
+                opened = self._encodings.header_of(reader)
+            except (NotDecodable, Damaged):
+                return None
+        return opened and opened[0]
+
+
+def _is_of(header: Header, found: DiskFile) -> bool:
+    return header.address == found.address and header.namespace[: places.NAMESPACE_ID_BYTES] == found.namespace
+
+
+log = logging.getLogger(__name__)
+
+CLEAR_S = 10.0
+SWEEP_MAX = 64
+"""Files removed by one call: a caller that drops one chunk must not also remove all files of a cleared namespace."""
+
+
+class DiskTier:
+    """Implements ``Tier``. Thread-safe. ``open`` it first; it is empty until the folder's files are taken in."""
+
+    name: TierName = "disk"
+
+    def __init__(
+        self,
+        path: str,
+        size_bytes: int,
+        counters: Counters,
+        clock: Clock,
+        ids: Ids,
+        *,
+        encodings: Encodings | None = None,
+        make_root: Callable[[str], Root] = PosixRoot,
+    ) -> None:
+        self._folder = DiskFolder(path, clock, ids, make_root)
+        self._encodings = encodings or Encodings(None, counters, ids)
+        self._counters = counters
+        self._clock = clock
+        self._session = ids.fresh()
+        self._numbers = itertools.count()
+        self._shelf = DiskShelf(size_bytes, counters, clock)
+        self._reads, self._writes = Pause(clock), Pause(clock)
+        self._readers = Readers(clock)
+        self._changed = threading.Condition()
+        self._is_open = False
+        self._users_count = 0
+        """Running calls that use the folder, and the refill."""
+
+    def open(self) -> None:
+        """Locks the folder and begins to take in its files.
+
+        Raises InvalidRequest if another node has it, or if it holds anything but a disk tier; PermissionDenied,
+        Overloaded, Unavailable.
+        """
+        self._root = self._folder.open()
+        self._shelf.set_block_bytes(self._folder.block_bytes)
+        self._refill = Refill(
+            self._root, self._shelf, self._encodings, lambda error: self._failed(self._reads, error), self._end_use
+        )
+        self._is_open = True
+        self._users_count = 1
+        self._refill.start()
+
+    def leading(self, wanted: KeySet, first: int) -> int:
+        """Returns how many consecutive chunks from index ``first`` on are there. No I/O."""
+        if not self._is_open or self._reads.is_on or self._readers.is_stuck:
+            return 0
+        return self._shelf.leading(wanted.packed_addresses, first)
+
+    def holders(self, wanted: KeySet, index: int) -> tuple[str, ...]:
+        return (self.name,) if self.leading(wanted, index) else ()
+
+    def fetch(
+        self, wanted: KeySet, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
+    ) -> list[bool]:
+        """Reads whole files; True for each that gave exactly its image. Verifies nothing but encryption (rule I1).
+
+        May block on the disk for longer than ``deadline``: called on lanes. Never raises KVStoreError.
+        """
+        came = [False] * len(indexes)
+        with self._inside() as is_open:
+            if not is_open or not self._readers.enter(deadline):
+                return came
+            try:
+                for at, (index, image) in enumerate(zip(indexes, images, strict=True)):
+                    if self._reads.is_on or deadline.passed:
+                        break
+                    moved_on()
+                    self._readers.moved_on()
+                    came[at] = self._fetch(wanted, index, image)
+            finally:
+                self._readers.leave()
+        self._counters.add(NodeCount.DISK_HITS, sum(came))
+        self._counters.add(
+            NodeCount.DISK_BYTES, sum(len(image) for image, whole in zip(images, came, strict=True) if whole)
+        )
+        return came
+
+    def add(self, place: ChunkIdentity, image: memoryview, hints: Hints = DEFAULT) -> bool:
+        """Writes an image that memory gives up; False if it is already there, there is no room, or the disk refuses.
+
+        Blocks on the disk: called by a thread that nobody waits for. Never raises KVStoreError.
+        """
+        with self._inside() as is_open:
+            for is_last in (False, True):
+                if not is_open or self._writes.is_on:
+                    break
+                try:
+                    return self._add(place, image, hints)
+                except KVStoreError as error:
+                    # Other programs fill the disk too. Then our files turn over in less room, instead of growing stale.
+                    if not is_last and _is_full(error) and self._shelf.make_room(place, len(image), even_if_free=True):
+                        self._sweep()
+                        continue
+                    self._failed(self._writes, error)
+                    break
+        return False
+
+    def retire(self, wanted: KeySet, count: int) -> None:
+        """Makes those of the first ``count`` chunks that are here the first to go, until they are read again."""
+        self._shelf.retire(wanted.addresses[:count])
+
+    def drop(self, address: Address) -> bool:
+        with self._inside() as is_open:
+            entry = self._shelf.refer(address) if is_open else None
+            if entry is None:
+                return False
+            self._remove(entry)
+        return True
+
+    def damaged(self, wanted: KeySet, index: int) -> None:
+        """Removes a chunk, because what ``fetch`` gave for it was not right."""
+        if self.drop(wanted.addresses[index]):
+            self._counters.add(NodeCount.DISK_DAMAGED)
+
+    def drop_namespace(self, digest: bytes) -> None:
+        """Removes all chunks of a namespace: first none of them is found any more, then the files go.
+
+        Waits at most ``CLEAR_S`` for the files. Those left by then are removed in the background; a file that still
+        exists when the process ends is found again at the next start.
+        """
+        with self._inside() as is_open:
+            if is_open:
+                self._shelf.drop_namespace(NamespaceDigest(digest))
+                within(CLEAR_S, self._sweep_all)
+
+    def forbid(self, standing: ClearFilter) -> None:
+        """Sets what must not come here from now on (rule P6). What is there already is checked when it is read."""
+        self._shelf.forbid(standing)
+
+    def drop_ordered(self, orders: Sequence[ClearOrder]) -> None:
+        """Removes all chunks that orders name, which takes a look at each file of their namespaces.
+
+        Runs in the calling thread for as long as that takes. Never raises KVStoreError: a file that the disk refuses to
+        show stays, and is checked when it is read.
+        """
+        for entry in self._shelf.entries():
+            if not any(order.means(entry.namespace) for order in orders):
+                continue
+            with self._inside() as is_open:
+                held = self._shelf.refer(entry.address) if is_open else None
+                if held is None:
+                    continue
+                if self._is_ordered(held, orders):
+                    self._remove(held)
+                else:
+                    self._shelf.unrefer(held, used=False)
+
+    def stats(self) -> dict[str, int | float]:
+        """Returns disk_entries; disk_held_bytes, as the file system counts them; disk_bytes_max; disk_refilling, which
+        is 1 until all files of the folder are taken in.
+        """
+        return self._shelf.stats()
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Ends the thread, and unlocks the folder once nobody uses it any more. Idempotent."""
+        with self._changed:
+            if not self._is_open:
+                return
+            self._is_open = False
+            self._refill.stop()
+            if not self._users_count:
+                self._folder.unlock()
+            # A thread that hangs in the disk keeps the folder locked: it may still write there.
+            elif not self._changed.wait_for(lambda: not self._users_count, timeout_s):
+                log.warning("disk.in_use %s: it stays locked until the disk answers", self._folder.path)
+
+    @contextmanager
+    def _inside(self) -> Iterator[bool]:
+        """Wraps every use of the folder; yields True if it may be used."""
+        with self._changed:
+            is_open = self._is_open
+            self._users_count += is_open
+        try:
+            yield is_open
+        finally:
+            if is_open:
+                self._end_use()
+
+    def _end_use(self) -> None:
+        with self._changed:
+            self._users_count -= 1
+            if not self._users_count and not self._is_open:
+                self._folder.unlock()
+                self._changed.notify_all()
+
+    def _fetch(self, wanted: KeySet, index: int, image: memoryview) -> bool:
+        entry = self._shelf.refer(wanted.addresses[index])
+        if entry is None:
+            return False
+        # A file of another size is a block that was put with that size, or encrypted.
+        whole, stays = False, entry.size_bytes != len(image) and not self._encodings.has_keys
+        try:
+            if not stays:
+                found = self._read(entry, wanted.expected(index), image)
+                whole, stays = found is True, found is not False
+                self._reads.succeeded()
+        except Overloaded as error:
+            self._failed(self._reads, error)
+            stays = True  # too few descriptors or too little memory: the file may be right
+        except KVStoreError as error:
+            self._failed(self._reads, error)
+        if stays:
+            self._shelf.unrefer(entry, used=whole)
+        else:
+            self._remove(entry)
+        return whole
+
+    def _is_ordered(self, entry: TierEntry, orders: Sequence[ClearOrder]) -> bool:
+        try:
+            seen = self._root.look(name_of(entry), FIXED_BYTES)
+        except KVStoreError as error:
+            self._failed(self._reads, error)
+            return False
+        found = incarnation_at(b"" if seen is None else seen.prefix)
+        return any(order.forbids(entry.namespace, found, entry.used_s) for order in orders)
+
+    def _read(self, entry: TierEntry, expected: Expected, image: memoryview) -> bool | None:
+        """Fills the image from the file; True if the file gave exactly the image, False if it is missing or wrong.
+
+        None if the file is right but not usable here: it was put with another size, or cannot be decrypted on this
+        node.
+        """
+        name = name_of(entry)
+        reader = self._root.open(name)
+        if reader is None:
+            return False
+        with reader:
+            mtime_ns = reader.stat.mtime_ns
+            try:
+                plain = reader if reader.stat.size_bytes == len(image) else self._encodings.reader(reader, expected)
+                if plain is None:
+                    return None if entry.size_bytes != len(image) else False
+                if plain.read([image], 0, BufferLoan()) != len(image):
+                    return False
+            except NotDecodable:
+                return None
+            except Damaged as damaged:
+                return None if expected.kind is IdentityKind.BLOCK and damaged.damage is Damage.GEOMETRY else False
+        stamp_ns = recency.renewed_ns(mtime_ns, self._quantum(), QUANTUM_S, recency.decode(mtime_ns, QUANTUM_S).depth)
+        if stamp_ns is not None:
+            with suppress(KVStoreError):  # the bytes are right, even if its time is not renewed
+                self._root.touch(name, stamp_ns)
+        return True
+
+    def _add(self, place: ChunkIdentity, image: memoryview, hints: Hints) -> bool:
+        header = _header_of(place, image)
+        if header is None or self._shelf.forbids(header):
+            return False
+        pieces = self._encodings.pieces_of_image(header, image)
+        if pieces is None:
+            return False
+        name, size_bytes = name_of(place), byte_length(pieces)
+        # A file without an entry has not been taken in yet, or is about to be removed.
+        is_here = self._shelf.has(place.address) or self._root.stat(name) is not None
+        if is_here or not self._shelf.make_room(place, size_bytes):
+            return False
+        self._sweep()
+        claimed = self._shelf.claim(place, size_bytes, hints)
+        if claimed is None:
+            return False
+        staged = places.staged(self._session, next(self._numbers))
+        stamp_ns = recency.stamp_ns(self._quantum(), header.depth, hints)
+        try:
+            with self._counters.timed("disk", "write") as timed:
+                timed.size_bytes = size_bytes
+                self._root.stage(staged, pieces, stamp_ns=stamp_ns, durable=False)
+                won = self._root.publish(staged, name, durable=False)
+        except BaseException:
+            self._remove(claimed.entry, staged, name)
+            raise
+        if not won or not self._shelf.ready(claimed):
+            self._remove(claimed.entry)
+            return False
+        self._writes.succeeded()
+        self._counters.add(NodeCount.DISK_WRITES)
+        self._counters.add(NodeCount.DISK_WRITE_BYTES, size_bytes)
+        return True
+
+    def _remove(self, entry: TierEntry, *names: Name) -> None:
+        self._shelf.leave(entry, *names)
+        self._sweep()
+
+    def _sweep(self) -> bool:
+        """Removes some of the leaving files; True if there may be more. Never raises KVStoreError.
+
+        Files that the disk refuses to remove keep their room. The next removal tries them again.
+        """
+        for _ in range(SWEEP_MAX):
+            leaving = self._shelf.take_leaving()
+            if leaving is None:
+                return False
+            try:
+                for name in leaving.names:
+                    self._root.remove(name)
+            except KVStoreError as error:
+                self._shelf.put_back(leaving)
+                self._failed(self._writes, error)
+                return False
+            self._shelf.left(leaving)
+        return True
+
+    def _sweep_all(self) -> None:
+        with self._inside() as is_open:
+            while is_open and self._is_open and self._sweep():
+                pass
+
+    def _failed(self, pause: Pause, error: KVStoreError) -> None:
+        self._counters.add(NodeCount.DISK_FAILED)
+        log.debug("disk.failed %s", error)
+        pause.failed()
+
+    def _quantum(self) -> int:
+        return recency.quantum_of(self._clock.now_s(), QUANTUM_S)
+
+
+def _header_of(place: ChunkIdentity, image: memoryview) -> Header | None:
+    """The header of an image; None where it is not right for this chunk."""
+    try:
+        header = decode(image)
+    except Damaged:
+        return None
+    if header.address != place.address or header.file_bytes != len(image):
+        return None  # of memory that went wrong: it would be removed at the next start
+    return header
+
+
+def _is_full(error: KVStoreError) -> bool:
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in FULL_ERRORS
