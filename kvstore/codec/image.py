@@ -7,6 +7,7 @@ Everything runs in the calling thread: lanes call it in groups of some MiB.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, overload
 
 import numpy as np
@@ -15,7 +16,8 @@ import numpy.typing as npt
 from kvstore.codec.encodings import Encodings
 from kvstore.core.buffers import BufferLoan, BufferMap, Pieces, Sections, address_of, cut_evenly
 from kvstore.core.clock import Ids
-from kvstore.errors import InvalidRequest
+from kvstore.core.executor import Deadline, Executor, group_size
+from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format.header import (
     Damage,
     Damaged,
@@ -328,3 +330,29 @@ def addresses_of(images: Sequence[memoryview]) -> npt.NDArray[np.uint64]:
     if isinstance(images, ImagesIn):
         return images.addresses()
     return np.fromiter(map(address_of, images), np.uint64, len(images))
+
+
+def verified(
+    wanted: KeySet,
+    indexes: Sequence[int],
+    images: Sequence[memoryview],
+    lanes: Executor,
+    deadline: Deadline,
+    *,
+    helps: bool = True,
+) -> bytes:
+    """Returns a byte for each image, 1 if it is that of the chunk at its index, whole and right.
+
+    Several lanes verify, and the calling thread if it ``helps``. Past the deadline, what is verified by then is right.
+    """
+    size = group_size(len(images), len(images[0]) if images else 0, lanes.width)
+    right = np.zeros(len(images), np.bool_)
+
+    def verify(number: int) -> bool:
+        part = slice(number * size, (number + 1) * size)
+        right[part] = verify_images(wanted, indexes[part], images[part])
+        return True
+
+    with suppress(KVStoreError):
+        (lanes.share if helps else lanes.each)(-(-len(images) // size), verify, deadline)
+    return right.tobytes()

@@ -21,7 +21,7 @@ from weakref import ReferenceType, ref
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.codec.image import verify_images
+from kvstore.codec.image import verified, verify_images
 from kvstore.core.address import ADDRESS_BYTES, Address
 from kvstore.core.buffers import BufferLoan, Sections, Withdrawn, cut_evenly
 from kvstore.core.executor import (
@@ -219,32 +219,6 @@ def read_chunks(
     Begins no more after a miss, unless ``stop_at_miss`` is False.
     """
     return ReadFuture(lanes, counters, count, read, stop_at_miss, groups).wait(deadline)
-
-
-def verified(
-    wanted: KeySet,
-    indexes: Sequence[int],
-    images: Sequence[memoryview],
-    lanes: Executor,
-    deadline: Deadline,
-    *,
-    helps: bool = True,
-) -> bytes:
-    """Returns a byte for each image, 1 if it is that of the chunk at its index, whole and right.
-
-    Several lanes verify, and the calling thread if it ``helps``. Past the deadline, what is verified by then is right.
-    """
-    size = group_size(len(images), len(images[0]) if images else 0, lanes.width)
-    right = np.zeros(len(images), np.bool_)
-
-    def verify(number: int) -> bool:
-        part = slice(number * size, (number + 1) * size)
-        right[part] = verify_images(wanted, indexes[part], images[part])
-        return True
-
-    with suppress(KVStoreError):
-        (lanes.share if helps else lanes.each)(-(-len(images) // size), verify, deadline)
-    return right.tobytes()
 
 
 def root_groups(

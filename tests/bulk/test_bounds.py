@@ -16,8 +16,8 @@ import pytest
 
 from kvstore.client.limits import ClientLimits
 from kvstore.client.pool import UploadArena
+from kvstore.codec.chunk_run import ChunkRun
 from kvstore.core.executor import IndexedWork
-from kvstore.engine.chunk_store import ChunkRun
 from kvstore.errors import Unavailable
 from kvstore.root.posix import PosixReader
 from kvstore.transport.channel import SILENCE_S

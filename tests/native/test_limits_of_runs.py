@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore.codec import chunk_run
+from kvstore.codec.chunk_run import ChunkRun
 from kvstore.core.buffers import BufferLoan, planes_of
 from kvstore.core.executor import GROUP_FILES_MAX
-from kvstore.engine import chunk_store
-from kvstore.engine.chunk_store import ChunkRun
 from kvstore.errors import InvalidRequest
 from kvstore.format.keyset import ChunkKeys
 from kvstore.native import is_available
@@ -72,7 +72,7 @@ def test_a_get_of_small_chunks_needs_few_open_files(tmp_root: Path, monkeypatch:
 
 
 def test_a_forked_child_does_not_read_into_memory_of_its_parent() -> None:
-    with chunk_store._cold_memory() as at:
+    with chunk_run._cold_memory() as at:
         ctypes.memset(at, 1, 4096)
         child = os.fork()
         if not child:

@@ -12,8 +12,9 @@ import pytest
 import kvstore
 from kvstore.client.cache import BlockCache
 from kvstore.client.store import Store
+from kvstore.codec.chunk_run import ChunkRun
 from kvstore.core.address import block_addresses
-from kvstore.engine.chunk_store import ChunkRun, Mask
+from kvstore.format.keyset import Mask
 from kvstore.format.places import Name
 from kvstore.native import is_available, library
 from kvstore.root.interface import Stat
