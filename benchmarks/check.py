@@ -42,8 +42,8 @@ from benchmarks.harness.options import Options, default_directory
 from benchmarks.harness.paths import IN_PROCESS, PATHS, PLAIN, Way, served
 from kvstore import Layout
 from kvstore.client.store import Store
+from kvstore.core.address import TokenArray
 from kvstore.core.buffers import KvArray
-from kvstore.core.tokens import TokenArray
 from kvstore.engine.settings import Limits
 from kvstore.errors import KVStoreError
 

@@ -44,8 +44,8 @@ from benchmarks.harness.paths import IN_PROCESS, PATHS, reached
 from benchmarks.harness.result import Cell, Plot, Result, Table
 from kvstore.client.cache import Cache
 from kvstore.client.store import Store
+from kvstore.core.address import TokenArray
 from kvstore.core.buffers import KvArray
-from kvstore.core.tokens import TokenArray
 
 CHUNK_TOKENS = 64
 BATCH_TOKENS = 1024

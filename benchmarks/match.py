@@ -28,8 +28,7 @@ from benchmarks.harness.options import Options, counts, numbers, show_progress
 from benchmarks.harness.result import Cell, Plot, Result, Table
 from kvstore import Layout
 from kvstore.client.cache import Cache
-from kvstore.core.address import ADDRESS_BYTES, Address
-from kvstore.core.tokens import TokenArray
+from kvstore.core.address import ADDRESS_BYTES, Address, TokenArray
 from kvstore.engine.settings import Limits
 from kvstore.format import places
 from kvstore.meta.embedded_etcd import EmbeddedEtcd

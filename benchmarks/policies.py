@@ -31,8 +31,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.hints import PRIORITY_DEFAULT, Hints, checked_preset
-from kvstore.core.recency import QUANTUM_S, USES_MAX
+from kvstore.core.recency import PRIORITY_DEFAULT, QUANTUM_S, USES_MAX, Hints, checked_preset
 from kvstore.errors import InvalidRequest
 from kvstore.replay.trace import BLOCK_TOKENS, load_trace
 from kvstore_gc.policy import EvictionOrder, Uses, ranks

@@ -22,7 +22,7 @@ from benchmarks.harness.paths import IN_PROCESS, reached
 from benchmarks.harness.result import Cell, Result, Table, markdown, save
 from kvstore import Layout
 from kvstore.client import Store
-from kvstore.core.tokens import TokenArray
+from kvstore.core.address import TokenArray
 from kvstore.segments import Rope, Style
 from kvstore.segments.rope import TYPES, rotate_planes
 

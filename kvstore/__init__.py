@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from kvstore.client.local import open
     from kvstore.client.operation import Operation
     from kvstore.client.store import Store, connect
-    from kvstore.core.hints import Hints
     from kvstore.core.layout import Layout
     from kvstore.core.namespace import Namespace
+    from kvstore.core.recency import Hints
     from kvstore.core.results import Cleared, PinRecord, PutResult, StoredBlocks
     from kvstore.core.write_mode import WriteMode
     from kvstore.engine.settings import Limits
@@ -95,7 +95,7 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every 
         "kvstore.client.store": ("Store", "connect"),
         "kvstore.client.operation": ("Operation",),
         "kvstore.format.header": ("Descent",),
-        "kvstore.core.hints": ("Hints",),
+        "kvstore.core.recency": ("Hints",),
         "kvstore.core.layout": ("Layout",),
         "kvstore.meta.etcd": ("EtcdTls", "EtcdUser"),
         "kvstore.core.namespace": ("Namespace",),

@@ -18,7 +18,7 @@ from kvstore.cli.options import DURATION, HOST_PORT, LOG_FORMAT, SIZE, StorageLi
 from kvstore.cli.output import print_table, progress_bar
 from kvstore.cli.signals import Stopper
 from kvstore.core.address import Address
-from kvstore.core.text import size
+from kvstore.core.validate import size
 from kvstore.core.write_mode import BOUND_BYTES_MIN
 from kvstore.errors import InvalidRequest
 from kvstore.meta.keys import parse_id

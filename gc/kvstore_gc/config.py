@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.core.namespace import Namespace
-from kvstore.core.text import why
+from kvstore.core.validate import why
 from kvstore.errors import InvalidRequest
 from kvstore_gc.policy import EvictionOrder, Goals, NamespaceQuota
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvstore.core.address import Address
 from kvstore.core.recency import NS_PER_S
-from kvstore.core.text import size
+from kvstore.core.validate import size
 from kvstore.errors import RootMismatch
 from kvstore.format import places
 from kvstore.meta.cluster import difference, read_generation

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from kvstore.core.text import parse_json
+from kvstore.core.validate import parse_json
 from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
 from kvstore.meta.keys import SessionId
 from kvstore.meta.store import KeyValue, LeaseGone, LeaseId

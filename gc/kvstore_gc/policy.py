@@ -27,17 +27,20 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.hints import DEFAULT, PRIORITY_DEFAULT, PRIORITY_MAX, Hints
 from kvstore.core.namespace import NamespaceId
 from kvstore.core.recency import (
+    DEFAULT,
     DEPTH_MAX,
     DEPTH_STEP_NS,
     NS_PER_S,
+    PRIORITY_DEFAULT,
+    PRIORITY_MAX,
     QUANTUM_S,
     TICK_NS,
     TICK_S,
     TOP_NS,
     USES_MAX,
+    Hints,
     decode,
     stamp_ns,
 )

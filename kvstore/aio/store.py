@@ -13,9 +13,9 @@ from typing import ParamSpec, overload
 from kvstore import client, planning
 from kvstore.aio.threads import STEP_S, Lease, Opening, Threads, Twin, awaited, wrapped
 from kvstore.client import cache, control, operation, store
+from kvstore.core.address import Tokens
 from kvstore.core.buffers import KvArray
 from kvstore.core.operations import OperationState, OperationStatus
-from kvstore.core.tokens import Tokens
 from kvstore.core.validate import checked_timeout
 from kvstore.planning import Group
 from kvstore.planning import run as runs

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, Protocol
 from zlib import crc32
 
-from kvstore.core.progress import Progress, unwatched
-from kvstore.core.text import kind_of, parse_json
-from kvstore.core.tokens import TOKENS_MAX, TokenArray, token_array
+from kvstore.core.address import TOKENS_MAX, TokenArray, token_array
+from kvstore.core.operations import Progress, unwatched
+from kvstore.core.validate import kind_of, parse_json
 from kvstore.errors import InvalidRequest
 from kvstore.planning import PromptSet
 from kvstore.replay.trace import BLOCK_TOKENS, parse_request

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvstore.batches.file import RequestFile
-from kvstore.core.text import DEPTH_MAX, parse_json
+from kvstore.core.validate import DEPTH_MAX, parse_json
 from kvstore.errors import InvalidRequest, Unavailable
 
 # An OpenAI-compatible server: one request at a time over a connection of its own, repeated where it was refused.

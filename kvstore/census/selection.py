@@ -16,8 +16,7 @@ from typing import Any
 
 from kvstore.census.walk import ChunkFile
 from kvstore.core.namespace import DIGEST_BYTES, Namespace, NamespaceDigest, NamespaceId
-from kvstore.core.text import brief, parse_json, shown
-from kvstore.core.validate import number
+from kvstore.core.validate import brief, number, parse_json, shown
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import LINEAGE_BYTES, SESSION_BYTES, Incarnation, LineageId, Writers, lineage_id, written
 

@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from kvstore.cli.options import argument, flag, group, option, takes
-from kvstore.core.text import parse_json, why
+from kvstore.core.validate import parse_json, why
 from kvstore.errors import InvalidRequest
 from kvstore.security.audit import AuditLog
 from kvstore.security.authentication import Account, Authenticator, account_secret

@@ -15,7 +15,7 @@ from kvstore.cli.output import operation_values, print_json, print_rows, print_t
 from kvstore.cli.selectors import identified
 from kvstore.core.metrics import GROWING, NODE_GAUGES, WORKER_GAUGES, ClientCount, NodeCount, WorkerCount
 from kvstore.core.results import LimitValue
-from kvstore.core.text import shown, size
+from kvstore.core.validate import shown, size
 from kvstore.errors import InvalidRequest, KVStoreError
 
 

@@ -11,7 +11,7 @@ import click
 
 from kvstore import __version__
 from kvstore.cli.signals import INTERRUPTED
-from kvstore.core.text import shown
+from kvstore.core.validate import shown
 from kvstore.errors import KVStoreError
 
 CHECK_FAILED = 1

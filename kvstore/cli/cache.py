@@ -16,7 +16,7 @@ from kvstore.cli.options import DURATION, json_option, worker_option
 from kvstore.cli.output import follow, operation_values, print_json, print_rows
 from kvstore.cli.selectors import Prompt, Selected, check_pins_known, prompt_options, selection_options
 from kvstore.core.operations import OperationState
-from kvstore.core.text import size
+from kvstore.core.validate import size
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Encoding
 

@@ -19,7 +19,7 @@ from kvstore.cli.access import Access, access_options
 from kvstore.cli.app import Command, check_failed
 from kvstore.cli.options import json_option
 from kvstore.cli.output import print_rows
-from kvstore.core.text import parse_json, size
+from kvstore.core.validate import parse_json, size
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.native import is_available
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import click
 
 from kvstore.core import tracing
-from kvstore.core.text import size
+from kvstore.core.validate import size
 from kvstore.core.write_mode import BOUND_BYTES_MIN, Durability
 
 # Durations, sizes and addresses as people type them.

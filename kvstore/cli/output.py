@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from kvstore.core.operations import OperationState, OperationStatus
-from kvstore.core.text import shown, size
+from kvstore.core.validate import shown, size
 from kvstore.errors import KVStoreError, Unavailable
 
 if TYPE_CHECKING:

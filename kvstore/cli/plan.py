@@ -15,7 +15,7 @@ from kvstore.cli.app import Command, check_failed
 from kvstore.cli.options import COUNT, DURATION, flag, json_option, option, takes
 from kvstore.cli.output import print_values, progress_bar, progress_to
 from kvstore.cli.selectors import open_cache
-from kvstore.core.text import shown
+from kvstore.core.validate import shown
 from kvstore.errors import InvalidRequest, Unavailable
 
 if TYPE_CHECKING:

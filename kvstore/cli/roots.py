@@ -16,7 +16,7 @@ from kvstore.cli.output import CANCEL_S, follow, print_json, print_rows, progres
 from kvstore.cli.selectors import identified, open_existing
 from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.core.operations import OperationRun, Operations
-from kvstore.core.text import shown, size
+from kvstore.core.validate import shown, size
 from kvstore.errors import InvalidRequest, RootMismatch
 from kvstore.meta.cluster import difference, read_generation
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.census.selection import Selection
 from kvstore.cli.options import DURATION, MOMENT, argument, option, takes
+from kvstore.core.address import TOKENS_MAX
 from kvstore.core.clock import RandomIds
 from kvstore.core.namespace import Namespace
-from kvstore.core.text import shown, why
-from kvstore.core.tokens import TOKENS_MAX
+from kvstore.core.validate import shown, why
 from kvstore.errors import InvalidRequest
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from kvstore.cli.selectors import local_path
 from kvstore.cli.signals import Stopper
 from kvstore.cli.supervisor import Supervisor
 from kvstore.cli.worker import WorkerOptions
-from kvstore.core.background import within
+from kvstore.core.executor import within
 from kvstore.core.process import Program, kill_all
-from kvstore.core.text import size
+from kvstore.core.validate import size
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.meta.cluster import bound_root
 from kvstore.meta.keys import root_binding

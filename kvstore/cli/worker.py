@@ -31,8 +31,8 @@ from kvstore.cli.options import (
 )
 from kvstore.cli.signals import Stopper
 from kvstore.core import tracing
-from kvstore.core.background import within
-from kvstore.core.text import size
+from kvstore.core.executor import within
+from kvstore.core.validate import size
 from kvstore.core.write_mode import WRITE_NAMES, Durability, WriteMode
 from kvstore.engine.settings import MEMORY_BYTES_MIN, SYNC_S_MAX, SYNC_S_MIN, TierSettings
 from kvstore.errors import InvalidRequest

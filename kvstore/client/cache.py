@@ -17,8 +17,7 @@ import numpy.typing as npt
 from kvstore.client.operation import Operation
 from kvstore.client.transport import PortBlockHold, PortHold, Protecting, Transport
 from kvstore.core import tracing
-from kvstore.core.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
-from kvstore.core.background import Owner
+from kvstore.core.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN, TokenArray, Tokens, token_array
 from kvstore.core.buffers import (
     KvArray,
     Pieces,
@@ -31,20 +30,22 @@ from kvstore.core.buffers import (
     source_array,
     target_array,
 )
-from kvstore.core.hints import DEFAULT, Hints, Preset, checked_unused_s
+from kvstore.core.executor import Owner
 from kvstore.core.namespace import Namespace
+from kvstore.core.recency import DEFAULT, Hints, Preset, checked_unused_s
 from kvstore.core.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
-from kvstore.core.text import brief, kind_of, shown
-from kvstore.core.tokens import TokenArray, Tokens, token_array
 from kvstore.core.validate import (
     TierName,
+    brief,
     checked_flag,
     checked_hold_ttl,
     checked_tier,
     checked_worker,
     is_unicode,
     is_whole,
+    kind_of,
     number,
+    shown,
 )
 from kvstore.core.write_mode import WriteMode, WriteModeName
 from kvstore.errors import InvalidRequest, Overloaded, StoreFull, WrongSize
@@ -539,7 +540,7 @@ class Cache:
         Retention: ``priority`` is 0 to 100 (35 by default), and lower ones go first when room is needed. ``ttl`` is in
         seconds since the last use; after it chunks may go even if there is room (default: never). It is rounded up to 5
         min, 30 min, 2 h, 12 h, 3 days or 30 days. ``preset`` sets both: chat, analytics, rag or batch
-        (``kvstore.core.hints.PRESETS``); explicit values win. Chunks that exist already, the prefix included, are
+        (``kvstore.core.recency.PRESETS``); explicit values win. Chunks that exist already, the prefix included, are
         raised to these values, never lowered. They protect nothing; pins do.
 
         On a node with memory ``write`` says when this returns: "behind" once memory has the chunks, which are written

@@ -16,12 +16,10 @@ from kvstore.client.endpoints import Endpoint, WorkerEndpoints
 from kvstore.client.failover import Caller
 from kvstore.client.limits import ClientLimits
 from kvstore.client.routing import marks_of
-from kvstore.core.address import Address
+from kvstore.core.address import Address, Tokens, token_array
 from kvstore.core.namespace import Namespace
 from kvstore.core.results import ChunkPlace, DrainReport, LimitValue, Lineage, MemoryCopy, RootCopy
-from kvstore.core.text import brief
-from kvstore.core.tokens import Tokens, token_array
-from kvstore.core.validate import FLOAT_MAX, checked_worker, is_unicode, is_whole, number
+from kvstore.core.validate import FLOAT_MAX, brief, checked_worker, is_unicode, is_whole, number
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format.header import Encoding
 from kvstore.transport.messages import hints_of, pack_tokens, sealed

@@ -20,10 +20,10 @@ from kvstore.client.limits import ClientLimits
 from kvstore.client.pool import PLAIN, Bulk, Credentials, Links
 from kvstore.client.routing import Marking, Spreading
 from kvstore.core import tracing
-from kvstore.core.background import CLOSE_S, Decision, Loop, Owner, within
 from kvstore.core.clock import Clock
+from kvstore.core.executor import CLOSE_S, Decision, Loop, Owner, within
 from kvstore.core.metrics import ClientCount, Counts
-from kvstore.core.text import brief, kind_of
+from kvstore.core.validate import brief, kind_of
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, StoreClosed, Unavailable
 from kvstore.transport.limits import CHANNEL_OPTIONS, method
 from kvstore.transport.messages import sealed

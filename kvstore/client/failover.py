@@ -21,13 +21,11 @@ from kvstore.client.limits import ClientLimits
 from kvstore.client.pool import BulkRefused, NoAnswer
 from kvstore.client.routing import Marking
 from kvstore.core import tracing
-from kvstore.core.background import Loop, Owner
 from kvstore.core.clock import Clock
-from kvstore.core.executor import QUEUE_MAX, STALL_S, WIDTH, Executor
+from kvstore.core.executor import QUEUE_MAX, STALL_S, WIDTH, Executor, Loop, Owner
 from kvstore.core.metrics import ClientCount, Counts
 from kvstore.core.namespace import Namespace
-from kvstore.core.text import brief
-from kvstore.core.validate import SECONDS_MAX
+from kvstore.core.validate import SECONDS_MAX, brief
 from kvstore.core.write_mode import WriteMode
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, Overloaded, StoreClosed, Unavailable
 from kvstore.transport.channel import LinkLate

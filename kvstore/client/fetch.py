@@ -24,12 +24,12 @@ from kvstore.client.failover import Caller, FileLanes
 from kvstore.client.pool import ClientLease, DataConnection, Leased
 from kvstore.codec.chunk_run import ChunkRun
 from kvstore.codec.image import ImagesIn, read_verified, take_images, verified
+from kvstore.core.address import TokenArray
 from kvstore.core.buffers import BlockBuffers, BufferLoan, BufferMap, Pieces, Withdrawn, address_of, cut_evenly
 from kvstore.core.executor import GROUP_BYTES_MIN, Deadline, Executor, group_size
 from kvstore.core.layout import Layout
 from kvstore.core.metrics import ClientCount
 from kvstore.core.namespace import Namespace
-from kvstore.core.tokens import TokenArray
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format.header import Damage, Damaged, Expected
 from kvstore.format.keyset import BlockKeys, ChunkKeys, KeySet, Mask, NativeBatch, leading

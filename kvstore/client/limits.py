@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.core.text import kind_of
-from kvstore.core.validate import check_limits
+from kvstore.core.validate import check_limits, kind_of
 from kvstore.errors import InvalidRequest
 
 

@@ -20,16 +20,14 @@ from kvstore.client.operation import Operation
 from kvstore.client.store import Store
 from kvstore.client.transport import Prompt
 from kvstore.codec.codec import KeyFile
-from kvstore.core.background import Owner
+from kvstore.core.address import TokenArray
 from kvstore.core.buffers import BufferMap, Pieces, Planes
-from kvstore.core.executor import Deadline
-from kvstore.core.hints import Hints
+from kvstore.core.executor import Deadline, Owner
 from kvstore.core.metrics import NodeCount
 from kvstore.core.namespace import Namespace
+from kvstore.core.recency import Hints
 from kvstore.core.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
-from kvstore.core.text import brief, kind_of, shown
-from kvstore.core.tokens import TokenArray
-from kvstore.core.validate import TierName, checked_flag
+from kvstore.core.validate import TierName, brief, checked_flag, kind_of, shown
 from kvstore.core.write_mode import Durability, DurabilityName, WriteMode, WriteModeName
 from kvstore.engine.coordination import ClusterMember
 from kvstore.engine.engine import Engine, match_each

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
-from kvstore.core.background import Owner
+from kvstore.core.executor import Owner
 from kvstore.core.operations import NoOperation, OperationState, OperationStatus
 from kvstore.core.validate import checked_timeout
 

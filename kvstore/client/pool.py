@@ -26,11 +26,11 @@ from google.protobuf.message import Message
 
 from kvstore.client.limits import ClientLimits
 from kvstore.codec.image import ImagesIn
-from kvstore.core.background import Owner
+from kvstore.core.executor import Owner
 from kvstore.core.grpc_channels import open_channel
 from kvstore.core.metrics import ClientCount, Counts
-from kvstore.core.text import brief, kind_of
 from kvstore.core.tracing import Metadata
+from kvstore.core.validate import brief, kind_of
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.format.header import PAGE_BYTES
 from kvstore.root.posix import MEMORY_FILE_SYSTEMS, file_system_type

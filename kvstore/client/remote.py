@@ -29,16 +29,15 @@ from kvstore.client.pool import PLAIN, Bulk, BulkName, Credentials
 from kvstore.client.routing import Marking, marks_of, marks_of_keys
 from kvstore.client.transport import Prompt
 from kvstore.client.upload import BlockUpload, ChunkUpload, put_over_grpc, put_past_grpc
+from kvstore.core.address import TokenArray
 from kvstore.core.buffers import BlockBuffers, BufferMap, Pieces, Planes
 from kvstore.core.clock import Clock, SystemClock
-from kvstore.core.hints import Hints
 from kvstore.core.metrics import ClientCount, Counts, merged
 from kvstore.core.namespace import Namespace
 from kvstore.core.operations import NoOperation, OperationState, OperationStatus
+from kvstore.core.recency import Hints
 from kvstore.core.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
-from kvstore.core.text import brief
-from kvstore.core.tokens import TokenArray
-from kvstore.core.validate import TierName
+from kvstore.core.validate import TierName, brief
 from kvstore.core.write_mode import WriteMode, WriteModeName
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, Overloaded, StoreClosed, Unavailable
 from kvstore.format.header import Ancestry

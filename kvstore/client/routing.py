@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import xxhash
 
+from kvstore.core.address import TokenArray
 from kvstore.core.namespace import Namespace
-from kvstore.core.tokens import TokenArray
 
 Marks = Sequence[int]
 Marking = Callable[[], Marks]

@@ -16,8 +16,7 @@ from kvstore.client.transport import Transport
 from kvstore.core.layout import Layout
 from kvstore.core.namespace import Namespace
 from kvstore.core.results import PinRecord
-from kvstore.core.text import kind_of
-from kvstore.core.validate import checked_flag, checked_worker
+from kvstore.core.validate import checked_flag, checked_worker, kind_of
 from kvstore.core.write_mode import WriteMode, WriteModeName
 from kvstore.errors import InvalidRequest, KVStoreError, StoreClosed
 from kvstore.meta.etcd import EtcdTls, EtcdUser, check_access

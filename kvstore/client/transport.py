@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from kvstore.census.selection import Selection
 from kvstore.client.operation import Operation
+from kvstore.core.address import TokenArray
 from kvstore.core.buffers import BufferMap, Pieces, Planes
-from kvstore.core.hints import Hints
 from kvstore.core.namespace import Namespace
+from kvstore.core.recency import Hints
 from kvstore.core.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
-from kvstore.core.tokens import TokenArray
 from kvstore.core.validate import TierName
 from kvstore.core.write_mode import WriteMode
 from kvstore.errors import KVStoreError

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvstore.core.buffers import Pieces, ReadBuffer
 from kvstore.core.metrics import NodeCount
-from kvstore.core.text import parse_json
+from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import (
     FIXED_BYTES,

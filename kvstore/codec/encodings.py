@@ -14,9 +14,8 @@ from kvstore.codec import codec
 from kvstore.codec.codec import EMPTY, PLAIN, Decoding, Key, KeyFile, KeyRing, Wish, decode_header, encode_chunk
 from kvstore.core.buffers import BufferLoan, Pieces, byte_length
 from kvstore.core.clock import Ids
-from kvstore.core.metrics import NodeCount
+from kvstore.core.metrics import Counters, NodeCount
 from kvstore.core.namespace import Namespace, NamespaceDigest
-from kvstore.core.node_metrics import Counters
 from kvstore.format.header import (
     HEADER_BYTES_MAX,
     PAGE_BYTES,

@@ -36,8 +36,8 @@ from kvstore.connectors.lmcache_keys import (
     tensors,
     tensors_of,
 )
-from kvstore.core.background import Tasks
 from kvstore.core.clock import Clock, SystemClock
+from kvstore.core.executor import Tasks
 from kvstore.errors import HoldBroken, KVStoreError
 
 # Locks that LMCache took by a look-up and has not yet released: holds of the store, by LMCache's keys. A lock ends when

@@ -36,9 +36,9 @@ import numpy.typing as npt
 
 import kvstore
 from kvstore.client import Store
+from kvstore.core.address import TokenArray
 from kvstore.core.layout import Layout
-from kvstore.core.text import kind_of
-from kvstore.core.tokens import TokenArray
+from kvstore.core.validate import kind_of
 from kvstore.core.write_mode import WriteMode
 from kvstore.engine.settings import MEMORY_BYTES_MIN
 from kvstore.errors import (

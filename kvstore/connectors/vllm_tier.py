@@ -32,7 +32,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvstore.connectors.common import LazyStore
 from kvstore.connectors.vllm.namespaces import KVTopology, check_hashes, model_fingerprint, namespaces
 from kvstore.connectors.vllm.settings import SecondaryTierSettings
-from kvstore.core.background import Tasks
+from kvstore.core.executor import Tasks
 from kvstore.core.namespace import Namespace
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.transport.limits import BLOCKS_MAX

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.layout import Layout
-from kvstore.core.text import kind_of
+from kvstore.core.validate import kind_of
 from kvstore.errors import InvalidRequest
 from kvstore.native import library as native
 

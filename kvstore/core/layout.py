@@ -14,7 +14,7 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-from kvstore.core.text import brief
+from kvstore.core.validate import brief
 from kvstore.errors import InvalidRequest
 
 DType = Literal[

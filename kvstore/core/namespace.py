@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NewType
 
 from kvstore.core.layout import Layout
-from kvstore.core.text import brief, kind_of, parse_json
+from kvstore.core.validate import brief, kind_of, parse_json
 from kvstore.errors import InvalidRequest
 
 NamespaceDigest = NewType("NamespaceDigest", bytes)

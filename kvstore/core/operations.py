@@ -1,7 +1,8 @@
-"""Long-running operations (prefetch, clear, fsck) as the process that runs them keeps them.
+"""Long-running operations (prefetch, clear, fsck) as the process that runs them keeps them, and their progress.
 
-An operation waits, runs, and ends as done, failed or cancelled. ``kvstore.client.operation`` has what a caller
-sees of one, here or at a worker.
+An operation waits, runs, and ends as done, failed or cancelled. It calls its ``Progress`` about once a second, in the
+thread that it was called in, passes on the exception that this may raise, and leaves things so that the same operation,
+repeated, does the rest. ``kvstore.client.operation`` has what a caller sees of one, here or at a worker.
 """
 
 from __future__ import annotations
@@ -14,10 +15,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from kvstore.core.background import Decision, Loop
 from kvstore.core.clock import Clock, Ids
-from kvstore.core.progress import Cancelled
+from kvstore.core.executor import Decision, Loop
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
+
+
+class Cancelled(KVStoreError):
+    """This operation was asked to end. Its results so far stay. Never raised to a caller of the store."""
+
+
+Progress = Callable[[int, int], None]
+"""``progress(done, total)``; ``total`` is 0 while it is not known. Raises Cancelled, or Unavailable past a deadline."""
+
+
+def unwatched(done: int, total: int) -> None:
+    """A ``Progress`` for operations without an observer that have a deadline of their own."""
+
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +145,7 @@ class OperationRun:
         return max(0.0, self._ends_s - self._clock.monotonic_s())
 
     def progress(self, done: int, total: int) -> None:
-        """Reports progress (``kvstore.core.progress``). Raises as ``check`` does."""
+        """Reports progress (``kvstore.core.operations``). Raises as ``check`` does."""
         with self._changed:
             self.status = replace(self.status, done=done, total=total)
         self.check()

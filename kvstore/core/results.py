@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.core.address import Address
-from kvstore.core.hints import Hints
+from kvstore.core.recency import Hints
 
 if TYPE_CHECKING:
     from kvstore.format.header import Encoding

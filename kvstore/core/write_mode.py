@@ -5,8 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Literal, get_args
 
-from kvstore.core.text import brief
-from kvstore.core.validate import checked_flag
+from kvstore.core.validate import brief, checked_flag
 from kvstore.errors import InvalidRequest
 
 RUNS_MAX = 2

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
-from kvstore.core.background import Decision, Loop
 from kvstore.core.clock import Clock
+from kvstore.core.executor import Decision, Loop
 from kvstore.errors import KVStoreError
 
 log = logging.getLogger(__name__)

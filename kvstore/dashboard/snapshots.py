@@ -11,7 +11,7 @@ from typing import Any
 from kvstore.core.clock import Clock, RandomIds
 from kvstore.core.namespace import Namespace
 from kvstore.core.recency import NS_PER_S
-from kvstore.core.text import parse_json
+from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.meta.cluster import bound_root, known_roots

@@ -33,10 +33,9 @@ from kvstore.core import recency
 from kvstore.core.address import Address
 from kvstore.core.buffers import BufferLoan, BufferMap, Pieces, Sections, Withdrawn, byte_length
 from kvstore.core.clock import Clock, Ids
-from kvstore.core.hints import Hints
 from kvstore.core.metrics import NodeCount
 from kvstore.core.namespace import NamespaceId
-from kvstore.core.recency import is_fresh, stamp_ns, stamps_ns
+from kvstore.core.recency import Hints, is_fresh, stamp_ns, stamps_ns
 from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
 from kvstore.format import header, places
 from kvstore.format.header import (

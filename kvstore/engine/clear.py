@@ -17,9 +17,8 @@ from dataclasses import replace
 from kvstore.census.selection import ClearOrder, Selection
 from kvstore.census.walk import ChunkFile, found_in, sampled, walk, with_header
 from kvstore.core.address import Address
-from kvstore.core.background import Loop
-from kvstore.core.executor import Deadline, moved_on
-from kvstore.core.progress import Progress
+from kvstore.core.executor import Deadline, Loop, moved_on
+from kvstore.core.operations import Progress
 from kvstore.core.results import Cleared
 from kvstore.engine.engine import Engine
 from kvstore.engine.host import HostMember

@@ -23,8 +23,7 @@ from kvstore.core.clock import Clock
 from kvstore.core.executor import Deadline
 from kvstore.core.metrics import NodeCount
 from kvstore.core.namespace import Namespace, NamespaceDigest
-from kvstore.core.operations import OperationRun
-from kvstore.core.progress import Progress, unwatched
+from kvstore.core.operations import OperationRun, Progress, unwatched
 from kvstore.core.results import Cleared, PinRecord
 from kvstore.core.write_mode import Durability
 from kvstore.engine.clear import ClearsFollower, HostClearing, NamespaceClear, resolved

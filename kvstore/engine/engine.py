@@ -18,16 +18,15 @@ import numpy.typing as npt
 from kvstore.census.selection import ClearFilter, ClearOrder
 from kvstore.codec.codec import KeyFile
 from kvstore.codec.encodings import Encodings
+from kvstore.core.address import TokenArray
 from kvstore.core.buffers import BlockBuffers, Pieces, Sections
 from kvstore.core.clock import Clock, Ids, RandomIds, SystemClock
 from kvstore.core.executor import Deadline, Executor, IndexedWork, moved_on
-from kvstore.core.hints import DEFAULT, Hints
-from kvstore.core.metrics import NodeCount
+from kvstore.core.metrics import Counters, NodeCount
 from kvstore.core.namespace import Namespace, NamespaceDigest
-from kvstore.core.node_metrics import Counters
 from kvstore.core.operations import OperationRun, Operations, OperationState
+from kvstore.core.recency import DEFAULT, Hints
 from kvstore.core.results import LayerMemory, PutResult
-from kvstore.core.tokens import TokenArray
 from kvstore.core.validate import TierName
 from kvstore.core.write_mode import Durability, WriteMode
 from kvstore.engine.blocks import Blocks

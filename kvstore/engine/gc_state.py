@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.address import ADDRESS_BYTES, Address
-from kvstore.core.metrics import NodeCount
-from kvstore.core.node_metrics import Counters
+from kvstore.core.metrics import Counters, NodeCount
 from kvstore.engine.capacity import NodeUsage
 from kvstore.engine.presence_cache import PresenceCache
 from kvstore.errors import InvalidRequest, Overloaded, RootMismatch, StoreFull

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvstore.core.clock import Clock, Ids
-from kvstore.core.metrics import NodeCount
-from kvstore.core.node_metrics import Counters
+from kvstore.core.metrics import Counters, NodeCount
 from kvstore.engine.gc_state import ClusterGcState, GcState
 from kvstore.engine.settings import Limits
 from kvstore.errors import HoldBroken, Overloaded

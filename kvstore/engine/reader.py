@@ -34,8 +34,7 @@ from kvstore.core.executor import (
     group_size,
     moved_on,
 )
-from kvstore.core.metrics import NodeCount
-from kvstore.core.node_metrics import Counters
+from kvstore.core.metrics import Counters, NodeCount
 from kvstore.engine.chunk_store import ChunkStore, StoredRun
 from kvstore.engine.gc_state import GcState
 from kvstore.engine.holds import ChunkHold, Holds

@@ -10,8 +10,7 @@ from typing import Literal
 from kvstore.codec.codec import KeyFile
 from kvstore.core.executor import QUEUE_MAX, STALL_S, WIDTH
 from kvstore.core.recency import QUANTUM_S
-from kvstore.core.text import brief, size
-from kvstore.core.validate import FLOAT_MAX, check_limits, is_whole, number
+from kvstore.core.validate import FLOAT_MAX, brief, check_limits, is_whole, number, size
 from kvstore.core.write_mode import BOUND_BYTES_MIN, Durability, WriteMode
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import check_label

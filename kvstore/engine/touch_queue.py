@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvstore.core.address import ADDRESS_BYTES, Address
-from kvstore.core.background import Decision, Loop
-from kvstore.core.hints import LEAST, Hints
-from kvstore.core.metrics import NodeCount
+from kvstore.core.executor import Decision, Loop
+from kvstore.core.metrics import Counters, NodeCount
 from kvstore.core.namespace import NamespaceId
-from kvstore.core.node_metrics import Counters
-from kvstore.core.recency import decode, is_coarse, quantum_of, renewed_ns, superseded_ns
+from kvstore.core.recency import LEAST, Hints, decode, is_coarse, quantum_of, renewed_ns, superseded_ns
 from kvstore.engine.chunk_store import ChunkStore
 from kvstore.errors import KVStoreError
 from kvstore.format.keyset import KeySet

@@ -24,8 +24,8 @@ from kvstore.codec.image import Images
 from kvstore.core import recency
 from kvstore.core.buffers import Sections
 from kvstore.core.executor import Deadline, DeadlinePassed, IndexedWork, moved_on
-from kvstore.core.hints import DEFAULT, Hints
 from kvstore.core.metrics import NodeCount
+from kvstore.core.recency import DEFAULT, Hints
 from kvstore.core.results import PutResult, StoredBlocks
 from kvstore.core.write_mode import RUNS_MAX, Durability, WriteMode
 from kvstore.engine.chunk_store import ChunkStore, Staged, StoredRun

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.address import ADDRESS_BYTES, BLOCK_KEY_BYTES_MAX, NO_PARENT, Address, chunk_address
-from kvstore.core.text import why
+from kvstore.core.validate import why
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import NO_WHOLE
 

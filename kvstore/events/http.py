@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from kvstore.core import metrics_http
-from kvstore.core.text import check_depth
+from kvstore.core.validate import check_depth
 from kvstore.errors import InvalidRequest, PermissionDenied
 from kvstore.events.columns import U64, Mask
 from kvstore.events.index import Model, RootIndex

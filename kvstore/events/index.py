@@ -12,11 +12,10 @@ import numpy as np
 
 from kvstore.census.selection import ClearOrder
 from kvstore.census.walk import Fixed, read_fixed
-from kvstore.core.address import ADDRESS_BYTES, NO_PARENT, Address, block_address, chunk_address
+from kvstore.core.address import ADDRESS_BYTES, NO_PARENT, Address, block_address, chunk_address, token_array
 from kvstore.core.clock import Clock
 from kvstore.core.namespace import Namespace, NamespaceId
-from kvstore.core.text import parse_json
-from kvstore.core.tokens import token_array
+from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch
 from kvstore.events.columns import BlockName, EventOrigin, Rows
 from kvstore.events.inventory import KEY_MAX, BlockPart, Difference, Identities, MultipartBlocks, NamespaceIndex

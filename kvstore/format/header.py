@@ -24,15 +24,16 @@ from kvstore.core.address import (
     BLOCK_KEY_BYTES_MIN,
     NO_PARENT,
     Address,
+    Tokens,
     block_address,
     chunk_address,
     hashed_block_address,
+    token_array,
 )
 from kvstore.core.buffers import ReadBuffer
 from kvstore.core.layout import CHUNK_TOKENS_MAX, LAYERS_MAX
 from kvstore.core.namespace import Namespace, NamespaceDigest
-from kvstore.core.text import brief, parse_json
-from kvstore.core.tokens import Tokens, token_array
+from kvstore.core.validate import brief, parse_json
 from kvstore.errors import InvalidRequest, RootMismatch
 
 # Checksums of headers and sections: XXH3-64 (seed 0), chosen for its speed, not against an adversary.

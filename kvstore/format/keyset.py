@@ -19,10 +19,9 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.address import ADDRESS_BYTES, NO_PARENT, Address, block_addresses, chained_addresses
+from kvstore.core.address import ADDRESS_BYTES, NO_PARENT, Address, TokenArray, block_addresses, chained_addresses
 from kvstore.core.buffers import BufferMap, Sections, address_of
 from kvstore.core.namespace import Namespace, NamespaceDigest
-from kvstore.core.tokens import TokenArray
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Ancestry, Expected, IdentityKind, expected_block, header_bytes, laid_descent
 from kvstore.native import library as native

@@ -20,7 +20,7 @@ from kvstore.core.address import ADDRESS_BYTES, NO_PARENT, Address
 from kvstore.core.clock import Clock, RandomIds, SystemClock
 from kvstore.core.namespace import Namespace, NamespaceId
 from kvstore.core.recency import NS_PER_S, was_never_stamped
-from kvstore.core.text import parse_json
+from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch
 from kvstore.format import places
 from kvstore.format.header import Header, LineageId, written

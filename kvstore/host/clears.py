@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 from kvstore.census.selection import ClearOrder
-from kvstore.core.text import parse_json
+from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.host.tables import CLEARS, CLEARS_NONE, EVICTING, HoldTable, Number, Own, Shared, live_tables
 from kvstore.root.posix import FILE_MODE

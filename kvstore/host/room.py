@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
-from kvstore.core.text import size
+from kvstore.core.validate import size
 from kvstore.errors import Overloaded, StoreFull
 from kvstore.host.tables import HoldTable, Number, Own, Shared, live_tables
 from kvstore.root.posix import DiskFull, PosixRoot

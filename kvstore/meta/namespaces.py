@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvstore.core.layout import Layout
 from kvstore.core.namespace import Namespace, NamespaceDigest
-from kvstore.core.text import parse_json
+from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, LayoutMismatch, RootMismatch, Unavailable
 from kvstore.meta.keys import Keys
 from kvstore.meta.store import TRIES_MAX, Absent, EtcdDeadline, MetadataStore, ModifiedAt, Put

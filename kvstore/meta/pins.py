@@ -15,7 +15,7 @@ from typing import Protocol
 from kvstore.core.address import ADDRESS_BYTES, Address
 from kvstore.core.clock import Clock, Ids, RandomIds, SystemClock
 from kvstore.core.namespace import NamespaceDigest
-from kvstore.core.text import parse_json
+from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, PermissionDenied, RootMismatch, Unavailable
 from kvstore.format.header import checksum
 from kvstore.meta.keys import Keys, PinId

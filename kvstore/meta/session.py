@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from kvstore.core.address import ADDRESS_BYTES
 from kvstore.core.clock import Clock, Ids, RandomIds, SystemClock
-from kvstore.core.text import parse_json
+from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, SessionLost, Unavailable
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.store import (

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.address import ADDRESS_BYTES, Address
-from kvstore.core.text import parse_json
+from kvstore.core.validate import parse_json
 from kvstore.errors import RootMismatch
 from kvstore.meta.keys import ID_BYTES, SweepId
 

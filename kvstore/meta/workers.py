@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from kvstore.core.namespace import NamespaceDigest
-from kvstore.core.text import parse_json
+from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, SessionLost
 from kvstore.meta.keys import Keys, SessionId, parse_id
 from kvstore.meta.session import Session

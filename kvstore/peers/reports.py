@@ -14,10 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.address import ADDRESS_BYTES, Address
-from kvstore.core.background import Decision, Loop
 from kvstore.core.clock import Clock
-from kvstore.core.metrics import NodeCount
-from kvstore.core.node_metrics import Counters
+from kvstore.core.executor import Decision, Loop
+from kvstore.core.metrics import Counters, NodeCount
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format.header import checksum
 from kvstore.meta.keys import SessionId

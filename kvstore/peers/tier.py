@@ -18,12 +18,10 @@ import grpc
 from kvstore.client.endpoints import Endpoint
 from kvstore.client.pool import PLAIN, BulkRefused, Credentials, DataConnection
 from kvstore.core.address import Address
-from kvstore.core.background import Loop, Tasks
 from kvstore.core.clock import Clock
-from kvstore.core.executor import Deadline
-from kvstore.core.metrics import NodeCount
+from kvstore.core.executor import Deadline, Loop, Tasks
+from kvstore.core.metrics import Counters, NodeCount, TierName
 from kvstore.core.namespace import NamespaceDigest
-from kvstore.core.node_metrics import Counters, TierName
 from kvstore.errors import KVStoreError
 from kvstore.format.keyset import ChunkKeys, KeySet
 from kvstore.meta.session import Session, SessionManager

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvstore.core.text import brief
-from kvstore.core.validate import is_whole
+from kvstore.core.validate import brief, is_whole
 from kvstore.errors import InvalidRequest
 from kvstore.planning.order import PromptOrder, agreed, depth_first, serving_nodes, stored_tokens, tokens_found
 from kvstore.planning.prompts import Counts, Group, PromptSet, Trie

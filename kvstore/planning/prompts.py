@@ -13,9 +13,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.text import brief
-from kvstore.core.tokens import TokenArray, Tokens, token_array
-from kvstore.core.validate import is_whole
+from kvstore.core.address import TokenArray, Tokens, token_array
+from kvstore.core.validate import brief, is_whole
 from kvstore.errors import InvalidRequest
 
 # A group of a plan.

@@ -25,8 +25,7 @@ from heapq import heappop, heappush
 from multiprocessing.connection import Client, Connection
 from typing import TYPE_CHECKING
 
-from kvstore.core.text import brief
-from kvstore.core.validate import is_whole
+from kvstore.core.validate import brief, is_whole
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.planning.prompts import Group
 from kvstore.planning.storage import GroupHold, Prefetch

@@ -11,7 +11,7 @@ from contextlib import suppress
 from itertools import takewhile
 from typing import TYPE_CHECKING, Protocol
 
-from kvstore.core.tokens import TokenArray
+from kvstore.core.address import TokenArray
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.planning.prompts import Group, PromptSet
 

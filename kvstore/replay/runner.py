@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.client.store import Store
+from kvstore.core.address import TokenArray
 from kvstore.core.layout import Layout
 from kvstore.core.results import PutResult
-from kvstore.core.tokens import TokenArray
 from kvstore.core.write_mode import WriteModeName
 from kvstore.errors import InvalidRequest, Overloaded
 from kvstore.replay.trace import BLOCK_TOKENS, TraceRequest

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvstore.core.text import parse_json
-from kvstore.core.tokens import TOKENS_MAX
+from kvstore.core.address import TOKENS_MAX
+from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest
 
 BLOCK_TOKENS = 512

@@ -17,7 +17,7 @@ from kvstore.core.clock import Clock, Ids, SystemClock
 from kvstore.core.layout import Layout
 from kvstore.core.namespace import Namespace, NamespaceDigest
 from kvstore.core.recency import NS_PER_S
-from kvstore.core.text import brief, parse_json
+from kvstore.core.validate import brief, parse_json
 from kvstore.errors import InvalidRequest, LayoutMismatch, Overloaded, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.format.header import RECORD_BYTES_MAX, Generation, LineageId, WriterRecord

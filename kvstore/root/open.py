@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from kvstore.core.text import brief, kind_of
+from kvstore.core.validate import brief, kind_of
 from kvstore.errors import InvalidRequest, PermissionDenied, RootMismatch, Unavailable
 from kvstore.format.places import FOLDERS
 from kvstore.root.interface import Root

@@ -19,7 +19,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
-from kvstore.core.background import Tasks
+from kvstore.core.executor import Tasks
 from kvstore.errors import InvalidRequest
 
 log = logging.getLogger(__name__)

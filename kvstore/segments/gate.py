@@ -14,8 +14,7 @@ from typing import Any
 
 from kvstore.core.layout import Layout
 from kvstore.core.namespace import Namespace
-from kvstore.core.text import brief, kind_of, parse_json
-from kvstore.core.validate import FLOAT_MAX, number
+from kvstore.core.validate import FLOAT_MAX, brief, kind_of, number, parse_json
 from kvstore.errors import InvalidRequest
 
 # The namespaces of segments and of verdicts, derived from a model's exact one (SEGMENTS.md, S2).

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.core.address import TokenArray
 from kvstore.core.clock import Clock, SystemClock
-from kvstore.core.tokens import TokenArray
 from kvstore.errors import KVStoreError
 from kvstore.segments.search import Index, windows
 

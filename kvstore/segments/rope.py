@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.text import brief, kind_of
+from kvstore.core.validate import brief, kind_of
 from kvstore.errors import InvalidRequest
 from kvstore.native import library as native
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.core.address import TokenArray, Tokens, token_array
 from kvstore.core.buffers import untouched_zeros
-from kvstore.core.text import brief
-from kvstore.core.tokens import TokenArray, Tokens, token_array
+from kvstore.core.validate import brief
 from kvstore.errors import InvalidRequest
 
 # A found range of a prompt: the leading chunks of one stored segment.

@@ -15,12 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core import tracing
-from kvstore.core.hints import Preset
+from kvstore.core.address import Tokens, token_array
 from kvstore.core.namespace import Namespace
+from kvstore.core.recency import Preset
 from kvstore.core.results import PutResult
-from kvstore.core.text import kind_of
-from kvstore.core.tokens import Tokens, token_array
-from kvstore.core.validate import is_whole
+from kvstore.core.validate import is_whole, kind_of
 from kvstore.core.write_mode import WriteMode, WriteModeName
 from kvstore.errors import HoldBroken, InvalidRequest
 from kvstore.segments import gate

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.core.text import size
+from kvstore.core.validate import size
 from kvstore.errors import InvalidRequest, Unavailable
 
 # Extents: which parts of a fixed size are taken. Best fit over pages; free neighbours join.

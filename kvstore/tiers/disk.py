@@ -23,16 +23,13 @@ from kvstore.census.selection import NOTHING, ClearFilter, ClearOrder
 from kvstore.codec.encodings import Encodings, NotDecodable
 from kvstore.core import recency
 from kvstore.core.address import Address
-from kvstore.core.background import within
 from kvstore.core.buffers import BufferLoan, byte_length
 from kvstore.core.clock import Clock, Ids
-from kvstore.core.executor import Deadline, moved_on
-from kvstore.core.hints import DEFAULT, Hints
-from kvstore.core.metrics import NodeCount
+from kvstore.core.executor import Deadline, moved_on, within
+from kvstore.core.metrics import Counters, NodeCount, TierName
 from kvstore.core.namespace import NamespaceDigest, NamespaceId
-from kvstore.core.node_metrics import Counters, TierName
-from kvstore.core.recency import NS_PER_S, QUANTUM_S
-from kvstore.core.text import parse_json
+from kvstore.core.recency import DEFAULT, NS_PER_S, QUANTUM_S, Hints
+from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, PermissionDenied, Unavailable
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, Damage, Damaged, Expected, Header, IdentityKind, decode, incarnation_at

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.address import Address
-from kvstore.core.hints import DEFAULT, PRIORITY_DEFAULT, Hints
 from kvstore.core.namespace import NamespaceDigest
+from kvstore.core.recency import DEFAULT, PRIORITY_DEFAULT, Hints
 from kvstore.format.keyset import ChunkIdentity
 from kvstore.tiers.radix_tree import Chunk, Tree
 

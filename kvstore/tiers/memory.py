@@ -17,14 +17,12 @@ import numpy.typing as npt
 
 from kvstore.census.selection import NOTHING, ClearFilter, ClearOrder
 from kvstore.codec.image import Images, ImagesIn, Mask, take_images, verify_images
-from kvstore.core.address import Address
+from kvstore.core.address import Address, TokenArray
 from kvstore.core.buffers import BufferLoan, Sections
 from kvstore.core.clock import Clock
-from kvstore.core.hints import DEFAULT, Hints
-from kvstore.core.metrics import NodeCount
+from kvstore.core.metrics import Counters, NodeCount
 from kvstore.core.namespace import Namespace, NamespaceDigest
-from kvstore.core.node_metrics import Counters
-from kvstore.core.tokens import TokenArray
+from kvstore.core.recency import DEFAULT, Hints
 from kvstore.format.header import FIXED_BYTES, incarnation_at
 from kvstore.format.keyset import KeySet, leading
 from kvstore.tiers.arena import Extents, SealedArena

@@ -19,13 +19,11 @@ import numpy.typing as npt
 from kvstore.census.selection import ClearFilter, ClearOrder
 from kvstore.codec.image import make_images, seal_images
 from kvstore.core.address import ADDRESS_BYTES, Address
-from kvstore.core.background import Decision, Loop
 from kvstore.core.buffers import Sections, address_of
-from kvstore.core.executor import Deadline, Executor, IndexedWork
-from kvstore.core.hints import Hints
-from kvstore.core.metrics import NodeCount
+from kvstore.core.executor import Deadline, Decision, Executor, IndexedWork, Loop
+from kvstore.core.metrics import NodeCount, TierName
 from kvstore.core.namespace import NamespaceDigest
-from kvstore.core.node_metrics import TierName
+from kvstore.core.recency import Hints
 from kvstore.core.write_mode import WriteMode
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
 from kvstore.format.keyset import KeySet

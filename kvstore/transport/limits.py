@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvstore.core.tokens import TOKENS_MAX
+from kvstore.core.address import TOKENS_MAX
 
 SERVICE = "kvstore.v1.KVStore"
 CONTROL = "kvstore.v1.Control"

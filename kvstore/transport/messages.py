@@ -11,12 +11,11 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from kvstore.core import tracing
-from kvstore.core.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
-from kvstore.core.hints import Hints
+from kvstore.core.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN, TOKENS_MAX, TokenArray
 from kvstore.core.layout import DType, Layout
 from kvstore.core.namespace import Namespace
+from kvstore.core.recency import Hints
 from kvstore.core.results import PinRecord
-from kvstore.core.tokens import TOKENS_MAX, TokenArray
 from kvstore.core.write_mode import WriteMode
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import DESCENT_BYTES_MAX, checksum

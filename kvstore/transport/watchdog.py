@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from kvstore.core.background import Decision, Loop
 from kvstore.core.clock import Clock
+from kvstore.core.executor import Decision, Loop
 
 PERIOD_S = 0.25
 CLOSE_S = 5.0

@@ -22,11 +22,10 @@ from google.protobuf.message import Message
 from kvstore.core import tracing
 from kvstore.core.buffers import aligned
 from kvstore.core.clock import Clock, Ids
-from kvstore.core.metrics import Counts, WorkerCount
+from kvstore.core.metrics import Counts, Latencies, Latency, WorkerCount
 from kvstore.core.namespace import DIGEST_BYTES, Namespace, NamespaceDigest
-from kvstore.core.node_metrics import Latencies, Latency
-from kvstore.core.text import size
 from kvstore.core.tracing import REQUEST_ID_KEY, Metadata, accepted
+from kvstore.core.validate import size
 from kvstore.engine.coordination import ClusterMember
 from kvstore.engine.holds import ChunkHold
 from kvstore.engine.reader import ExportRequest

@@ -19,10 +19,20 @@ except ModuleNotFoundError as missing:
     raise ModuleNotFoundError("metrics need prometheus-client: pip install 'kvstore-llm[server]'") from missing
 
 from kvstore.core import metrics_http, tracing
-from kvstore.core.metrics import GROWING, NODE_GAUGES, WORKER_GAUGES, Family, NodeCount, WorkerCount
+from kvstore.core.address import TokenArray
+from kvstore.core.metrics import (
+    GROWING,
+    LATENCY_BUCKETS_S,
+    NODE_GAUGES,
+    WORKER_GAUGES,
+    Family,
+    Latency,
+    NodeCount,
+    Operation,
+    TierName,
+    WorkerCount,
+)
 from kvstore.core.namespace import Namespace
-from kvstore.core.node_metrics import LATENCY_BUCKETS_S, Latency, Operation, TierName
-from kvstore.core.tokens import TokenArray
 from kvstore.errors import InvalidRequest, PermissionDenied
 from kvstore.format.keyset import chunk_count
 from kvstore.security.access import PERMISSIONS, Presented

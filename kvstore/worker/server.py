@@ -23,8 +23,8 @@ except ModuleNotFoundError as missing:
         "a worker needs gRPC's health and reflection packages: pip install 'kvstore-llm[server]'"
     ) from missing
 
-from kvstore.core.background import Loop
 from kvstore.core.clock import SystemClock
+from kvstore.core.executor import Loop
 from kvstore.engine.coordination import ClusterMember
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied
 from kvstore.meta.session import Session

@@ -11,9 +11,8 @@ from google.protobuf.message import Message
 
 from kvstore.core.clock import Clock
 from kvstore.core.executor import Deadline
-from kvstore.core.hints import checked_unused_s
-from kvstore.core.metrics import STARTED, WorkerCount
-from kvstore.core.node_metrics import Latencies, Step
+from kvstore.core.metrics import STARTED, Latencies, Step, WorkerCount
+from kvstore.core.recency import checked_unused_s
 from kvstore.engine.coordination import ClusterMember
 from kvstore.engine.engine import match_each
 from kvstore.errors import InvalidRequest, Unavailable

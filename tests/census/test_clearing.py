@@ -12,7 +12,7 @@ import pytest
 from kvstore.census.selection import Selection
 from kvstore.census.walk import walk
 from kvstore.core.address import Address
-from kvstore.core.progress import Cancelled, unwatched
+from kvstore.core.operations import Cancelled, unwatched
 from kvstore.engine.clear import NamespaceClear, resolved
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.meta.memory import MemoryStore

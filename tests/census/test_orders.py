@@ -12,9 +12,9 @@ from kvstore.census.selection import ClearFilter, ClearOrder, Selection
 from kvstore.codec.image import make_images
 from kvstore.core.buffers import planes_of
 from kvstore.core.clock import SystemClock
+from kvstore.core.metrics import Counters
 from kvstore.core.namespace import Namespace
-from kvstore.core.node_metrics import Counters
-from kvstore.core.progress import Cancelled
+from kvstore.core.operations import Cancelled
 from kvstore.engine.clear import ClearsFollower
 from kvstore.errors import Unavailable
 from kvstore.format.header import incarnation, lineage_id

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.cli.output import print_table
-from kvstore.core.text import shown
+from kvstore.core.validate import shown
 
 
 def test_a_table_shows_control_characters_and_no_terminal_obeys_them(capsys: pytest.CaptureFixture[str]) -> None:

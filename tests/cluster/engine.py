@@ -18,8 +18,8 @@ from pathlib import Path
 
 from kvstore.client.cache import Cache
 from kvstore.client.store import Store
+from kvstore.core.address import TokenArray
 from kvstore.core.results import PutResult
-from kvstore.core.tokens import TokenArray
 from kvstore.core.write_mode import WriteModeName
 from kvstore.errors import KVStoreError
 from kvstore.replay import TraceRequest, load_trace

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.core.hints import PRIORITY_DEFAULT, Hints
+from kvstore.core.recency import PRIORITY_DEFAULT, Hints
 from kvstore.format.header import Descent
 from tests.kit.cases import for_each
 from tests.kit.vllm_connector import BLOCK_TOKENS, Blocks, Request, halves, idle, matched, step, store

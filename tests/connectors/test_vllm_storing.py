@@ -13,7 +13,7 @@ import pytest
 from kvstore.connectors.vllm.adapters import AdapterSnapshot
 from kvstore.connectors.vllm.metrics import EngineCounts
 from kvstore.connectors.vllm.settings import ConnectorSettings
-from kvstore.core.hints import Hints
+from kvstore.core.recency import Hints
 from kvstore.errors import Overloaded, Unavailable
 from tests.kit.cases import for_each
 from tests.kit.patience import NEVER_S, PATIENCE_S

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.core.clock import RandomIds, SystemClock
-from kvstore.core.hints import Hints
-from kvstore.core.node_metrics import Counters
+from kvstore.core.metrics import Counters
+from kvstore.core.recency import Hints
 from kvstore.errors import InvalidRequest, RootMismatch
 from kvstore.format import places
 from kvstore.root.identity import create_or_open

@@ -12,7 +12,7 @@ import pytest
 from kvstore.core.address import NO_PARENT, block_address
 from kvstore.core.clock import RandomIds
 from kvstore.core.executor import Deadline
-from kvstore.core.node_metrics import Counters
+from kvstore.core.metrics import Counters
 from kvstore.format.header import expected_block
 from kvstore.root.posix import PosixRoot
 from kvstore.tiers import disk as disk_tier

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.core.text import parse_json
+from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, Unauthenticated
 from kvstore.events.http import Answers, application, decode
 from kvstore.events.index import Model

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.codec.codec import Key, Wish, encode_chunk
+from kvstore.core.address import token_array
 from kvstore.core.layout import Layout
 from kvstore.core.namespace import Namespace
-from kvstore.core.tokens import token_array
 from kvstore.format.header import VERSION, Expected, Incarnation, checksum, encode, expected_block
 from kvstore.format.keyset import ChunkKeys
 

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.core.address import Address, block_address, chunk_address
+from kvstore.core.address import TOKEN_ID_MAX, TOKENS_MAX, Address, block_address, chunk_address, token_array
 from kvstore.core.layout import Layout
 from kvstore.core.namespace import Namespace
-from kvstore.core.tokens import TOKEN_ID_MAX, TOKENS_MAX, token_array
 from kvstore.errors import InvalidRequest
 from kvstore.format.keyset import ChunkKeys
 from tests.kit.strategies import namespaces, token_ids

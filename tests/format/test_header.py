@@ -8,10 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvstore.core.address import Address
+from kvstore.core.address import Address, token_array
 from kvstore.core.layout import Layout
 from kvstore.core.namespace import Namespace, NamespaceDigest
-from kvstore.core.tokens import token_array
 from kvstore.format.header import (
     PAGE_BYTES,
     Damage,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.core.text import DEPTH_MAX, parse_json
+from kvstore.core.validate import DEPTH_MAX, parse_json
 
 HOSTILE = {
     "lists": b"[" * 9999,

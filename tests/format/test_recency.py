@@ -9,14 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.core.hints import DEFAULT, LEAST, PRESETS, TTL_CLASSES_S, Hints
 from kvstore.core.recency import (
+    DEFAULT,
     DEPTH_MAX,
     DEPTH_STEP_NS,
+    LEAST,
     NS_PER_S,
+    PRESETS,
     TICK_S,
     TOP_NS,
+    TTL_CLASSES_S,
     USES_MAX,
+    Hints,
     Recency,
     cover,
     decode,

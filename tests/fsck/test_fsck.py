@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from kvstore.core.address import token_array
 from kvstore.core.clock import RandomIds
 from kvstore.core.layout import Layout
 from kvstore.core.namespace import Namespace, NamespaceId
-from kvstore.core.tokens import token_array
 from kvstore.format import places
 from kvstore.format.header import Damage
 from kvstore.format.keyset import ChunkKeys

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.core.hints import TTL_CLASSES_S, Hints
-from kvstore.core.recency import DEPTH_MAX, QUANTUM_S, decode, stamp_ns, superseded_ns
+from kvstore.core.recency import DEPTH_MAX, QUANTUM_S, TTL_CLASSES_S, Hints, decode, stamp_ns, superseded_ns
 from kvstore_gc.policy import TIE_BITS, Column, EvictionOrder, Uses, expired, ranks, weighted_age_s
 from tests.kit.cases import for_each
 from tests.kit.chains import NOW_S, Chunk, forests, stamp

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from kvstore.core.address import Address
-from kvstore.core.hints import TTL_CLASSES_S, Hints
 from kvstore.core.namespace import NamespaceId
-from kvstore.core.recency import QUANTUM_S, USES_MAX, stamp_ns, superseded_ns
+from kvstore.core.recency import QUANTUM_S, TTL_CLASSES_S, USES_MAX, Hints, stamp_ns, superseded_ns
 from kvstore.format import places
 from kvstore.root.interface import FolderEntry, Stat
 from kvstore.root.memory import MemoryFile, MemoryFiles, MemoryRoot

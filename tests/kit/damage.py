@@ -8,12 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.core.address import Address
+from kvstore.core.address import Address, token_array
 from kvstore.core.buffers import BufferLoan
 from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.core.layout import Layout
 from kvstore.core.namespace import Namespace, NamespaceId
-from kvstore.core.tokens import token_array
 from kvstore.format import places
 from kvstore.format.header import Expected, Incarnation, checksum, encode, expected_block
 from kvstore.format.keyset import ChunkKeys

@@ -11,9 +11,9 @@ import numpy as np
 
 from kvstore.core.clock import RandomIds
 from kvstore.core.executor import Deadline
-from kvstore.core.hints import Hints
+from kvstore.core.metrics import Counters
 from kvstore.core.namespace import Namespace
-from kvstore.core.node_metrics import Counters
+from kvstore.core.recency import Hints
 from kvstore.format.header import Expected, Incarnation, checksum, encode
 from kvstore.format.keyset import ChunkKeys
 from kvstore.root.interface import Root

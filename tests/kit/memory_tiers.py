@@ -11,9 +11,9 @@ import numpy.typing as npt
 from kvstore.codec.image import make_images
 from kvstore.core.buffers import BufferLoan, planes_of
 from kvstore.core.clock import RandomIds
-from kvstore.core.hints import Hints
+from kvstore.core.metrics import Counters
 from kvstore.core.namespace import Namespace
-from kvstore.core.node_metrics import Counters
+from kvstore.core.recency import Hints
 from kvstore.format.keyset import ChunkKeys
 from kvstore.tiers.arena import SealedArena
 from kvstore.tiers.memory import MemoryTier, Slot, Slots

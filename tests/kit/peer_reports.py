@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from kvstore.core.address import Address
 from kvstore.core.clock import Clock, RandomIds
+from kvstore.core.metrics import Counters
 from kvstore.core.namespace import NamespaceDigest
-from kvstore.core.node_metrics import Counters
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.meta.session import Session

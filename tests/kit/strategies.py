@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from kvstore.core.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
+from kvstore.core.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN, token_array
 from kvstore.core.layout import DTYPES, Layout
 from kvstore.core.namespace import Namespace
-from kvstore.core.tokens import token_array
 from kvstore.format.header import Expected, Incarnation, checksum, encode, expected_block
 from kvstore.format.keyset import ChunkKeys
 

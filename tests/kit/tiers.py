@@ -21,7 +21,7 @@ from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
 from kvstore.core.buffers import planes_of
 from kvstore.core.clock import Clock, RandomIds, SystemClock
-from kvstore.core.hints import Hints
+from kvstore.core.recency import Hints
 from kvstore.core.results import PutResult
 from kvstore.core.write_mode import Durability, WriteMode
 from kvstore.engine.engine import Engine

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvstore.core.address import NO_PARENT, Address, hashed_block_address
-from kvstore.core.hints import DEFAULT, Hints
+from kvstore.core.recency import DEFAULT, Hints
 from kvstore.tiers.inventory import Admission, ChunkIdentity, TierEntry, TierInventory, print_of, shard_of
 from kvstore_gc.policy import EvictionOrder, Uses, ranks
 from tests.kit.memory import NAMESPACES, Bytes, block, chain, fill, lru

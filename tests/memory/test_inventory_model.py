@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvstore.core.address import Address, chunk_address
-from kvstore.core.hints import Hints
+from kvstore.core.recency import Hints
 from kvstore.tiers.arena import PAGE_BYTES, Extents
 from kvstore.tiers.inventory import (
     EVICTED_TIMES_MAX,

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.core import background
-from kvstore.core.background import Decision, Loop
+from kvstore.core import executor
+from kvstore.core.executor import Decision, Loop
 from tests.kit.patience import NEVER_S, PATIENCE_S, returns
 
 
@@ -85,7 +85,7 @@ def test_work_that_raises_is_logged_and_the_thread_goes_on(
     assert done.wait(PATIENCE_S)
     assert "background.failed thread=test-background" in caplog.text and "ZeroDivisionError" in caplog.text
     # A second failure in a row pauses, and closing does not wait for the pause.
-    monkeypatch.setattr(background, "PAUSE_S", NEVER_S)
+    monkeypatch.setattr(executor, "PAUSE_S", NEVER_S)
     paused, pause = threading.Event(), queue.loop._pause
 
     def seen() -> None:

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.core.address import ADDRESS_BYTES, chained_addresses
+from kvstore.core.address import ADDRESS_BYTES, TokenArray, chained_addresses
 from kvstore.core.layout import Layout
 from kvstore.core.namespace import Namespace
-from kvstore.core.tokens import TokenArray
 from kvstore.errors import InvalidRequest
 from kvstore.format import keyset
 from kvstore.format.keyset import CHAIN_CHUNKS_MAX, CHAINS_MAX, CHUNKS_MIN, ChunkKeys, RecentChains

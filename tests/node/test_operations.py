@@ -9,8 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from kvstore.core.clock import RandomIds, SystemClock
-from kvstore.core.operations import FINISHED_MAX, KIND_THREADS, OperationRun, Operations, OperationState
-from kvstore.core.progress import Cancelled
+from kvstore.core.operations import FINISHED_MAX, KIND_THREADS, Cancelled, OperationRun, Operations, OperationState
 from kvstore.errors import Overloaded, Unavailable
 from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvstore.client import Store
+from kvstore.core.address import token_array
 from kvstore.core.recency import is_fresh, quantum_of, stamp_ns
-from kvstore.core.tokens import token_array
 from kvstore.engine.settings import Limits
 from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from kvstore.client import Cache, Store
-from kvstore.core.hints import Hints
-from kvstore.core.recency import Recency, decode, quantum_of
+from kvstore.core.recency import Hints, Recency, decode, quantum_of
 from kvstore.engine.engine import Engine
 from kvstore.engine.settings import Limits
 from kvstore.errors import InvalidRequest

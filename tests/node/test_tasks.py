@@ -6,7 +6,7 @@ import os
 import threading
 from functools import partial
 
-from kvstore.core.background import Tasks
+from kvstore.core.executor import Tasks
 from tests.kit.patience import PATIENCE_S
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.core.address import Address
 from kvstore.core.clock import SystemClock
-from kvstore.core.node_metrics import Counters
+from kvstore.core.metrics import Counters
 from kvstore.engine.gc_state import ChainBroken, ClusterGcState
 from kvstore.engine.presence_cache import PresenceCache
 from kvstore.errors import Overloaded

@@ -11,7 +11,7 @@ import pytest
 from kvstore.core.buffers import BlockBuffers, Planes
 from kvstore.core.clock import SystemClock
 from kvstore.core.executor import Deadline
-from kvstore.core.hints import DEFAULT
+from kvstore.core.recency import DEFAULT
 from kvstore.core.write_mode import RUNS_MAX, WriteMode
 from kvstore.engine.writer import WriteBatch
 from kvstore.errors import WrongSize

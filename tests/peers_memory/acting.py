@@ -18,8 +18,8 @@ from kvstore import Layout
 from kvstore.client.cache import Cache
 from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
+from kvstore.core.address import TokenArray
 from kvstore.core.clock import RandomIds, SystemClock
-from kvstore.core.tokens import TokenArray
 from kvstore.core.write_mode import WriteMode
 from kvstore.engine.coordination import Coordination
 from kvstore.engine.open import join

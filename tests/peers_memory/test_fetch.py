@@ -10,8 +10,8 @@ from random import Random
 
 from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.core.executor import Deadline
+from kvstore.core.metrics import Counters
 from kvstore.core.namespace import NamespaceDigest
-from kvstore.core.node_metrics import Counters
 from kvstore.format.keyset import ChunkKeys
 from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.meta.session import Session, SessionManager

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvstore.core.tokens import TokenArray
+from kvstore.core.address import TokenArray
 from kvstore.segments import search
 from kvstore.segments.search import Index, Match, Range, Search, windows
 

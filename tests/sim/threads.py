@@ -22,7 +22,7 @@ T = TypeVar("T")
 _current: list[Kernel] = []
 
 THREADED = (
-    "kvstore.core.background",
+    "kvstore.core.executor",
     "kvstore.host.room",
     "kvstore.host.tables",
     "kvstore.engine.host",

@@ -17,7 +17,7 @@ import pytest
 from kvstore.core.buffers import planes_of
 from kvstore.core.clock import SystemClock
 from kvstore.core.executor import Deadline
-from kvstore.core.hints import Hints
+from kvstore.core.recency import Hints
 from kvstore.core.write_mode import WriteMode
 from kvstore.errors import KVStoreError
 from kvstore.tiers import stack

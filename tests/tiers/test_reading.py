@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.core.hints import Hints
+from kvstore.core.recency import Hints
 from kvstore.core.write_mode import WriteMode
 from tests.kit.scattering import damage_on_disk, read, restore, scatter
 from tests.kit.stores import SetClock, fresh

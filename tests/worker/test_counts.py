@@ -12,7 +12,7 @@ import numpy as np
 import kvstore
 from kvstore.client.cache import Cache
 from kvstore.client.store import Store
-from kvstore.core.tokens import TokenArray
+from kvstore.core.address import TokenArray
 from kvstore.replay import Content, expect, generate, replay_layout
 from kvstore.replay.runner import KvBytes
 from kvstore.replay.trace import BLOCK_TOKENS

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvstore.core.clock import RandomIds
+from kvstore.core.metrics import Counters
 from kvstore.core.namespace import Namespace
-from kvstore.core.node_metrics import Counters
 from kvstore.engine.gc_state import ClusterGcState
 from kvstore.engine.holds import ChunkHold, Holds
 from kvstore.engine.presence_cache import PresenceCache

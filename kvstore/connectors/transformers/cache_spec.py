@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from kvstore.client import Cache, Store
 from kvstore.core.layout import DType, Layout
 from kvstore.core.namespace import Namespace
-from kvstore.core.text import kind_of
+from kvstore.core.validate import kind_of
 from kvstore.errors import InvalidRequest
 
 # A digest of a model's modules: swapped or patched modules compute other KV from equal weights.

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from kvstore.connectors.transformers.decoder import Decoder, PromptKV, Score, alone, deviation, recompute
-from kvstore.core.text import parse_json
+from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest
 from kvstore.segments import Bounds, Measured, Rule, Verdict
 

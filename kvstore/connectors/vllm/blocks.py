@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvstore.connectors.vllm.adapters import AdapterSnapshot
-from kvstore.core.hints import DEFAULT, Hints
+from kvstore.core.recency import DEFAULT, Hints
 
 WINDOWS_APART = 4
 """Windows are stored whole once in this many windows of a prompt: of five window layers beside one that sees

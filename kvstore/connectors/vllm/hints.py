@@ -23,8 +23,8 @@ from kvstore.connectors.vllm.adapters import Check
 from kvstore.connectors.vllm.blocks import BlockHashes, GroupKind, Runs
 from kvstore.connectors.vllm.lookups import Lookup
 from kvstore.connectors.vllm.metrics import EngineCount, EngineCounts
-from kvstore.core.background import Tasks
-from kvstore.core.hints import PRIORITY_DEFAULT, Hints, Preset
+from kvstore.core.executor import Tasks
+from kvstore.core.recency import PRIORITY_DEFAULT, Hints, Preset
 from kvstore.errors import KVStoreError
 from kvstore.transport.limits import BLOCKS_MAX
 

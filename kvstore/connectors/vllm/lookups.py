@@ -17,7 +17,7 @@ from kvstore.connectors.common import LazyStore
 from kvstore.connectors.vllm.blocks import Tail, last_boundary
 from kvstore.connectors.vllm.metrics import EngineCount, EngineCounts
 from kvstore.connectors.vllm.settings import ConnectorSettings
-from kvstore.core.background import Decision, Loop
+from kvstore.core.executor import Decision, Loop
 from kvstore.errors import KVStoreError
 
 POLL_S = 0.02

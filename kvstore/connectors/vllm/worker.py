@@ -22,7 +22,7 @@ from kvstore.connectors.vllm.messages import IDLE_S, Load, Orders, WorkerReport
 from kvstore.connectors.vllm.metrics import EngineCount, EngineCounts
 from kvstore.connectors.vllm.namespaces import KVTopology
 from kvstore.connectors.vllm.settings import ConnectorSettings
-from kvstore.core.background import Tasks
+from kvstore.core.executor import Tasks
 from kvstore.core.namespace import Namespace
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.transport.limits import BLOCKS_MAX

@@ -14,11 +14,10 @@ from typing import Any
 
 import grpc
 
-from kvstore.core.background import CLOSE_S, within
 from kvstore.core.clock import Ids, RandomIds
+from kvstore.core.executor import CLOSE_S, within
 from kvstore.core.grpc_channels import open_channel
-from kvstore.core.text import brief, kind_of
-from kvstore.core.validate import is_unicode
+from kvstore.core.validate import brief, is_unicode, kind_of
 from kvstore.errors import InvalidRequest, PermissionDenied, Unavailable
 from kvstore.meta.etcd.messages import (
     Effect,

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import kvstore
-from kvstore.core.hints import PRIORITY_DEFAULT
-from kvstore.core.recency import decode
+from kvstore.core.recency import PRIORITY_DEFAULT, decode
 from kvstore.engine.settings import Limits
 from tests.engines.vllm.engines import (
     Engine,
