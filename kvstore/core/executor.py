@@ -1,7 +1,8 @@
 """Threads: those that make file-system calls, so that no caller waits longer than its deadline, and background loops.
 
 A call into a dead mount cannot be interrupted; no caller waits for a thread that is stuck in one. They are daemon
-threads of our own, because the standard executor joins its threads when the interpreter ends, and would hang with the mount.
+threads of our own, because the standard executor joins its threads when the interpreter ends, and would hang with the
+mount.
 """
 
 from __future__ import annotations

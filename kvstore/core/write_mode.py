@@ -25,7 +25,7 @@ class Durability(enum.Enum):
     NONE = "none"
     """Those that the kernel has not written: the last half minute with the defaults of Linux."""
     EVERYSEC = "everysec"
-    """Those of the last second or so: one sync a second for all (``node/syncing.py``)."""
+    """Those of the last second or so: one sync a second for all (``engine/writer.py``)."""
     FSYNC = "fsync"
     """None: each chunk is synced before a put returns."""
 

@@ -26,9 +26,9 @@ BACKGROUND = (
 new thread stays in the count.
 """
 LATE = {
-    ("wire/bulk/channel.py", "Channel._again"),
-    ("wire/bulk/channel.py", "Channel._wait"),
-    ("wire/bulk/channel.py", "Channel.give_back"),
+    ("transport/channel.py", "Channel._again"),
+    ("transport/channel.py", "Channel._wait"),
+    ("transport/channel.py", "Channel.give_back"),
     ("worker/data_server.py", "BulkListener._turn"),
 }
 """Entered or not by how the bytes of a message happen to arrive, or by how long a round takes: a busy machine
