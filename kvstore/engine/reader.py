@@ -355,7 +355,7 @@ class Reader:
     def superseded(self, wanted: KeySet, first: int, unused_s: float) -> None:
         """Notes that the chunks from ``first`` on are of an abandoned branch that its user left ``unused_s`` ago.
 
-        The root evicts them first until they are used again; memory and local disk go by their own uses. Never
+        Collectors evict them first until they are used again; memory and local disk go by their own uses. Never
         blocks.
         """
         self._refresher.superseded(wanted, first, self._chunks.known.quantum(unused_s))

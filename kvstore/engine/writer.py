@@ -62,7 +62,7 @@ PUBLISHED_MAX = 64
 ROOM_S = 1.0
 """How long a lane that finds the root full waits for the turns of the others to end."""
 LOOK_S = 5.0
-"""How long a put that finds no space immediately looks for chunks that are stored already."""
+"""How long a put without immediate space looks for chunks that are stored already."""
 DISCARD_S = 1.0
 """How long a failed put waits for its staged files to be removed, so that they do not keep a full disk full."""
 
