@@ -92,7 +92,7 @@ class ChunkRun(NativeBatch):
         """
         blocked = places[self.items["status"][places] == native.BLOCKED].tolist()
         try:
-            if not self.common.direct:  # lets the device begin with all of it at once
+            if not self.common.direct:  # lets the device read all of it in parallel
                 for place in blocked:
                     with suppress(OSError):
                         os.posix_fadvise(int(self.items["fd"][place]), 0, 0, os.POSIX_FADV_WILLNEED)

@@ -383,7 +383,7 @@ def encode_chunk(
         parts = [seal.close(at, part) for at, part in enumerate(parts)]
         content = seal.close(HEADER_PART, content)
     stored = [Stored(checksum(part), len(part)) for part in parts]
-    # A descent has tokens, which an encrypted file shows to nobody without the key: it is left out.
+    # Leave out the descent: it has tokens, which an encrypted file must not show without the key.
     header = encode_header(fixed, content, salt if key else b"", stored, b"" if key else expected.descent)
     return [memoryview(header), *[memoryview(part) for part in parts]]
 

@@ -294,7 +294,7 @@ class DecodedReader:
         return len(part)
 
     def _section(self, index: int) -> memoryview:
-        """Returns a section of which only a part is asked for, and keeps it: the next read often wants the rest."""
+        """Returns a section when a caller reads only part of it, and keeps it: the next read often wants the rest."""
         if self._last is None or self._last[0] != index:
             section = memoryview(bytearray(self._section_bytes))
             self._decoding.section(index, self._stored(index), section)

@@ -187,7 +187,7 @@ def make_images(
 ) -> None:
     """Makes the images of the chunks at ``indexes`` in ``images``, which are writable and have their images' sizes.
 
-    ``source(index)`` must not change meanwhile; a change is found when the image is read. ``ids`` gives each image its
+    ``source(index)`` must not change during the call; a read of the image finds a change. ``ids`` gives each image its
     incarnation.
     """
     batch = _Batch(wanted, indexes, images)

@@ -29,14 +29,14 @@ GROUP_BYTES_MAX = 32 << 20
 """Some milliseconds of copying. A caller that takes its memory back waits for one of the chunks read from files."""
 GROUP_FILES_MAX = 64
 LIMIT_PER_GROUP = 32
-"""All files of a group are open at once: fewer if the process may open few, so that 16 lanes take half of them."""
+"""All files of a group are open together: fewer if the process may open few, so that 16 lanes take half of them."""
 GROUPS_PER_LANE = 2
 WIDTH = min(16, (os.cpu_count() or 1) + 1)
 """Lanes that one request may use at a time. One more than cores: while one waits for the GIL, the others copy."""
 QUEUE_MAX = 1024
 """Requests that may wait for a lane; more are refused with Overloaded."""
 STALL_S = 5.0
-"""If every lane has been in one file-system call for this long, the root counts as hung, and calls fail at once."""
+"""If every lane has been in one file-system call for this long, the root counts as hung: calls fail immediately."""
 
 _lane = threading.local()
 
@@ -61,11 +61,11 @@ class Deadline:
 
 
 class DeadlinePassed(Unavailable):
-    """The work did not end in time; it may still be running, but nobody waits for it."""
+    """The work did not end in time; it may still run, but its caller has stopped waiting."""
 
 
 class IndexedWork:
-    """Work on the numbers 0 to count - 1, done by several lanes at once and started in rising order."""
+    """Work on the numbers 0 to count - 1, done by several lanes in parallel and started in rising order."""
 
     def __init__(self, count: int, work: Callable[[int], bool]) -> None:
         self._count = count
@@ -74,7 +74,7 @@ class IndexedWork:
         self._next = 0
         self._runners = 0
         self.ended = threading.Event()
-        """Set once all lanes are done with it. Unlike the batch, it refers to nobody's memory."""
+        """Set once all lanes are done with it. Unlike the batch, it refers to no caller's memory."""
         self._stopped = False
         self.error: BaseException | None = None
         if not count:
@@ -84,7 +84,7 @@ class IndexedWork:
         """Does one lane's share; calls ``tick`` before each piece of work. Stops all lanes at the first error, or when
         ``work`` returns False.
 
-        A lane that comes after the others have done it all returns at once; nobody waits for it.
+        A lane that comes after the others have done it all returns immediately; no caller waits for it.
         """
         with self._lock:
             self._runners += 1
@@ -119,7 +119,7 @@ class IndexedWork:
         try:
             in_time = self.ended.wait(deadline.left_s())
         except BaseException:
-            self.stop()  # interrupted (Ctrl-C): nobody waits for the rest
+            self.stop()  # interrupted (Ctrl-C): the caller does not wait for the rest
             raise
         if not in_time:
             self.stop()
@@ -166,7 +166,7 @@ class Executor:
     def __init__(self, count: int, width: int, queue_max: int, stall_s: float, clock: Clock) -> None:
         self._clock = clock
         self.width = width
-        """Lanes that one request may use at once."""
+        """Lanes that one request may use at a time."""
         self._queue_max = queue_max
         self._stall_s = stall_s
         self._queue: queue.SimpleQueue[IndexedWork | None] = queue.SimpleQueue()
@@ -184,9 +184,8 @@ class Executor:
         """Begins ``work(0) ... work(count - 1)`` on up to ``width`` lanes.
 
         With ``helped`` it uses one lane less, because the caller does a share. The caller MUST call
-        ``IndexedWork.help``: no
-        lane begins work that needs only one. Raises Overloaded if too much waits already, and Unavailable at once if
-        the root hangs.
+        ``IndexedWork.help``: no lane begins work that needs only one. Raises Overloaded if too much waits already, and
+        Unavailable immediately if the root hangs.
         """
         if self._closed:
             raise Unavailable("the store is closed: open it again")
@@ -255,7 +254,7 @@ class Executor:
                 return
             batch.run(partial(self._tick, lane))
             self._busy_since_s[lane] = None
-            del batch  # else a lane that waits for the next batch would keep somebody's arrays alive
+            del batch  # else a lane that waits for the next batch would keep the caller's arrays alive
 
 
 def group_size(chunks: int, chunk_bytes: int, width: int) -> int:

@@ -164,7 +164,7 @@ class ChunkPlace:
     peers: tuple[str, ...]
     """Workers whose memory is said to have it."""
     pins: int | None = None
-    """Live pins that cover it; None if nobody asked, or etcd did not say."""
+    """Live pins that cover it; None if not requested, or if etcd did not respond."""
 
     @property
     def is_anywhere(self) -> bool:

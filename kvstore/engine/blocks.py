@@ -63,8 +63,8 @@ class Blocks:
     ) -> tuple[ChunkHold, list[bool]]:
         """Holds the blocks that are in the store, and says for each key whether its block is.
 
-        The hold is taken before anybody looks (rule H2), and then is on what was found. ``counts`` is False for
-        what no caller requested.
+        The hold precedes the lookup (rule H2) and then covers the blocks found. ``counts`` is False for blocks that no
+        caller requested.
 
         Raises Overloaded if too many holds are alive.
         """
@@ -134,7 +134,7 @@ class Blocks:
         present |= np.array(self._reads.has(asked), np.bool_)
         lacking = np.flatnonzero(unswept & ~present)
         present[lacking] = self._look(asked.take(lacking.tolist()), deadline)
-        present &= unswept & self._view.unswept(asked)  # what was condemned meanwhile is not there either
+        present &= unswept & self._view.unswept(asked)  # exclude blocks condemned during the lookup
         found_at: list[int] = np.flatnonzero(present).tolist()
         self._reads.looked_up(asked.take(found_at))
         if counts:
@@ -187,7 +187,7 @@ class Blocks:
         return header.section_bytes if header is not None and is_ours else 0
 
     def _is_on_root(self, address: Address, namespace: NamespaceId) -> bool:
-        """True if the root has a block, whatever its size, and somebody may be able to read it."""
+        """True if the root has a block, whatever its size, that some node may be able to read."""
         chunks, name = self._chunks, self._chunks.name(address, namespace)
         epoch = chunks.known.epoch
         try:

@@ -22,7 +22,7 @@ WAIT_S = 2.0
 LOOK_S = 0.1
 """It looks again after this: a released credit wakes no put."""
 KEPT_S = 60.0
-"""A credit stays in force for this long after its collector died: another collector starts meanwhile."""
+"""A credit stays in force for this long after its collector died, so that another collector can start."""
 REPORT_SHARE = 1 / 4
 """A node reports when it has written this share of its credit."""
 REPEAT_S = 1.0

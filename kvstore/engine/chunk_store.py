@@ -241,7 +241,7 @@ class StoredRun(ChunkRun):
     def present(self, start: int, stop: int, epoch: int) -> tuple[Mask, list[int]]:
         """Returns which blocks exist, whatever their size, and the indexes of those not known yet.
 
-        ``epoch`` is the epoch of what the node remembers, read before anybody made sure that none is condemned.
+        ``epoch`` is the epoch of the presence cache, read before the caller checked that no block is condemned.
         """
         found, _ = self.look(start, stop, epoch)
         statuses = self.items["status"][start - self.first : stop - self.first]
@@ -278,7 +278,7 @@ class StoredRun(ChunkRun):
     def begin_turns(self, step: int, most: int, files: int = 1) -> None:
         """Prepares turns of at least ``step`` and about ``most`` chunks. A step is taken at a time.
 
-        A lane that reads may have ``files`` open at once; a step may need more.
+        A lane that reads may have ``files`` files open at the same time; a step may need more.
         """
         self._step, self._most, self._open_max = step, most, max(step, files)
         self._next = ctypes.c_int64(0)
@@ -661,8 +661,8 @@ class ChunkStore:
         """Moves a corrupt file away from its name, so that the next put can repair it. Never raises.
 
         Another node may have put a good file there between our look and our rename. So the moved file is verified once
-        more under its new name, which nobody else uses. A good one goes back by link, unless yet another writer was
-        first.
+        more under its new name, which only this node uses. An intact file is linked back, unless another writer has
+        taken the name.
         """
         self.counters.add(NodeCount.MISS_DAMAGED)
         self.counters.add(_DAMAGE[damage])
@@ -677,7 +677,7 @@ class ChunkStore:
             else:
                 self.counters.add(NodeCount.QUARANTINED)
         except KVStoreError:
-            # The root is read-only or failing: the read is a miss all the same, and the next read finds the file again.
+            # The root is read-only or failing: the read is still a miss, and the next read finds the file again.
             self.counters.add(NodeCount.QUARANTINE_FAILED)
 
     def settle(self, address: Address, name: Name) -> None:
@@ -756,7 +756,7 @@ class ChunkStore:
 
     @contextmanager
     def noted(self, expected: Expected) -> Iterator[None]:
-        """Wraps a read of a chunk's file: notes a file that the root cannot read, so that nobody trusts its size."""
+        """Wraps a read of a chunk's file: records a file that the root cannot read, so that its size is not trusted."""
         try:
             yield
         except FAILED:

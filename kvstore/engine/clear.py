@@ -1,4 +1,4 @@
-"""Clears what a selection names, everywhere: tell all nodes, sweep the root, tell them again.
+"""Clears a selection everywhere: publishes an order to all nodes, sweeps the root, publishes the order as done.
 
 The order matters. A node that has dropped what is named, and refuses to take it back, cannot write to the root again
 what the sweep just deleted. And the barrier goes up before pins are read: a pin taken too late to be read finds the
@@ -49,7 +49,7 @@ RETRY_S = 1.0
 Obey = Callable[[list[ClearOrder], list[ClearOrder]], bool]
 """``obey(new, all)``: drops what new orders name and forbids what all orders name; False if it is not done yet."""
 Sweep = Callable[[list[ClearOrder]], None]
-"""The slow part of an order, which nobody waits for."""
+"""The slow part of an order; no caller waits for it."""
 
 
 class ClearsFollower:
@@ -72,7 +72,7 @@ class ClearsFollower:
         """Orders whose issuer may wait for this session's answer, and whether they are done."""
         self._answered: set[bytes] = set()
         """Orders that this session has answered and that are not done."""
-        self._told: set[bytes] = set()
+        self._answer_keys: set[bytes] = set()
         """All orders that this session has answered, done or not: each answer is a key in etcd."""
         self._stale: set[bytes] = set()
         """Answers to orders that are no longer kept. Their keys must go, or they last as long as the session."""
@@ -105,7 +105,7 @@ class ClearsFollower:
         self._loop.close(timeout_s)
 
     def step(self, wait_s: float) -> bool:
-        """Takes in new events, waiting up to ``wait_s`` for them; False if nothing can be heard at the moment."""
+        """Applies new events, waiting up to ``wait_s`` for them; False if it cannot watch the orders at the moment."""
         session = self._session
         if session is None:
             return False
@@ -114,7 +114,7 @@ class ClearsFollower:
                 self._read_afresh(session)
             else:
                 for event in self._watch.next(wait_s) or ():
-                    self._hear(self._clears.read(event.key, event.kv))
+                    self._apply(self._clears.read(event.key, event.kv))
             self._answer(session)
         except WatchLost as lost:
             if not self._loop.closed:
@@ -141,32 +141,32 @@ class ClearsFollower:
             self._watch = watch
         if self._followed is not session:
             self._answered.clear()
-            self._told.clear()
+            self._answer_keys.clear()
             self._stale.clear()
         self._followed, self._asked = session, {}
-        told = [self._clears.read(each.key, each) for each in snapshot.items]
-        for id in self._orders.keys() - {each.id for each in told if each is not None}:
+        orders = [self._clears.read(each.key, each) for each in snapshot.items]
+        for id in self._orders.keys() - {each.id for each in orders if each is not None}:
             self._drop(id)
-        for each in told:
-            self._hear(each)
+        for each in orders:
+            self._apply(each)
 
-    def _hear(self, told: OrderTold | None) -> None:
-        if told is None:
+    def _apply(self, order: OrderTold | None) -> None:
+        if order is None:
             return
-        if told.content is None:
-            self._drop(told.id)
+        if order.content is None:
+            self._drop(order.id)
             return
-        if not told.is_done:
-            self._asked[told.id] = False
-        elif told.id in self._answered:
-            self._asked[told.id] = True
-            self._obeyed.discard(told.id)  # sweep again: it may have been read from the root meanwhile
-        if told.id not in self._orders:
+        if not order.is_done:
+            self._asked[order.id] = False
+        elif order.id in self._answered:
+            self._asked[order.id] = True
+            self._obeyed.discard(order.id)  # sweep again: reads may have cached its chunks during the root's sweep
+        if order.id not in self._orders:
             try:
-                self._orders[told.id] = ClearOrder.from_json(told.content)
+                self._orders[order.id] = ClearOrder.from_json(order.content)
             except InvalidRequest as error:
-                self._asked.pop(told.id, None)  # from a later version: its issuer sees no answer from this node
-                log.warning("clears.not_understood %s %s", told.id.hex(), error)
+                self._asked.pop(order.id, None)  # from a later version: its issuer sees no answer from this node
+                log.warning("clears.not_understood %s %s", order.id.hex(), error)
 
     def _drop(self, id: bytes) -> None:
         if self._orders.pop(id, None) is not None:
@@ -174,12 +174,12 @@ class ClearsFollower:
         self._obeyed.discard(id)
         self._asked.pop(id, None)
         self._answered.discard(id)
-        if id in self._told:
-            self._told.discard(id)
+        if id in self._answer_keys:
+            self._answer_keys.discard(id)
             self._stale.add(id)
 
     def _answer(self, session: Session) -> None:
-        """Obeys new orders, and answers those that somebody waits for. The next step retries what is not done yet."""
+        """Obeys new orders, and answers those whose issuers wait. The next step retries what is not done yet."""
         new = [id for id in self._orders if id not in self._obeyed]
         if new or self._is_looser:
             orders = [self._orders[id] for id in new]
@@ -188,7 +188,7 @@ class ClearsFollower:
                 self._obeyed.update(new)
                 self._unswept += orders
         for id in self._asked.keys() & self._obeyed:
-            self._told.add(id)
+            self._answer_keys.add(id)
             self._stale.discard(id)
             self._clears.answer(session, id, self._timeout_s, done=self._asked[id])
             if self._asked.pop(id):
@@ -210,7 +210,7 @@ class ClearsFollower:
             self._wait(self._session)
 
     def _wait(self, session: Session | None) -> None:
-        """Waits until there may be something to hear: a new session, or after ``RETRY_S`` the same one."""
+        """Waits until orders can be watched again: for a new session, or ``RETRY_S`` with the same one."""
         with self._changed:
             self._changed.wait_for(lambda: self._loop.closed or self._session not in (None, session), timeout=RETRY_S)
 
@@ -232,7 +232,7 @@ def resolved(node: Engine, selection: Selection) -> ClearOrder:
 
 
 class NamespaceClear:
-    """One clear, run by one node. ``clears`` is None for a node alone, which tells nobody.
+    """One clear, run by one node. ``clears`` is None if no other node shares the root.
 
     ``pinned`` reads what pins keep. It is called once nothing else can be pinned.
     """
@@ -260,7 +260,7 @@ class NamespaceClear:
     def clear(self, order: ClearOrder, progress: Progress) -> Cleared:
         """Deletes what the order names on the root; before and after, all nodes drop it.
 
-        Raises Unavailable if the other nodes could not be told, and what ``progress`` raises: clear again.
+        Raises Unavailable if the order could not be published, and what ``progress`` raises: clear again.
         """
         node, clears = self._node, self._clears
 
@@ -273,7 +273,7 @@ class NamespaceClear:
                 self._obey_alone(order, waiting)
                 node.sweep_disk([order])
                 return self._behind_barrier(node.ids.fresh(), order, progress)
-            finally:  # also when cut short: a leftover order would keep the namespace out of memory for good
+            finally:  # also when cut short: a leftover order would keep the namespace out of memory permanently
                 node.obey([order], [order] if order.stands else [])
         id, content = node.ids.fresh(), order.to_json()
         lease = clears.tell(id, content, self._timeout_s, stands=order.stands)
@@ -347,7 +347,7 @@ class NamespaceClear:
 
 
 class _Sweep:
-    """One pass over all shards of the root, several at once. Without a ``barrier`` it only counts."""
+    """One pass over all shards of the root, several in parallel. Without a ``barrier`` it only counts."""
 
     def __init__(self, node: Engine, order: ClearOrder, pinned: Pinned, barrier: Barrier | None) -> None:
         self._node = node

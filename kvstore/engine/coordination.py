@@ -78,7 +78,7 @@ class PinnedInMemory:
             self.remove(pin_id)
 
 
-# One sync a second for all that was published meanwhile: the durability "everysec".
+# One sync per second for everything published since the last one: the durability "everysec".
 
 
 log = logging.getLogger(__name__)
@@ -220,13 +220,13 @@ class ClusterMember:
         self._listing = threading.Lock()
         self._claimed: dict[NamespaceDigest, Namespace] = {}
         self.clears = Clears(meta, self.keys) if shared else None
-        """What was cleared by selection, and is told to others; None for a node alone."""
+        """Publishes clears by selection to the other nodes; None for a node alone."""
         self._barriers = Barriers(meta, self.keys, node.clock)
         self._follower: ClearsFollower | None = None
         self._syncing: Syncing | None = None
         """Syncs the root once a second, where that was asked for."""
         self.on_cleared: list[Callable[[NamespaceDigest], None]] = []
-        """Called after a namespace was cleared here, to tell the other nodes."""
+        """Called after a namespace was cleared here, to notify the other nodes."""
         presence.attach(lambda session: None, lambda session: node.counters.add(NodeCount.SESSIONS_LOST))
 
     def start(self, tiers: TierSettings) -> None:
@@ -267,21 +267,21 @@ class ClusterMember:
         self._claimed[namespace.digest] = namespace
 
     def find_namespace(self, digest: NamespaceDigest) -> Namespace | None:
-        """The namespace with this digest, if anybody ever claimed it; remembered after the first time."""
+        """The namespace with this digest, if any node ever claimed it; cached after the first call."""
         namespace = self._claimed.get(digest) or self.node.find_namespace(digest)
         if namespace:
             self._claimed[digest] = namespace
         return namespace
 
     def known_namespace(self, digest: bytes) -> Namespace | None:
-        """The same, if it was used here: nobody is asked."""
+        """The same, if it was used here; reads neither root nor metadata."""
         return self._claimed.get(NamespaceDigest(digest))
 
     def pin(self, chain: ChunkKeys, ttl_s: float, owner: str) -> PinRecord:
         """Pins the leading chunks that are there. Raises Unavailable, SessionLost, Overloaded.
 
-        Rule P1: the hold lives until the ref is acknowledged, and only then is each file looked at, so that there is no
-        moment at which a sweep could take a chunk that the caller will be told is pinned. Rule P5: a clear that did not
+        Rule P1: the hold lives until the ref is acknowledged, and only then is each file looked at, so that no
+        sweep can ever delete a chunk that this call returns as pinned. Rule P5: a clear that did not
         see the ref is seen here, or has deleted all it will.
         """
         hold = self.node.hold(chain, counts=False)
@@ -372,7 +372,7 @@ class ClusterMember:
         """Deletes what a selection names, on the root and from the memory of all nodes, except what is pinned, unless
         ``pinned``; ``dry_run`` only counts. ``progress`` in shards, after the other nodes have answered.
 
-        Raises InvalidRequest where nothing is meant, Unavailable where the others could not be told, and what
+        Raises InvalidRequest for an empty selection, Unavailable if the order could not be published, and what
         ``progress`` raises: each time, clear again.
         """
         order = resolved(self.node, selection)
@@ -414,9 +414,9 @@ class ClusterMember:
         return self.node.operations.begin("clear", clear, unit="shards", **{"about": selection.describe(), **who})
 
     def clear(self, namespace: Namespace) -> Cleared:
-        """Deletes the chunks of a namespace except pinned ones; nobody can pin others while it deletes.
+        """Deletes the chunks of a namespace except pinned ones; no client can pin others while it deletes.
 
-        Raises Unavailable also where the others, whose memory may have some, could not be told: clear again.
+        Raises Unavailable also if it cannot publish the order to the nodes whose memory may have some: clear again.
         """
         order = ClearOrder(frozenset({namespace.id}), None, 0.0, 0.0, 0.0, self.node.clock.now_s())
 
@@ -507,7 +507,7 @@ class ClusterMember:
         with self._one_listing():
             refs = self._pins.list(timeout_s=self.node.limits.meta_deadline_s)
             if self._twins is not None:
-                refs = (*refs, *self._twins.unexpired())  # what etcd may have lost is pinned all the same
+                refs = (*refs, *self._twins.unexpired())  # pins that etcd may have lost still count
             return {address for ref in refs for address in ref.addresses}
 
     def _check_barriers(self, namespace: Namespace) -> None:

@@ -94,8 +94,7 @@ class Staging:
         for session in sorted({*self._before, self._session()}):
             folder = places.staging_folder(session)
             for entry in list(self._root.list(folder)):
-                # It belongs to a put that was cut off. If that put goes on all the same, it finds its file gone and
-                # fails.
+                # It belongs to a put that was cut off. If that put still runs, it finds its file deleted and fails.
                 self._root.discard(places.Name(f"{folder}/{entry.name}"))
                 self._looked_at_count += 1
                 moved_on()
@@ -280,10 +279,10 @@ class Engine:
     def view(self, hold: ChunkHold, deadline_s: float | None = None) -> list[npt.NDArray[Any]]:
         """The held chunks as read-only arrays of shape ``(layers, 2, chunk_tokens, kv_heads, head_dim)``.
 
-        Without a copy where they are in memory, or where native code can map the root, as many at once as ``reading.c``
-        allows.  Verified; fewer than held where one was lost.  An array stays readable after the hold ends, and one in
-        memory keeps its chunk there.  Nobody may truncate a file
-        that is mapped: whoever touches what it lost is killed (SIGBUS), as with any mapping.
+        Without a copy if they are in memory, or if native code can map the root, up to the limit of ``reading.c``.
+        Verified; fewer than held if one was lost. An array stays readable after the hold ends, and one in memory keeps
+        its chunk there. No process may truncate a mapped file: SIGBUS kills a process that touches the lost part, as
+        with any mapping.
         """
         self.holds.check(hold)
         self.counters.add(NodeCount.REQUESTS_GET)
@@ -476,7 +475,7 @@ class Engine:
 
 
 AT_ONCE = 256
-"""Prompts whose chunks are looked for at once among those that the node remembers: segments are many and short."""
+"""Prompts that one lookup in the presence cache covers: segments are many and short."""
 
 
 def match_each(

@@ -249,8 +249,8 @@ class GcFollower:
         return max(ANNOUNCE_S_MIN, following.announced_s + self._pace_s - self._clock.monotonic_s())
 
     def _announce(self, following: _Following) -> None:
-        """Follows rules A1 to A3. Announces only if a sweep waits for it: an early announcement frees nobody. What it
-        named is taken back once no sweep is in flight: every pin writes it again.
+        """Follows rules A1 to A3. Announces only if a sweep waits for it: an early announcement unblocks no collector.
+        Its names are withdrawn once no sweep is in flight: every pin writes them again.
         """
         session, now_s = following.session, self._clock.monotonic_s()
         owed = self._view.stamps(after=session.announced)
@@ -305,7 +305,7 @@ class GcFollower:
             following.suspects_gap = True
 
     def _reread(self, following: _Following, why: str) -> None:
-        """Follows rule V3: holds stay, but nobody knows any more which sweeps they are older than.
+        """Follows rule V3: holds stay, but which sweeps they are older than is no longer known.
 
         If it fails, the old view stays in use, which is no worse than a lag, and the next step tries again.
         """

@@ -163,7 +163,7 @@ class GcState(ABC):
 
 
 class ChainBroken(Exception):
-    """An event does not continue the view's chain: etcd was restored (rule C1), or its content makes no sense."""
+    """An event does not continue the view's chain: etcd was restored (rule C1), or its content is invalid."""
 
 
 @dataclass(frozen=True, slots=True)

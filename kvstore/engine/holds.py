@@ -20,8 +20,8 @@ BEFORE_ALL = -1
 NAMED_MAX = 8192
 """The most chunks that one announcement names, 175 KB in etcd; sweeps of more held ones wait for their holds."""
 LINGER_S = 10.0
-"""A hold of which something was named is named for so long after its end as well. Otherwise the next sweep of the same
-round could take the parents of what the one before has spared."""
+"""An announced hold is named for this long after its end as well. Otherwise the next sweep of the same round could
+delete the parents of chunks that the previous sweep skipped."""
 
 
 class Announcement(NamedTuple):
@@ -62,7 +62,7 @@ class ChunkHold:
 
     @property
     def on(self) -> tuple[KeySet, ...] | None:
-        """The chunks that it may hold; None while nobody knows: then it is on all that there are."""
+        """The chunks that it may hold; None while the lookup runs: then it covers every chunk."""
         return self.found if self.whatever else (self.chain,)
 
     @property
@@ -73,7 +73,7 @@ class ChunkHold:
 class Holds:
     """The table of live holds; thread-safe, bounded.
 
-    ``used`` hears of held chunks that a sweep was about to take, and must not block.
+    ``used`` receives held chunks that a sweep was about to delete, and must not block.
     """
 
     def __init__(
@@ -103,8 +103,7 @@ class Holds:
     def take(
         self, chain: ChunkKeys, ttl_s: float | None = None, *, whatever: bool = False, asked: bytes = b""
     ) -> ChunkHold:
-        """Takes a hold on the leading chunks that are not condemned, before anybody looks which of them exist (rules
-        H1, H2).
+        """Takes a hold on the leading chunks that are not condemned, before the caller looks them up (rules H1, H2).
 
         With ``whatever`` it is on all that there are, until ``ChunkHold.found`` is set; ``asked`` are the packed
         addresses of those that may be found, if they are known. Raises Overloaded.

@@ -146,7 +146,7 @@ class HostGcState(GcState):
         settled = shared[Number.SETTLED]
         left = entries[max(0, settled - first) * ADDRESS_BYTES :]
         if self._unsettled:
-            # Forget them once more: whoever looked before they were deleted has remembered them since.
+            # Forget them once more: a lookup that began before their deletion may have cached them since.
             self._known.forget_each(b"".join(self._unsettled))
         self._unsettled = frozenset(left[at : at + ADDRESS_BYTES] for at in range(0, len(left), ADDRESS_BYTES))
         self._seen = tail
@@ -154,9 +154,9 @@ class HostGcState(GcState):
 
 UNKNOWN_BYTES = 64 << 20
 UNKNOWN_SHARE = 0.01
-"""What may be written to a root whose used bytes nobody knows, before it is listed: the smaller of these."""
+"""Bytes that may be written to a root of unknown use before it is listed: the smaller of these."""
 WAKES_SHARE = 0.75
-"""A collector is started at once if more of the capacity is used, else later: short programs never start one."""
+"""A collector starts immediately if more of the capacity is used, else later: short programs never start one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +234,7 @@ class HostMember:
         if self.collecting is not None:
             self.collecting.wake(at_once=at_once)
         elif at_once and time.monotonic() - self._limited_s >= LIMITED_S:
-            self._limit()  # perhaps whoever had the limit was killed
+            self._limit()  # the process that set the limit may have been killed
 
     def _limit(self) -> None:
         self._limited_s = time.monotonic()

@@ -43,7 +43,7 @@ class Bands:
 
     size: int = 1
     ahead: int = 2
-    """Bands that are read at once, beside that of the layer in use: lanes go on with the next while one ends."""
+    """Bands that are read in parallel, ahead of the layer in use: lanes go on with the next while one ends."""
 
     def of(self, layers: int) -> list[range]:
         return [range(first, min(first + self.size, layers)) for first in range(0, layers, self.size)]
@@ -67,7 +67,7 @@ class LayerRun:
 
     ``images`` has the address of each chunk's image, valid until ``close``, or 0; ``files`` is None if the chunks have
     no files that native code reads. At most ``files_max`` files are open between two reads. ``at_once`` bands of layers
-    may be read at once, out of the same files; bands are counted from 0, whatever their sizes.
+    may be read in parallel, out of the same files; bands are counted from 0, whatever their sizes.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class LayerRun:
         count = len(images)
         layout = chain.namespace.layout
         self._turns = [NativeBatch(chain, range(count)) for _ in range(at_once)]
-        """The structures of each band that is read at once."""
+        """The structures of each band that is read in parallel."""
         self._bases = [np.zeros(0, np.uint64) for _ in range(at_once)]
         self.layer_bytes = 2 * layout.section_bytes
         """Bytes of one layer of one chunk."""
@@ -116,7 +116,7 @@ class LayerRun:
         """Those of them whose files are not open, or whose headers are not verified."""
 
     def begin(self, band: int, memories: Sequence[LayerMemory]) -> None:
-        """Sets where the layers of a band go; nobody reads the band before in its turn any more."""
+        """Sets where the layers of a band go; the previous band that used its structures MUST be read."""
         at = band % len(self._turns)
         self._bases[at] = np.array([address_of(plane) for each in memories for plane in (each.k, each.v)], np.uint64)
         self._turns[at].items["bases"] = self._bases[at].__array_interface__["data"][0]
@@ -247,7 +247,7 @@ class LayerReader:
             self.close()
 
     def close(self) -> None:
-        """Closes all files; nobody writes into the memory any more. Idempotent."""
+        """Closes all files; no lane writes into the memory afterwards. Idempotent."""
         for reading in self._readings:
             reading.withdraw()
         with self._lock:
@@ -348,7 +348,7 @@ class LayerReader:
             return self._chunks.read_range(reader, header, expected, 2 * layer, sections, borrowed)
         finally:
             with self._lock:
-                # Two layers of one chunk may be read at once: the other one's reader may be kept already.
+                # Two lanes may read layers of one chunk concurrently: the other lane's reader may be kept already.
                 keep = not self._closed and index not in self._open and len(self._open) < self._files_max
                 if keep:
                     self._open[index] = opened

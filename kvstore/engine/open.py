@@ -131,7 +131,7 @@ def join(
 ) -> ClusterMember:
     """A member over a root and metadata that are open; closes them when it is closed. Raises Unavailable.
 
-    ``sharing`` says who shares the metadata. A cluster is told where the root is. ``host`` is for a root that the
+    ``sharing`` names who shares the metadata. A cluster records where the root is. ``host`` is for a root that the
     processes of this host share without etcd.
     """
     etcd_keys, sessions = Keys(identity.root), [ids.fresh()]
@@ -229,7 +229,7 @@ def _host_of(
 ) -> tuple[HostMember | None, str | None]:
     """This process as one of those that share the root without etcd; or, where that cannot be, None and the reason.
 
-    Then nobody else sees what this process holds and pins: as on a network file system, or beside a cluster.
+    In that case no other process sees its holds and pins: on a network file system, or on a cluster's root.
     """
     if not isinstance(root, PosixRoot):
         return None, "it is not a folder of this host"
@@ -260,7 +260,7 @@ def _host_of(
 
 
 def _bind(cluster: MetadataStore, root: Root, identity: RootIdentity, limits: Limits, clock: Clock) -> None:
-    """Tells a cluster where the root is. Raises RootMismatch while processes of this host share that without etcd."""
+    """Records in etcd where the root is. Raises RootMismatch while processes of this host share it without etcd."""
     _on_a_lane(lambda: check_left(root), limits, clock)
     bind_root(cluster, root.url, identity.root)
 

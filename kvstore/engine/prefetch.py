@@ -90,7 +90,7 @@ class Prefetcher:
             operation.pause(LEAD_S)
 
     def _bring(self, chain: ChunkKeys, first: int, stop: int, width: int, operation: OperationRun) -> int:
-        """Brings chunks into memory, on several lanes at once; returns how many leading ones are there then."""
+        """Brings chunks into memory, on several lanes; returns how many leading ones are there then."""
         deadline = self._deadline(operation)
         size = -(-(stop - first) // width)
 

@@ -23,7 +23,7 @@ from kvstore.native import library as native
 
 FORGOTTEN_MAX = 64
 SPAN = 1 << 12
-"""Rows looked through at once for marks: numpy's temporary arrays stay in the cache."""
+"""Rows searched for marks at a time: numpy's temporary arrays stay in the CPU cache."""
 
 
 class PresenceCache:
@@ -78,7 +78,7 @@ class PresenceCache:
     def add_all(
         self, addresses: Sequence[Address], quantum_start_s: int, *, renewed: bool | npt.NDArray[np.bool_], epoch: int
     ) -> None:
-        """Adds many at once; ``renewed`` may be one value or one for each."""
+        """Adds many addresses; ``renewed`` is one value, or one for each."""
         chunks = _chunks_of(b"".join(addresses))
         chunks["mtime_ns"] = np.where(renewed, quantum_start_s * NS_PER_S, -1)
         self.add_run(chunks.ctypes.data, len(chunks), native.DONE, quantum_start_s, epoch=epoch)

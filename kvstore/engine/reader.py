@@ -92,7 +92,7 @@ class ReadFuture:
         *,
         helps: bool = False,
     ) -> None:
-        """``ended`` is called once nobody reads into the memory any more; it may be called more than once.
+        """``ended`` is called once no lane reads into the memory any more; it may be called more than once.
 
         With ``helps`` the thread that waits does a share of the work: for work that never waits for a device.
         """
@@ -121,7 +121,7 @@ class ReadFuture:
 
     @property
     def is_running(self) -> bool:
-        """True while lanes work on it for somebody who may wait."""
+        """True while lanes work on it and its caller may wait."""
         running = self._running
         return running is not None and not running.is_set()
 
@@ -150,14 +150,14 @@ class ReadFuture:
         return self._done
 
     def withdraw(self) -> None:
-        """Gives the read up: returns when nobody writes into the memory any more. Idempotent."""
+        """Gives the read up: returns when no lane writes into the memory any more. Idempotent."""
         self._borrowed.withdraw()
         if self._batch is not None:
             self._batch.stop()
         self._end()
 
     def _end(self) -> None:
-        """Ends the read: nobody writes into the memory any more."""
+        """Ends the read: no lane writes into the memory any more."""
         self._running = None
         turns, self._turns = self._turns, None
         if turns is not None:
@@ -180,7 +180,7 @@ class ReadFuture:
         return True
 
     def _work_on_group(self, number: int) -> bool:
-        """Reads the group at once as far as that goes, then the rest one by one from scratch."""
+        """Reads as much of the group as possible in one call, then the rest one by one from scratch."""
         groups = self._groups
         assert groups is not None
         start, stop = number * groups.size, min((number + 1) * groups.size, groups.chunks)
@@ -355,8 +355,8 @@ class Reader:
     def superseded(self, wanted: KeySet, first: int, unused_s: float) -> None:
         """Notes that the chunks from ``first`` on are of an abandoned branch that its user left ``unused_s`` ago.
 
-        They go first on the root until somebody uses them again; memory and local disk go by their own uses. Returns at
-        once.
+        Collectors evict them first until they are used again; memory and local disk go by their own uses. Never
+        blocks.
         """
         self._refresher.superseded(wanted, first, self._chunks.known.quantum(unused_s))
 
@@ -395,8 +395,8 @@ class Reader:
         """Returns the number of leading chunks present, given that the first ``known`` are.
 
         An ancestor outlives its descendants, so presence along a chain is a step: O(log n) looks. The first look is at
-        the chunk after the known ones: it decides alone for a prompt nobody has stored, and it is where damage would
-        show.
+        the chunk after the known ones: it alone decides for a prompt that is not stored, and a corrupt chunk
+        would show there.
         """
         chunks = self._chunks
         present, absent, epoch = known, len(chain), chunks.known.epoch
@@ -492,7 +492,7 @@ class Reader:
                 with memory.refer(wanted, index, 1) as slots:
                     right = bool(memory.read(slots, index, index + 1, into, borrowed, fetched=True)[0])
                 done[index - first] = right
-                # If it is gone again, others needed the room at once, and nothing was wrong with it.
+                # An entry that is gone again was evicted for other chunks, not corrupt.
                 if not right and tier is not None and slots.entries[0] is not None:
                     tier.damaged(wanted, index)
 
@@ -579,7 +579,7 @@ class Reader:
     def _leased_payloads(
         self, tiers: TierStack, chain: ChunkKeys, deadline: Deadline
     ) -> dict[int, npt.NDArray[np.uint8]]:
-        """Returns payloads in memory, each of which keeps its chunk there; as many as may be leased (rule L1)."""
+        """Returns payloads in memory, as many as may be leased (rule L1); each keeps its chunk there."""
         memory = tiers.memory
         leased: list[tuple[int, Slots]] = []
         for index in range(len(chain)):
@@ -734,7 +734,7 @@ class Reader:
             if found is None:
                 return not stop_at_miss
             with lock:
-                # Opened after the caller gave up: nobody else would close it.
+                # Opened after the caller gave up: only this lane can close it.
                 keep = not given_up
                 if keep:
                     opened[at] = found

@@ -35,7 +35,7 @@ LANES_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a node. Raises InvalidRequest if a value or a relation makes no sense."""
+    """The limits of a node. Raises InvalidRequest for invalid values or combinations."""
 
     match_deadline_s: float = 5.0
     """A match that takes longer is a miss."""
@@ -46,11 +46,11 @@ class Limits:
     meta_deadline_s: float = 5.0
     """Deadline of a call to etcd."""
     stall_s: float = STALL_S
-    """If every lane has been in one file-system call for this long, the root counts as hung, and calls fail at once."""
+    """If every lane has been in one file-system call for this long, the root counts as hung: calls fail immediately."""
     lanes: int = 16
     """Threads that make file-system calls."""
     width: int = WIDTH
-    """Lanes that one request may use at once. One more than cores: while one waits for the GIL, the others copy."""
+    """Lanes that one request may use at a time. One more than cores: while one waits for the GIL, the others copy."""
     queue_max: int = QUEUE_MAX
     """Requests that may wait for a lane; more are refused with Overloaded."""
     known_max: int = 1 << 20
@@ -70,7 +70,7 @@ class Limits:
     gap_check_s: float = 10.0
     """After this long without an event, the watch is checked against etcd."""
     holds_max: int = 100_000
-    """Limit on holds alive at once."""
+    """Limit on live holds."""
     refresh_queue_max: int = 4096
     """Chains that may wait to have their recency renewed; more are dropped and counted."""
     pins_per_owner_max: int = 1_000
@@ -104,7 +104,7 @@ class Limits:
             raise InvalidRequest(f"width={self.width} is over lanes={self.lanes}: a request cannot use more")
         if self.announce_lag_max_s <= self.hold_max_s + self.announce_s:
             raise InvalidRequest(
-                f"announce_lag_max_s={self.announce_lag_max_s} leaves no room beside hold_max_s={self.hold_max_s} and "
+                f"announce_lag_max_s={self.announce_lag_max_s} is not over the sum of hold_max_s={self.hold_max_s} and "
                 f"announce_s={self.announce_s}: "
                 "a node that holds too much to name it announces once those holds have ended"
             )
@@ -219,7 +219,7 @@ NO_TIERS = TierSettings()
 
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
-    """What an operator chooses for one node. Raises InvalidRequest for a label that makes no sense."""
+    """What an operator chooses for one node. Raises InvalidRequest for an invalid label."""
 
     durability: Durability = Durability.NONE
     tiers: TierSettings = NO_TIERS
@@ -238,7 +238,7 @@ class NodeOptions:
 
 
 AS_SHIPPED = NodeOptions()
-"""A node of which its operator said nothing."""
+"""The options of a node whose operator set none."""
 
 
 def _is_path(path: str | os.PathLike[str]) -> bool:

@@ -3,7 +3,7 @@
 It has its own thread because renewal only advises garbage collection: it must cost a reader nothing, and a root that
 hangs must stop nothing else. A renewal costs three system calls: a look, and a touch with a look right before it. If
 another node has renewed in this quantum, it costs the first look, and none if this node knows that. The same thread
-marks abandoned branches, in the order in which it hears of them and of uses.
+marks abandoned branches, in the order in which uses and abandoned branches are reported to it.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class TouchQueue:
             self._counters.add(NodeCount.REFRESH_DROPPED, len(wanted))
 
     def superseded(self, wanted: KeySet, first: int, left_s: int) -> None:
-        """Notes that nobody needs the chunks from ``first`` on since the quantum ``left_s``. Never blocks."""
+        """Notes that the chunks from ``first`` on are unused since the quantum ``left_s``. Never blocks."""
         if not self._enabled or first >= len(wanted) or self._loop.closed:
             return
         depths = range(first, len(wanted)) if wanted.prefix_ordered else None
@@ -148,10 +148,10 @@ class TouchQueue:
             self._counters.add(NodeCount.REFRESH_DROPPED)
 
     def _supersede(self, branch: _Branch) -> None:
-        """Marks a branch from its last chunk on, up to the first that somebody used apart from it.
+        """Marks a branch from its last chunk on, up to the first chunk with a use apart from the branch.
 
-        The last chunk tells when all of the branch was used last. A chunk that was used later is one of another chain
-        as well, and so are those before it: a parent keeps at least the worth of its child. Each is marked right after
+        The last chunk shows when all of the branch was used last. A chunk with a later use belongs to another chain
+        as well, and so do those before it: a parent keeps at least the worth of its child. Each is marked right after
         the look at it, since a renewal in between would be lost until the next one.
         """
         chunks, latest_s, is_last = self._chunks, branch.left_s, True

@@ -45,9 +45,9 @@ LOOKED_MIN, LOOKED_MAX = 16, 512
 ``stall_s`` counts as hung.
 """
 STEP_BYTES = 1 << 20
-"""Bytes that a lane takes at once."""
+"""Bytes that a lane takes at a time."""
 STEP_FILES_MAX = 64
-"""Files that a lane takes at once: a turn that takes too long ends between two steps."""
+"""Files that a lane takes at a time: a turn that takes too long ends between two steps."""
 TURN_BYTES_MAX = 16 << 20
 """Bytes staged by one call. More than for reads, because publishing, which follows each call, runs faster in one go."""
 TURN_FILES_MAX = 256
@@ -62,7 +62,7 @@ PUBLISHED_MAX = 64
 ROOM_S = 1.0
 """How long a lane that finds the root full waits for the turns of the others to end."""
 LOOK_S = 5.0
-"""How long a put that finds no space at once looks for chunks that are stored already."""
+"""How long a put without immediate space looks for chunks that are stored already."""
 DISCARD_S = 1.0
 """How long a failed put waits for its staged files to be removed, so that they do not keep a full disk full."""
 
@@ -597,7 +597,7 @@ class RootWrite:
     def present_before(self, deadline: Deadline) -> int:
         """Looks at each chunk before ``first``; returns how many leading ones are there.
 
-        Native code looks for many at once.
+        Native code looks up many in one call.
         """
         chain, lanes = self.wanted, self._writer.lanes
         count = min(self.first, len(chain))
@@ -829,7 +829,7 @@ class RootWrite:
                 self._changed.notify_all()
 
     def _store_left(self, source: Sections, left: Sequence[int], put: StoredRun) -> None:
-        """Stores one by one the chunks of a lane's turn that could not be stored at once.
+        """Stores one by one the chunks of a lane's turn that could not be stored in one call.
 
         On a full root the chunks in front win over those behind, so that as many as fit are published.
         """

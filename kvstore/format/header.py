@@ -88,7 +88,7 @@ class Descent:
     whole: bytes = NO_WHOLE
     """16 bytes that these namespaces share and no others; zero for one part."""
     extra: bytes = b""
-    """What the engine's hash covers beside tokens, as a JSON object; empty for nothing."""
+    """What the engine's hash covers in addition to tokens, as a JSON object; empty for nothing."""
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
@@ -458,7 +458,7 @@ def incarnation_at(prefix: ReadBuffer) -> Incarnation:
     """Returns the bytes at the incarnation's place in a file that begins with ``prefix``; fewer if ``prefix`` is
     shorter.
 
-    Not verified. It tells files under one name apart, whole or damaged: two publications never share it.
+    Not verified. It distinguishes files under one name, intact or corrupt: two publications never share it.
     """
     return Incarnation(bytes(memoryview(prefix)[INCARNATION_AT : INCARNATION_AT + ADDRESS_BYTES]))
 
@@ -528,7 +528,7 @@ def encode_fixed(
     assert len(key_id) == (KEY_ID_BYTES if Encoding.ENCRYPTED in encoding else 0)
     size = encoded_header_bytes(len(expected.identity), expected.section_count)
     if size + payload_bytes == expected.file_bytes:
-        size += PAGE_BYTES  # so that the size alone tells it from a file of version 1
+        size += PAGE_BYTES  # so that the size alone distinguishes it from a file of version 1
     return _FIXED.pack(
         MAGIC,
         VERSION_2,
@@ -695,7 +695,7 @@ LineageId = NewType("LineageId", bytes)
 LINEAGE_BYTES = 8
 SESSION_BYTES = 16
 LABEL_BYTES_MAX = 256
-"""Keeps a record under ``RECORD_BYTES_MAX``, above which nobody reads it."""
+"""Keeps a record under ``RECORD_BYTES_MAX``: readers ignore larger ones."""
 _PARTS = struct.Struct(f"<{LINEAGE_BYTES}sII")
 _U32 = 0xFFFFFFFF
 
@@ -756,7 +756,7 @@ Writers = Mapping[LineageId, WriterRecord]
 
 
 def check_label(label: str) -> None:
-    """Raises InvalidRequest for a label under which nobody could find a roll-out again."""
+    """Raises InvalidRequest for a label that cannot identify a roll-out: unprintable or too long."""
     if not isinstance(label, str) or not label.isprintable() or len(label.encode()) > LABEL_BYTES_MAX:
         raise InvalidRequest(f"label {brief(label)}: expected printable text, at most {LABEL_BYTES_MAX} bytes of it")
 

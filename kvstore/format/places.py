@@ -1,7 +1,7 @@
 """The names of everything under a root: each name as a function, relative to the root, with ``/`` between parts.
 
 A chunk's name follows from its address alone, so no index is needed to find it. It also carries the namespace's id, so
-that a listing tells namespaces apart without opening a file.
+that a listing can separate namespaces without opening a file.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def parse_chunk(file_name: str) -> tuple[Address, NamespaceId] | None:
 
 
 def staging_folder(session: bytes) -> Name:
-    """Returns the folder in which one session stages; nobody else writes there (rule W2)."""
+    """Returns the folder in which one session stages; no other session writes there (rule W2)."""
     return Name(f"{STAGING}/{session.hex()}")
 
 
@@ -124,7 +124,7 @@ def parse_sweep(folder_name: str) -> bytes | None:
 
 
 def plan(sweep: bytes, checksum: bytes) -> Name:
-    """Returns the name of the exact list of a sweep's victims; its checksum tells two lists of a sweep apart."""
+    """Returns the name of the exact list of a sweep's victims; its checksum distinguishes two lists of a sweep."""
     return Name(f"{PLANS}/{sweep.hex()}.{checksum.hex()}")
 
 
@@ -191,7 +191,7 @@ def _parse_id(text: str, size_bytes: int) -> bytes | None:
     return found if len(found) == size_bytes and found.hex() == text else None
 
 
-# Names of chunk files in columns: the same as ``places.parse_chunk`` for many names at once.
+# Names of chunk files in columns: the same as ``places.parse_chunk``, for many names in one call.
 
 
 U64 = npt.NDArray[np.uint64]
