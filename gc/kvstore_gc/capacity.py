@@ -204,7 +204,7 @@ class Accounts:
             removed_bytes = reporter.last.removed_bytes - before.removed_bytes
             self._is_blocked = self._is_blocked and not removed_bytes
             if id in self._silent:
-                # What it wrote before the listing was listed: how much that is, only the next listing tells.
+                # The listing contains what it wrote before; only the next one shows how much it wrote since.
                 self._silent.discard(id)
                 reporter.count_from_now()
                 return

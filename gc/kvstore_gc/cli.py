@@ -112,7 +112,7 @@ class Rounds:
     log_format: str = option("--log-format", **LOG_FORMAT)
 
     def check(self) -> None:
-        """Raises InvalidRequest for options that make no sense together."""
+        """Raises InvalidRequest for invalid combinations of options."""
         interval_s = self.interval_s
         if (self.once or self.dry_run) == (interval_s is not None):
             raise InvalidRequest("give --once (or --dry-run) for one round, or --interval TIME for one after another")
@@ -131,7 +131,7 @@ class Rounds:
         logs.configure(level, self.log_format)
         logging.getLogger("kvstore_gc").setLevel(level.upper())
         if self.metrics is not None and not is_loopback(self.metrics):
-            log.warning("gc.open_network %s: anybody who reaches it can read the metrics", self.metrics)
+            log.warning("gc.open_network %s: any client that can connect can read the metrics", self.metrics)
         os.nice(self.niceness)
 
 
@@ -151,7 +151,7 @@ def command(cluster: ClusterAccess, limits: CollectorLimits, rounds: Rounds) -> 
     or pinned stay. Several collectors on one root share the work; give all of them the same limits. The smallest
     --max-bytes applies to all.
 
-    On SIGTERM or Ctrl-C it ends at once; the next round of any collector finishes what it had begun.
+    On SIGTERM or Ctrl-C it ends immediately; the next round of any collector finishes what it had begun.
 
     Exit codes: 0 done, 1 it could not finish (a node did not answer in time, or everything left is pinned), 2 wrong use
     or could not run.

@@ -52,7 +52,7 @@ RETRY_S_MAX = 30.0
 SHARE = 0.2
 """Share of one core that a collector uses while nothing presses."""
 BURST_S = 0.5
-"""Processor time that may be used at once after a rest, so that a small root is not slowed down at all."""
+"""Processor time that may be used in one burst after a rest, so that a small root is not slowed down at all."""
 PAUSE_S_MIN, PAUSE_S_MAX = 0.001, 0.25
 """Length of one rest. The longest is also how late the collector notices that the root has filled up."""
 
@@ -182,7 +182,7 @@ class Collector:
         self._signalled = signalled
 
     def once(self, listed: Callable[[int], object], metrics_file: str | None = None) -> Summary | None:
-        """Does one cycle over all shards, beside any other collectors; None if a signal came first.
+        """Does one cycle over all shards, alongside any other collectors; None if a signal came first.
 
         The smallest limit of all collectors holds. The outcome is written to ``metrics_file`` as well. A cycle that
         fails leaves that file as it was.

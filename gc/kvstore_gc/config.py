@@ -95,7 +95,7 @@ def _share(path: str, fields: dict[str, Any], size: Callable[[Any], int]) -> Quo
     _known(f"{path}: a quota", fields, _QUOTA_KEYS)
     names = [fields.get(what) for what in ("tenant", "namespace")]
     if names == [None, None] or not all(name is None or isinstance(name, str) for name in names):
-        raise InvalidRequest(f"{path}: a quota names nobody: give tenant or namespace, as text")
+        raise InvalidRequest(f"{path}: a quota has no owner: give tenant or namespace, as text")
     if "max_bytes" not in fields:
         raise InvalidRequest(f'{path}: the quota of {names[0] or names[1]!r} has no max_bytes: write "20GiB"')
     return QuotaRule(names[0], names[1], size(fields["max_bytes"]))

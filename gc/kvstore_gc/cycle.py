@@ -27,7 +27,7 @@ from kvstore_gc.config import Config
 from kvstore_gc.deletion import SweepPlan, SweepVictim
 from kvstore_gc.execute import Sweeper, SweepReport
 from kvstore_gc.ledger import GROUP_MAX
-from kvstore_gc.leftovers import Orphans, beside
+from kvstore_gc.leftovers import Orphans, other_files
 from kvstore_gc.membership import Collectors
 from kvstore_gc.policy import Goals, weighted_age_s
 from kvstore_gc.rank import CONDEMNING, Parents, Ranking, Rows, VerdictReason, columns_of, id_of, judge, shards_of
@@ -37,7 +37,7 @@ from kvstore_gc.summary import Example, Explained, Summary
 log = logging.getLogger(__name__)
 
 CONDEMNED_MAX = 131_072
-"""Victims chosen in one slice, and condemned at once: their plans are in memory until then."""
+"""Victims chosen in one slice and condemned together: their plans are in memory until then."""
 EXAMPLES_MAX = 10
 SHARE_CHUNKS_MIN = 100_000
 """With this many chunks in its own shards, a collector among others lists and ranks only those, and evicts its share.
@@ -215,7 +215,7 @@ class Cycle:
         """Lists shards. From then on the level is known."""
         self._pressure.before_listing()
         began_s = self._clock.monotonic_s()
-        summary.beside = beside(self._root)
+        summary.other_files = other_files(self._root)
         read = partial(ranking.read, self._root, each=self._site.each, listed=self._listed)
         read(self._mine)
         if len(self._mine) < summary.shards_count and ranking.total.count < SHARE_CHUNKS_MIN:
@@ -225,7 +225,7 @@ class Cycle:
             # All collectors rank all chunks, and one evicts them: if each had its shards, and one were killed, prompts
             # would lose their heads in the others' shards and keep their tails in its own until its lease ends.
             self._mine = range(summary.shards_count) if self._leads else ()
-        self._pressure.after_listing(round(ranking.total.bytes / self._listed_share) + summary.beside.bytes)
+        self._pressure.after_listing(round(ranking.total.bytes / self._listed_share) + summary.other_files.bytes)
         self._listing_s = max(LISTING_S_MIN, self._clock.monotonic_s() - began_s)
 
     def _warn(self, goals: Goals) -> None:
@@ -345,12 +345,12 @@ class Cycle:
             summary.unfinished.append("some leftovers could not be removed")
         # If others share the work at this moment, they judge the rest. The sweep of one that is gone is left to us.
         is_alone = summary.shards_mine_count == summary.shards_count and not summary.spared["gone already"]
-        is_last = self._collectors is None or not summary.reaped.count  # else the next cycle goes on at once
+        is_last = self._collectors is None or not summary.reaped.count  # else the next cycle begins immediately
         level = self._pressure.level
         if is_alone and is_last and level is not None and self.is_spent:
             summary.unfinished.append(
                 f"the root's files still take {size(level.used_bytes)}, over the target of {size(level.target_bytes)}: "
-                "the rest is pinned or held, was used meanwhile, or needs another cycle"
+                "the rest is pinned or held, was used during the cycle, or needs another cycle"
             )
 
     @contextmanager

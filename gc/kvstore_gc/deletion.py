@@ -29,8 +29,8 @@ from kvstore_gc.threads import inline
 
 # The chunks that sweeps are to take, the exact list of what one sweep takes, and what one run took of it.
 #
-# The list is a small file on the root. etcd holds only what nodes need, so any collector that adopts a sweep finds
-# here which publications of which chunks it may take.
+# The list is a small file on the root. etcd holds only what nodes need, so a collector that adopts a sweep reads
+# from this list which publications it may delete.
 
 
 CHECKSUM_BYTES = 16
@@ -75,7 +75,7 @@ class Condemnation:
 class SweepOutcome:
     """The fate of the victims of one sweep in one run. Thread-safe.
 
-    ``pressure`` learns of each chunk at once: the root's level must not be late by a whole sweep.
+    ``pressure`` is updated immediately after each chunk: the root's level must not lag by a whole sweep.
     """
 
     def __init__(self, pressure: Pressure | None = None, chosen_s: float = 0.0) -> None:
@@ -162,8 +162,8 @@ class Deleting:
     ) -> bool:
         """Makes the list final and deletes its publications. True when all are gone, so that the sweep may close.
 
-        ``victims`` is None if the list cannot be read. A final list then keeps its sweep open, because nobody knows
-        what a run that was paused may still delete (``kvstore fsck --adopt`` ends it).
+        ``victims`` is None if the list cannot be read. A final list then keeps its sweep open, because what a
+        paused run may still delete is unknown (``kvstore fsck --adopt`` ends it).
         """
         if not sweep.record.is_final:
             settled = self._settle(sweep, [one for one in victims or () if one.address not in spared])
@@ -205,9 +205,9 @@ class Deleting:
 
 # Taking chunks on a root that can be fenced: rename into the sweep's folder, look there, then delete or put back.
 #
-# The rename is the only destructive step. It succeeds only while the folder exists, and nobody makes that folder
-# again (rules F1, F2). It may take a newer publication than the condemned one, so each entry is looked at in the
-# folder, where nobody can change it any more (rule G5).
+# The rename is the only destructive step. It succeeds only while the folder exists, and no process makes that
+# folder again (rules F1, F2). It may take a newer publication than the condemned one, so the collector checks each
+# entry in the folder, where no other process can change it any more (rule G5).
 
 
 log = logging.getLogger(__name__)
@@ -227,7 +227,7 @@ class Trash:
         self._shard_bits = site.identity.shard_bits
 
     def open(self, sweep: bytes) -> None:
-        """Makes the folder of a sweep that nobody else knows yet (rule F2)."""
+        """Makes the folder of a sweep that no other process knows yet (rule F2)."""
         self._root.make_folder(places.trash_folder(sweep))
 
     def reap(self, sweep: InFlight, victims: Sequence[Condemnation], spared: Spared, taken: SweepOutcome) -> bool:

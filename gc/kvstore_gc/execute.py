@@ -73,7 +73,7 @@ class SweepReport:
 
 
 class Sweeper:
-    """Carries out sweeps on one root, several at once. One thread uses it.
+    """Carries out several sweeps on one root in parallel. One thread uses it.
 
     Raises InvalidRequest if the root can neither be fenced nor delete conditionally: no collector is safe there.
     """
@@ -139,7 +139,7 @@ class Sweeper:
             raise RootMismatch(standing.why)
 
     def sweep(self, plans: Sequence[SweepPlan]) -> SweepReport:
-        """Takes the victims of the plans, as far as nobody holds or pins them, or has used them since.
+        """Deletes the victims of the plans, except those that are held, pinned, or used since they were listed.
 
         Raises Unavailable, the root's errors and Stopped; whatever is in flight then is adopted by the next run.
         """
@@ -158,7 +158,7 @@ class Sweeper:
         return report
 
     def recover(self, report: SweepReport, shards: Iterable[int] | None = None) -> None:
-        """Follows the sweeps in flight (of these shards), whoever began them. Raises Unavailable."""
+        """Follows the sweeps in flight (of these shards), those of other collectors too. Raises Unavailable."""
         wanted = None if shards is None else set(shards)
         found = self._ledger.in_flight()
         self._flight = [one for shard, one in sorted(found.items()) if wanted is None or shard in wanted]
@@ -209,7 +209,7 @@ class Sweeper:
 
     def _condemn(self, plans: Sequence[SweepPlan], report: SweepReport) -> list[InFlight]:
         """Begins the sweeps of some shards with one transaction."""
-        # All looks first: a folder that no key names yet is lifted by any node that joins meanwhile.
+        # Check all victims before making folders: any node that joins lifts a folder that no key names yet.
         seen = unused(self._site, plans, report.spared)
         began_s = self._clock.monotonic_s()
         records = self._prepare_all(seen, began_s)
@@ -223,7 +223,7 @@ class Sweeper:
             report.condemned += CountAndBytes(one.record.victims_count, size_bytes)
             self._sizes_bytes[one.sweep] = size_bytes
         for shard in records.keys() - {one.shard for one in begun}:
-            # Another collector sweeps this shard, or it took too long. Nobody knows of our folder: it only has to go.
+            # Another collector sweeps this shard, or it took too long. No other process knows our folder: remove it.
             why = "swept by another collector" if in_time() else "condemned too slowly"
             report.spared[why] += records[shard].victims_count
             self._take_back(records[shard])
@@ -297,7 +297,7 @@ class Sweeper:
             ready, pinned, held = self._grace.decide(look.due)
             self._reap(ready, pinned, held, report)
             keep_reserve(self._root, self._site.ids)  # there is room for it again
-            # Those that were due and not ready after all have changed meanwhile: the next look tells how.
+            # Sweeps that were due but are not ready have changed since the look: the next look sees how.
             self._drop(ready)
             self._wait_from(self._clock.monotonic_s())  # deleting does not count as waiting
             return True
@@ -349,7 +349,7 @@ class Sweeper:
             sweep = sweeps[number]
             victims = read_victims(self._root, sweep.sweep, sweep.record.plan_checksum)
             if victims is None and sweep.sweep not in self._named():
-                return  # another run has closed it meanwhile
+                return  # another run has closed it already
             if victims is None:
                 log.warning("sweep.no_plan sweep=%s: it takes nothing", sweep.sweep.hex())
             taken = SweepOutcome(self._pressure, self._begun_s[sweep.sweep])
@@ -374,7 +374,7 @@ class Sweeper:
                 report.spared["published anew"] += taken.restored_count
                 report.reaped += CountAndBytes(len(taken.reaped), sum(one.size_bytes for one in taken.reaped))
 
-        # Small sweeps at once; the victims of a large one are taken at once.
+        # Small sweeps run in parallel; so do the deletions of a large one.
         self._site.each(len(sweeps), reap)
         self._spent(report, "reap", began_s)
         began_s = self._clock.monotonic_s()
@@ -450,10 +450,10 @@ def _without(plan: SweepPlan, pinned: Spared, report: SweepReport) -> SweepPlan:
 
 
 def unused(site: Site, plans: Sequence[SweepPlan], spared: Counter[str]) -> Found:
-    """Returns the publications of the victims that nobody used since they were listed, by shard; counts the others.
+    """Returns the publications of the victims not used since they were listed, by shard; counts the others.
 
     A use of a chunk is a use of its parents too, but they may have been looked at before it. So if a use is seen, the
-    victims that are left are looked at once more: a chunk that stays keeps its parents.
+    remaining victims are checked again: a chunk that stays keeps its parents.
     """
     victims = {plan.shard: plan.victims for plan in plans}
     used_before = spared[USED]

@@ -26,14 +26,14 @@ from kvstore_gc.site import Site
 log = logging.getLogger(__name__)
 
 HELD_S = 10.0
-"""For so long what was spared as held is not chosen again: nobody knows when its hold ends."""
+"""A chunk spared as held is not chosen again for this long: the end of its hold is unknown."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spared:
     """The addresses that no sweep may take, 8 bytes of memory each: there may be millions.
 
-    Told apart by their marks. Another address shares one by a chance of 2 ** -64, and is then spared too.
+    Only their marks are compared. Another address shares one with probability 2 ** -64, and is then spared too.
     """
 
     marks: Marks
@@ -111,7 +111,7 @@ class Grace:
     def decide(self, sweeps: Sequence[InFlight]) -> tuple[list[InFlight], Spared, Spared]:
         """Returns the sweeps that may go on, and the addresses that must be spared in them: pinned ones, and held ones.
 
-        Raises Unavailable, RootMismatch if a ref or a twin cannot be understood: nobody knows what it protects.
+        Raises Unavailable, RootMismatch if a ref or a twin cannot be parsed: what it protects is unknown.
         """
         items = self._meta.list(self._keys.prefix, self._refs_timeout_s).items
         pinned = [StoredPin.of(kv).packed for kv in items if kv.key.startswith(self._keys.refs)]
@@ -157,14 +157,14 @@ class Grace:
                 if content is None:
                     if name in list_twins(self._root):
                         raise RootMismatch(f"{name} cannot be read as a pin's twin: see gc/RUNBOOK.md")
-                    continue  # removed meanwhile: its pin is gone
+                    continue  # removed since it was listed: its pin has ended
                 packed = StoredPin.from_bytes(content, name).packed
             found[name] = packed
         self._twins_seen = found
         return list(found.values())
 
     def _sessions(self, items: Sequence[KeyValue]) -> list[Announced]:
-        """The sessions among some keys. A key that no node writes, or without a lease, is nobody to wait for."""
+        """The sessions among some keys. Keys that no node writes and keys without a lease are not waited for."""
         sessions = (kv for kv in items if kv.key.startswith(self._keys.sessions) and kv.lease)
         return [Announced.of(kv) for kv in sessions if self._keys.parse_session(kv.key)]
 

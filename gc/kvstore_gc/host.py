@@ -57,7 +57,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HEADROOM_SHARE = 0.05
 HEADROOM_SHARE_MAX = 0.25
 LOOK_S = 0.005
-"""Time between two looks at the used bytes while somebody writes."""
+"""Time between two looks at the used bytes while any process writes."""
 TABLES_S = 0.1
 """Time between two looks at what the processes ask for."""
 IDLE_LOOK_S = 0.05
@@ -69,7 +69,7 @@ AGAIN_S = 0.25
 STAGED_S = 10.0
 """A staged file of a process that has ended goes after this."""
 PROBED_S = 0.5
-"""A process that looks whether anybody collects has the lock for less than this."""
+"""A process that checks for a running collector has the lock for less than this."""
 QUARANTINE_S = 86_400.0
 QUARANTINE_SHARE = 0.01
 """A damaged file that was set aside goes after this, or when all take this share of the limit."""
@@ -157,7 +157,7 @@ class HostCollector:
 
         ranking.read(self._root, range(self.shards_count), listed=between)
         ranking.rank()
-        # What was written or deleted meanwhile may be in the listing or not: correct only what that does not explain.
+        # The listing may or may not contain concurrent writes and deletions: correct only what they do not explain.
         error = ranking.total.bytes + ranking.foreign.bytes + others + reserved - used
         written, deleted = shared[Number.WRITTEN] - written, shared[Number.DELETED] - deleted
         shared.add(Number.USED, min(0, error + deleted) if error < 0 else max(0, error - reserved - written))
@@ -270,7 +270,7 @@ class HostCollector:
         return done
 
     def _leftovers(self) -> int:
-        """Removes what nobody needs beside the chunks; returns the bytes of what stays. Raises the root's errors."""
+        """Removes obsolete files other than chunks; returns the bytes of what stays. Raises the root's errors."""
         sessions = {table.session for table in live_tables(self._root.path, self._shared)}
         left = 0
         for folder in [entry.name for entry in self._root.list(places.STAGING) if entry.stat is None]:

@@ -1,7 +1,7 @@
 """The sweeps in flight as etcd has them: condemning and closing them, in transactions on one chain.
 
-Every step here is one transaction or one read. A lost reply is settled by reading back. Whatever lands late finds its
-compares broken, or names a sweep that anybody can finish (rules G2, G6, C1).
+Every step here is one transaction or one read. A lost reply is settled by reading back. A late transaction finds
+its compares broken, or names a sweep that any collector can finish (rules G2, G6, C1).
 """
 
 from __future__ import annotations

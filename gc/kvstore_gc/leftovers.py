@@ -96,7 +96,7 @@ class QuarantineFolder:
                     if not isinstance(verdict, Broken):
                         continue
                 except (Unavailable, PermissionDenied):
-                    # Either the file cannot be read, or the root fails for a moment: a second round tells.
+                    # Either the file cannot be read, or the root fails for a moment: a second round decides.
                     may_go = name in self._unreadable
                     unreadable.add(name)
             left.append(_Damaged(name, entry.stat, may_go))
@@ -187,7 +187,7 @@ class Orphans:
         Taking a file too early harms no chunks: nothing of it is visible before it is published, and the put of a
         paused writer that wakes up finds its file gone and fails. But it should not happen to puts that are going on:
         so a file goes once it is older than any put takes to publish it, by its time, or by ours since we noticed it. A
-        file that was never stamped goes at once: its writer was killed before.
+        file that was never stamped is deleted immediately: its writer was killed before.
         """
         folders = [entry.name for entry in self._root.list(places.STAGING) if entry.stat is None]
         live = live_sessions(self._meta, self._keys, self._timings.meta_timeout_s) if folders else set()
@@ -290,10 +290,10 @@ def _is_old(entry: FolderEntry, now_s: float, age_s: float) -> bool:
     return entry.stat is not None and now_s - entry.stat.mtime_ns / NS_PER_S >= age_s
 
 
-def beside(root: Root) -> CountAndBytes:
-    """Files of ours that take room beside the chunks: staged, in a sweep's trash, set aside. Raises the root's errors.
+def other_files(root: Root) -> CountAndBytes:
+    """Counts our files other than chunks: staged, in a sweep's trash, set aside. Raises the root's errors.
 
-    Call it before the chunks are listed: a file published or put back meanwhile then counts twice, never not at all.
+    Call it before the chunks are listed: a file published or put back in between then counts twice, and none is missed.
     """
     found = _files(root, places.QUARANTINE)
     for above in (places.STAGING, places.TRASH):

@@ -97,7 +97,7 @@ class Collectors:
         return [shard for shard in range(count) if owner(shard, live) == mine[0]]
 
     def close(self) -> None:
-        """Leaves, so that others take over at once. If etcd cannot be reached, the lease ends by itself."""
+        """Leaves, so that others take over immediately. If etcd cannot be reached, the lease ends by itself."""
         mine = self.me
         self._forget()
         if mine is not None:
@@ -135,7 +135,7 @@ class Collectors:
             log.info("gc.limit collector=%s max_bytes=%d: that collector's holds for this one too", who, most_bytes)
         else:
             log.warning(
-                "gc.smaller_limit collector=%s max_bytes=%d: it holds for this one too; give all the same --max-bytes",
+                "gc.smaller_limit collector=%s max_bytes=%d: it holds for this one too; give each the same --max-bytes",
                 who,
                 most_bytes,
             )

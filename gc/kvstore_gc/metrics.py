@@ -145,7 +145,7 @@ class Metrics:
         return float(getattr(self._pressure.level, name, 0))
 
     def _asked(self, name: str, about: str, value: Callable[[], float]) -> None:
-        """A gauge whose value is asked for when somebody reads it."""
+        """A gauge whose value is computed at each read."""
         self._gauge(name, about).set_function(lambda: float(value()))
 
     def _gauge(self, name: str, about: str, *labels: str) -> Gauge:

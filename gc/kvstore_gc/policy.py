@@ -5,7 +5,7 @@ Pure, and separate from plans, because a trace replay judges it (``python -m ben
 A chunk's *weighted age* is the time since its last use. It is halved for every second later quantum in which the chunk
 was used and for every ten points of priority above the default, and doubled for every ten points below. So a chunk that
 was used often outlasts one that was used once by a factor, whether chunks last for minutes here or for weeks. A chunk
-that is superseded (its branch was abandoned, and nobody used it since) counts as a thousand times older. Its
+that is superseded (its branch was abandoned and not used since) counts as a thousand times older. Its
 *rank* orders chunks by weighted age (older is lower), then by depth (deeper is lower), then by address, so that a
 cut-off can be put anywhere, even if everything was written in one minute.
 
@@ -56,8 +56,8 @@ OCTAVES_PER_PRIORITY = 0.1
 With twice as much, high priorities would nearly reserve the room, and fewer reads would hit in all
 (``benchmarks/policies.py``)."""
 OCTAVES_SUPERSEDED = 10
-"""So a branch that was left a minute ago goes before what nobody has used for half a day. Not without a limit, so that
-branches that were left last year still go before one of today."""
+"""So a branch left a minute ago is evicted before chunks unused for half a day. The factor is finite, so that
+branches left last year are still evicted before one of today."""
 AGE_LEAST_S = 30
 """Added to every age: a last use is known to the quantum."""
 MTIME_MAX_NS = 1 << 62
@@ -188,7 +188,7 @@ class NamespaceQuota:
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """Limits on age and room. Raises InvalidRequest if they make no sense.
+    """Limits on age and space. Raises InvalidRequest for invalid limits.
 
     ``ttl_s`` is the longest that a chunk stays unused, whatever its hints say; None: no limit. If namespaces take more
     than their quota, a cycle brings them down to QUOTA_SHARE of it.

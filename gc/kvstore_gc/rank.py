@@ -73,9 +73,9 @@ class Listed:
     namespaces: Marks
     """Namespace ids as numbers, see ``number_of``."""
     marks: Marks
-    """The last 8 bytes of each address as a number, which tells it apart; see ``marks_of``."""
+    """The last 8 bytes of each address as a number, which identifies it; see ``marks_of``."""
     foreign: CountAndBytes
-    """Entries beside them: folders (which have no bytes), names that are not ours, chunks of other shards."""
+    """Entries not in the columns: folders (which have no bytes), names that are not ours, chunks of other shards."""
 
 
 @dataclass(frozen=True, slots=True)

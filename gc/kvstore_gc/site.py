@@ -21,14 +21,14 @@ from kvstore_gc.threads import Each, inline
 # Every timing of garbage collection in one place, with the relations between them checked once.
 #
 # Safety rests on revisions and on the fence, and needs none of them: they limit waiting and leftovers. That holds for
-# the ages of leftovers too: a put whose staged file is gone fails before anybody sees anything of it, and a sweep
+# the ages of leftovers too: a put whose staged file is gone fails before any of it is visible, and a sweep
 # whose plan is gone takes nothing. The ages only have to be long enough that this does not happen to work in
 # progress.
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """The timings of a collector. Raises InvalidRequest if a value or a relation makes no sense."""
+    """The timings of a collector. Raises InvalidRequest for an invalid value or relation."""
 
     meta_timeout_s: float = 5.0
     """A call to etcd."""
@@ -40,7 +40,7 @@ class Timings:
     """The longest such pause; each is twice the one before."""
     announce_lag_max_s: float = 375.0
     """A session that has not announced a sweep for this long is revoked (rule H4). Its node has given up before: 330 s
-    and one ttl after it heard of the sweep, which takes at most two looks for a gap."""
+    and one ttl after it learned of the sweep, which takes at most two looks for a gap."""
     grace_max_s: float = 450.0
     """A sweep whose grace is not over by then is abandoned: closed without taking anything."""
     clock_margin_s: float = 60.0

@@ -88,7 +88,7 @@ class Summary:
     seconds: dict[str, float] = field(default_factory=dict)
     used_before_bytes: int = 0
     used_after_bytes: int = 0
-    beside: CountAndBytes = field(default_factory=CountAndBytes)
+    other_files: CountAndBytes = field(default_factory=CountAndBytes)
     """Files other than chunks that take room of the capacity as well: staged, in trash, set aside."""
     capacity_bytes: int | None = None
     limit_bytes: int | None = None
@@ -157,7 +157,7 @@ class Summary:
             "seconds": {phase: round(seconds, 3) for phase, seconds in self.seconds.items()},
             "used_bytes_before": self.used_before_bytes,
             "used_bytes_after": self.used_after_bytes,
-            "beside": {"files": self.beside.count, "bytes": self.beside.bytes},
+            "beside": {"files": self.other_files.count, "bytes": self.other_files.bytes},
             "capacity_bytes": self.capacity_bytes,
             "limit_bytes": self.limit_bytes,
             "target_bytes": self.target_bytes,
@@ -183,7 +183,7 @@ class Summary:
             *((f"sweeps_{outcome}", count) for outcome, count in self.sweeps.items() if count),
             *((f"orphans_{kind}", count) for kind, count in self.orphans.items() if count),
             ("used_bytes", self.used_after_bytes),
-            ("beside_bytes", self.beside.bytes),
+            ("beside_bytes", self.other_files.bytes),
             ("capacity_bytes", self.capacity_bytes),
             ("limit_bytes", self.limit_bytes),
             ("seconds", f"{sum(self.seconds.values()):.2f}"),

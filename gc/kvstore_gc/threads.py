@@ -1,4 +1,4 @@
-"""Threads for calls to the root, which may never return, and the request to stop, which must still be heard.
+"""Threads for calls to the root, which may never return, and the request to stop, which must still take effect.
 
 A call into a dead mount cannot be interrupted. So it runs on a daemon thread, and its caller waits no longer than until
 a stop is requested or a deadline has passed.
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Each = Callable[[int, Callable[[int], object]], None]
-"""Calls ``work(0) ... work(count - 1)``, perhaps several at once. On an error it begins no more, and raises it."""
+"""Calls ``work(0) ... work(count - 1)``, perhaps in parallel. On an error it begins no more, and raises it."""
 
 THREADS_COUNT = 8
 """More than cores, because listing and deleting mostly wait for the root."""
@@ -34,7 +34,7 @@ class Stopped(Exception):
 
 
 class Stop:
-    """The request to stop: made once, heard wherever somebody waits."""
+    """The request to stop: made once, it ends every wait of the collector."""
 
     def __init__(self) -> None:
         self._asked = threading.Event()
@@ -94,7 +94,7 @@ class OutageLog:
 
 
 class Task(Generic[T]):
-    """One call, started at once on its own daemon thread."""
+    """One call, started immediately on its own daemon thread."""
 
     def __init__(self, work: Callable[[], T], name: str) -> None:
         self._work = work
@@ -124,7 +124,7 @@ class Task(Generic[T]):
 def within(timeout_s: float, what: str, work: Callable[[], T]) -> T:
     """Makes one call on its own thread; returns its result, raises what it raises.
 
-    Raises Unavailable if it has not ended within ``timeout_s``: it may still be running, but nobody waits for it.
+    Raises Unavailable if it has not ended within ``timeout_s``: it may still run, but the caller no longer waits.
     """
     task = Task(work, what)
     if not task.has_ended(timeout_s):
@@ -141,7 +141,7 @@ def inline(count: int, work: Callable[[int], object]) -> None:
 class Threads:
     """An ``Each`` on up to ``count`` daemon threads, which live for one call of ``each`` and so need no closing.
 
-    A caller that hears the request to stop leaves at once. Work that has begun ends by itself, or with the program.
+    A caller that sees the request to stop returns immediately. Work that has begun ends by itself, or with the program.
     """
 
     def __init__(self, count: int, stop: Stop) -> None:
@@ -173,4 +173,4 @@ class Threads:
         if failed:
             raise failed[0]
         if next(numbers) < count:
-            raise Stopped  # every thread heard of it before all of the work was begun
+            raise Stopped  # every thread saw the request before all of the work was begun

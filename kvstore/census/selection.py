@@ -140,7 +140,7 @@ class ClearOrder:
 
     @property
     def stands(self) -> bool:
-        """True if it is kept for nodes that are away. Its chunks must be told apart from those written later."""
+        """True if it is kept for nodes that are away. Its chunks must be distinguished from those written later."""
         return self.lineages is not None and not self.unused_since_s
 
     def takes(self, found: ChunkFile) -> bool:
@@ -167,7 +167,7 @@ class ClearOrder:
     def forbids(self, namespace: NamespaceDigest, incarnation: Incarnation, last_use_s: float) -> bool:
         """True if a copy in memory or on a disk must go: if it ``covers`` it, and it was not written after the order.
 
-        So an order does no harm to what its writer, put right, goes on to write, whenever a node hears of it.
+        So an order never affects what its writer, once fixed, writes later, however late a node receives the order.
         """
         found = written(incarnation)
         is_later = self.lineages is not None and (found is None or found.written_s > self.ordered_s + AHEAD_S)

@@ -100,7 +100,7 @@ def walk(
     trouble: Callable[[KVStoreError], object] = lambda error: None,
     shard_done: Callable[[int, int], object] = lambda done, total: None,
 ) -> Iterator[ChunkFile]:
-    """Yields the chunks of a root, shard by shard, in no order within one; what comes and goes meanwhile may be missed.
+    """Yields the chunks of a root, shard by shard, in no order within one. Concurrent changes may be missed.
 
     ``headers`` opens each file for its first 128 bytes. ``share`` (over 0, up to 1) looks at so many of the shards
     only, spread evenly: addresses are hashes, so these are a fair sample of single chunks, though not of whole prompts.
@@ -163,7 +163,7 @@ def sampled(shard_bits: int, share: float = 1.0) -> list[int]:
     return [number * count // wanted for number in range(wanted)]
 
 
-# The chunks that each writer has on a root, told apart by their lineage.
+# The chunks that each writer has on a root, distinguished by their lineage.
 #
 # Pure: what was found comes in, sums go out.
 
@@ -183,7 +183,7 @@ class WriterShare:
 
 
 def by_writer(found: Iterable[ChunkFile], writers: Writers) -> list[WriterShare]:
-    """The shares of all writers that have any, the latest first. ``found`` with headers; one without is of nobody."""
+    """The shares of all writers that have any, the latest first. ``found`` with headers; one without has no writer."""
     shares: dict[LineageId | None, WriterShare] = {}
     for each in found:
         said = None if each.header is None else written(each.header.incarnation)

@@ -1,6 +1,6 @@
 """Checking a root against its format, and repairing it, while a store uses it.
 
-``fsck`` looks (and repairs), ``adopt`` tells an empty etcd what the root knows.
+``fsck`` checks (and repairs), ``adopt`` restores the metadata of an empty etcd from the root.
 """
 
 from kvstore.fsck.adopt import Adopted, adopt

@@ -77,7 +77,7 @@ def adopt(
 
     Nodes may run: those of ``meta`` lose their sessions, and protect nothing until the end of this; what those of
     another etcd hold, no collector of ``meta`` will ever know of, which costs them misses. Collectors of another etcd
-    must not run, since nobody here can end their sessions.
+    must not run, since an adoption cannot end their sessions.
 
     Raises the root's errors, Unavailable and PermissionDenied of the metadata store, Unavailable if another adoption
     runs or a collector goes on condemning.
@@ -99,15 +99,15 @@ class _Adoption:
 
     def run(self) -> Adopted:
         before = self._meta.get(self._keys.generation)
-        # First of all, so that root and etcd differ from here until the last step: a session that begins meanwhile
+        # First of all, so that root and etcd differ from here until the last step: a session that begins in between
         # protects nothing and promises nothing, and one that began before is in the list that is revoked next.
         mine = self._next_generation()
         self._end_sessions()
         self._undo_sweeps()
         self._namespaces()
         self._pins()
-        # Sessions that begin meanwhile protect nothing, and their nodes see when this is over. Afterwards nobody may
-        # end a session: it could be one that protects.
+        # Sessions that begin before this protect nothing, and their nodes see when the adoption ends. Afterwards an
+        # adoption must not end a session: it could be one that protects.
         self._agree(mine, before)
         return self._done
 
@@ -126,7 +126,7 @@ class _Adoption:
                 if kv.lease:
                     self._meta.revoke(kv.lease)
                 else:
-                    self._meta.delete(kv.key)  # nobody else would ever end it
+                    self._meta.delete(kv.key)  # no lease would ever end it
                 self._done.sessions_count += 1
 
     def _undo_sweeps(self) -> None:
@@ -142,7 +142,7 @@ class _Adoption:
                     self._lift(sweep)
             if self._drop_condemned(found):
                 return
-        raise Unavailable("a collector goes on condemning meanwhile: stop all collectors, then adopt again")
+        raise Unavailable("a collector goes on condemning: stop all collectors, then adopt again")
 
     def _lift(self, sweep: bytes) -> None:
         if not lift(self._root, sweep, self._shard_bits, lambda: False):
@@ -189,7 +189,7 @@ class _Adoption:
         for name in list(list_twins(self._root)):
             content = read_twin(self._root, name)
             if content is None:
-                continue  # unpinned meanwhile
+                continue  # unpinned since it was listed
             try:
                 record = StoredPin.from_bytes(content, name)
                 key = self._keys.ref(record.owner, record.id)
@@ -214,7 +214,7 @@ class _Adoption:
         try:
             put = self._meta.txn((Absent(key),), (Put(key, content, lease),)).succeeded
         except LeaseGone:
-            return False  # its last seconds passed meanwhile
+            return False  # it expired before the put
         except KVStoreError:
             with suppress(KVStoreError):
                 self._meta.revoke(lease)
@@ -224,7 +224,7 @@ class _Adoption:
         return put
 
     def _agree(self, mine: Generation, before: KeyValue | None) -> None:
-        """The last word: etcd gets the root's generation, unless somebody else gave either another meanwhile."""
+        """The last step: gives etcd the root's generation, unless another process has changed either since."""
         if newest_number(self._root) != mine.number:
             raise _another_adoption()
         key = self._keys.generation
@@ -243,7 +243,7 @@ def _nonce(seq: KeyValue | None) -> bytes:
     try:
         return NO_NONCE if seq is None else Seq.from_json(seq.value).nonce
     except RootMismatch:
-        return NO_NONCE  # nobody can continue what nobody can read
+        return NO_NONCE  # an unreadable chain cannot be continued
 
 
 def _records(root: Root, refused: list[str]) -> list[tuple[Name, Namespace]]:

@@ -1,6 +1,6 @@
 """Walks a root folder by folder, names what is wrong, and repairs it if asked to, while nodes use the root.
 
-Streaming: memory does not grow with the root, but for 40 bytes per chunk while looking for unreachable ones.
+Streaming: memory does not grow with the root, except for 40 bytes per chunk while looking for unreachable ones.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class FindingKind(enum.Enum):
     MISPLACED = "misplaced"
     """A whole chunk under another chunk's name (swapped files, another namespace's)."""
     WRONG_SHARD = "wrong_shard"
-    """A whole chunk under its own name in another shard's folder, where nobody looks."""
+    """A whole chunk under its own name in another shard's folder, where no node looks."""
     FOREIGN = "foreign"
     """Something that this store did not write. Never touched."""
     ORPHAN_STAGING = "orphan_staging"
@@ -65,7 +65,7 @@ class FindingKind(enum.Enum):
     BAD_RECORD = "bad_record"
     """A namespace's record or claim that cannot be read."""
     NO_RECORD = "no_record"
-    """Chunks of a namespace that no record describes: only a node that is told the namespace can use them."""
+    """Chunks of a namespace that no record describes: only a node that is given the namespace can use them."""
     UNREACHABLE = "unreachable"
     """Chunks whose parent is not there; no match reaches them, garbage collection takes them in time."""
     UNREADABLE = "unreadable"
@@ -184,7 +184,7 @@ REACH_MAX = 10_000_000
 WRITER_AGE_S = 30 * 86_400.0
 """By this age, chunks that the root has lost are gone from every memory and local disk as well."""
 LINEAGES_MAX = 1_000_000
-"""The most writers that are told apart; beyond it no record counts as old."""
+"""The most writers that are distinguished; beyond it no record counts as old."""
 
 _FILES = frozenset({places.FORMAT, places.RESERVE, places.BOUND})
 
@@ -468,9 +468,9 @@ def check_claim(root: Root, name: Name) -> None:
 # Repair: take, look, put.
 #
 # A look at a file may be old when we act: a node may have quarantined it and put a good one at its name. So a file is
-# first *taken*: renamed to a quarantine name that nobody else uses. There nobody can change it any more. If it is whole
-# and was at its right name, it goes back; a good file that was taken by mistake is missing for that moment, which is a
-# miss.
+# first *taken*: renamed to a quarantine name that no other process uses. There it cannot change any more. If it is
+# whole and was at its right name, it goes back; a good file that was taken by mistake is missing for that moment, which
+# is a miss.
 #
 # At the end of the check we look at all that is in quarantine once more, put back what is whole, and delete what is
 # damaged still. So a file is read at its name, after it was taken, and at the end before it is deleted, twice each
@@ -483,7 +483,7 @@ Outcome = tuple[Action, str]
 
 
 class Repairer:
-    """Repairs one root under the name of ``session``, an id that nobody else has. Raises the root's errors."""
+    """Repairs one root under the name of ``session``, an id that no other process has. Raises the root's errors."""
 
     def __init__(self, root: Root, shard_bits: int, inspector: Inspector, session: bytes) -> None:
         self._root = root
@@ -528,7 +528,7 @@ class Repairer:
         return (Action.QUARANTINED, "") if taken else (Action.VANISHED, "")
 
     def remove(self, name: Name) -> Outcome:
-        """Deletes a file that nobody will ever publish."""
+        """Deletes a file that no process will ever publish."""
         return (Action.REMOVED, "") if self._root.remove(name) else (Action.VANISHED, "")
 
     def remove_tree(self, folder: Name) -> Outcome:

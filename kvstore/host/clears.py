@@ -1,4 +1,4 @@
-"""Tells the other processes of a host what a clear takes, because their memory may have it too.
+"""Announces to the other processes of a host what a clear deletes, because their memory may have it too.
 
 The last orders are lines of the file ``host/clears``; their number is in the shared file, and each table says how many
 of them its process has obeyed.
@@ -59,8 +59,9 @@ class HostClears:
             self._thread.start()
 
     def tell(self, order: ClearOrder) -> tuple[str, ...]:
-        """Tells all processes, and waits until they have dropped it from memory; returns the tables of those that have
-        not in time. Raises OSError.
+        """Announces an order, and waits until all processes have dropped its chunks from memory.
+
+        Returns the tables of those that have not in time. Raises OSError.
         """
         with open(f"{self._folder}/{EVICTING}", "ab", opener=_private) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,8 +1,8 @@
 """The collector of a root that the processes of one host share: one of them runs it as a child.
 
 A child and not a thread: listing and evicting take no time of this process's interpreter, and the store needs nothing
-of its code. It ends with this process, even when that is killed (``children``). Whoever has the lock of the file
-``host/collector.lock`` collects; the others look now and then whether it is free.
+of its code. It ends with this process, even when that is killed (``children``). The process that has the lock of
+the file ``host/collector.lock`` collects; the others check now and then whether it is free.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Collecting:
         return child is not None and child.running
 
     def wake(self, *, at_once: bool = False) -> None:
-        """Notes that this process puts, and whether a collector is needed at once. Never blocks for long."""
+        """Notes that this process puts, and whether a collector is needed immediately. Never blocks for long."""
         if self._is_needed or self._closed or (self._thread is not None and not at_once):
             return
         with self._changed:
@@ -94,7 +94,7 @@ class Collecting:
             child.stop(STOP_S)
 
     def _is_free(self) -> bool:
-        """True if nobody collects. Of two that start a child, the second child ends."""
+        """True if no collector runs. If two processes start a child, the second child ends."""
         try:
             fd = os.open(
                 f"{self._folder}/{COLLECTOR}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE

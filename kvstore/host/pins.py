@@ -73,7 +73,7 @@ class HostPins:
 
 
 class PinnedPrints:
-    """What pins keep, as whoever evicts reads it, again and again. A record never changes: each is read once."""
+    """What pins keep, read repeatedly by the process that evicts. Records never change: each is read once."""
 
     def __init__(self, root: Root, clock: Clock) -> None:
         self._root = root
@@ -104,7 +104,7 @@ def _records(
         if record is None:
             content = read_twin(root, name)
             if content is None:
-                continue  # removed meanwhile
+                continue  # removed since it was listed
             try:
                 record = StoredPin.from_bytes(content, name)
             except RootMismatch as mismatch:

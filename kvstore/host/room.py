@@ -1,7 +1,8 @@
 """The room that this process takes on a root of its host: every put counts in one number that all processes share.
 
 A put adds its bytes before it writes, and takes back at its end what it did not write. So the number is never too
-small, whoever dies, and no put brings it above the limit. The collector keeps it below (``kvstore_gc.host``).
+small, even if a process dies, and no put brings it above the limit. The collector keeps it below
+(``kvstore_gc.host``).
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def limit_on(root: PosixRoot, max_bytes: int, shared: Shared) -> int:
     kept = DISK_FREE_BYTES if space.total_bytes is None else min(DISK_FREE_BYTES, DISK_FREE_SHARE * space.total_bytes)
     if space.free_bytes - kept >= max_bytes:
         return max_bytes
-    # What puts have reserved and not yet written counts as used, and is still free. Read in this order, what changes
-    # meanwhile makes the limit smaller.
+    # What puts have reserved and not yet written counts as used, and is still free. Read in this order, so that
+    # concurrent changes make the limit smaller.
     used = shared[Number.USED]
     reserved = sum(table.numbers[Own.RESERVED] for table in live_tables(root.path, shared))
     return max(1, min(max_bytes, used - reserved + (root.space().free_bytes or 0) - int(kept)))
@@ -108,8 +109,8 @@ class HostRoom:
         if limit and size_bytes > limit:
             self._refused()
             raise StoreFull(
-                f"this put has {size(size_bytes)}, and the store has room for {size(limit)}: put less at once, or give "
-                "it a larger max_bytes or disk"
+                f"this put has {size(size_bytes)}, and the store has room for {size(limit)}: put less at a time, or "
+                "give it a larger max_bytes or disk"
             )
         if limit and self.is_full and self._shared[Number.USED] + size_bytes > limit:
             self._refused()
@@ -176,7 +177,7 @@ class HostRoom:
         with self._lock:
             self._waiting += size_bytes
             self._table.numbers[Own.WAITING] = self._waiting
-        self._settle()  # a put that ended meanwhile left that to us
+        self._settle()  # a put that ended while we had the lock left that to us
 
     def _take(self, size_bytes: int) -> bool:
         shared = self._shared
@@ -185,7 +186,7 @@ class HostRoom:
             used, limit = shared[Number.USED] + size_bytes, shared[Number.LIMIT]
             is_taken = not limit or used <= limit  # others would count what is added only to be taken back
             if is_taken:
-                # First in the table: whoever sees it in the sum finds it there.
+                # First in the table: a process that sees it in the sum then finds it there.
                 self._reserved += size_bytes
                 self._publish()
                 used = shared.add(Number.USED, size_bytes)
@@ -196,7 +197,7 @@ class HostRoom:
                     self._publish()
             if is_taken and size_bytes > self._put_max:
                 self._table.numbers[Own.PUT_MAX] = self._put_max = size_bytes
-        self._settle()  # a put that ended meanwhile left that to us
+        self._settle()  # a put that ended while we had the lock left that to us
         if is_taken:
             self._wake(at_once=0 < shared[Number.WAKES_AT] < used)
         return is_taken

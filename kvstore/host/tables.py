@@ -5,8 +5,8 @@ TAIL, and sets SETTLED to TAIL once it is done with all of them (``eviction``). 
 that are gone (``host_view``).
 
 Each process has a hold table, a file with the addresses of the chunks that it holds, mapped and locked. When a process
-ends, in whatever way, the kernel drops its lock; then the table counts no more, and whoever sees that removes it. A
-table is locked before it has its name, so nobody takes a new one for one that was left.
+ends, in whatever way, the kernel drops its lock; then the table no longer counts, and any process that sees that
+removes it. A table is locked before it has its name, so that no process mistakes a new one for an abandoned one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from kvstore.root.posix import FILE_MODE, FOLDER_MODE, PosixRoot, translated
 #
 # The file system must be of this host alone: on a network file system two hosts would not see each other's locks, and
 # a mapped file is memory of one host. Every process that shares a root has a shared lock on its file FORMAT, which
-# nobody replaces. Files of ``host`` are made under the exclusive one, so when nobody uses the root.
+# no process replaces. Files of ``host`` are made under the exclusive one, so only while no process uses the root.
 
 
 FOLDER = "host"
@@ -112,7 +112,7 @@ def why_not_shared(folder: str) -> str | None:
     A file system that is not known as local is refused. Raises Unavailable if the folder cannot be looked at.
     """
     if sys.platform != "linux":
-        return "only Linux tells which file systems are local: use etcd"
+        return "local file systems can be recognised only on Linux: use etcd"
     number = _file_system(folder)
     if number not in _LOCAL:
         name = _SHARED.get(number, f"a file system of type {number:#x}")
@@ -128,7 +128,7 @@ class InUse:
         self._fd = -1
 
     def join(self, is_made: Callable[[], bool], make: Callable[[], None]) -> None:
-        """Takes the lock. Where the files of ``host`` are not ``is_made``, makes them while nobody uses the root.
+        """Takes the lock. Where the files of ``host`` are not ``is_made``, makes them while no process uses the root.
 
         Raises RootMismatch if they are missing while others use the root, and OSError.
         """
@@ -215,7 +215,7 @@ def publish_first(root: Root, generation: Generation, *, ids: Ids, clock: Clock)
 RING = 1 << 16
 """Entries of the log."""
 BATCH_MAX = 1 << 12
-"""Victims of one batch. Whoever is less than ``RING - BATCH_MAX`` behind reads entries that nobody overwrites."""
+"""Victims of one batch. A reader less than ``RING - BATCH_MAX`` behind reads entries that are not overwritten."""
 PAGE_BYTES = 4096
 _own_number = ctypes.c_int64()
 _OWN = ctypes.addressof(_own_number)
@@ -237,7 +237,7 @@ class Number(IntEnum):
     WRITTEN = 4
     DELETED = 5
     LIMIT = 6
-    """No put begins that would bring USED above this; 0: nobody limits it."""
+    """No put begins that would bring USED above this; 0: no limit."""
     WAKES_AT = 7
     """Above this the collector makes room."""
     FULL = 8
@@ -278,7 +278,7 @@ class Mapped:
         with self._lock:
             self._at = 0
         self.numbers.release()
-        with suppress(BufferError):  # somebody has a view of it: then it goes with that
+        with suppress(BufferError):  # a view of it still exists: then it is closed with that
             self.map.close()
 
     def fence(self) -> None:
@@ -336,7 +336,7 @@ class Shared(Mapped):
 
 
 def is_made(folder: str) -> bool:
-    """True if the file is there and of this version. Raises OSError if nobody can tell."""
+    """True if the file exists and has this version. Raises OSError if that cannot be determined."""
     try:
         Shared(folder).close()
     except (FileNotFoundError, ValueError):
@@ -345,8 +345,8 @@ def is_made(folder: str) -> bool:
 
 
 def make(folder: str, used_bytes: int) -> None:
-    """Makes the file anew, while nobody uses the root. All of it gets its room on the disk now: a mapped file that
-    lacks room ends the process that writes to it. Raises OSError.
+    """Makes the file anew, while no process uses the root. Allocates all of it on the disk now: a mapped file that
+    lacks space ends the process that writes to it. Raises OSError.
     """
     for made in (FOLDER, HOLDS):
         os.makedirs(f"{folder}/{made}", FOLDER_MODE, exist_ok=True)
@@ -564,7 +564,7 @@ def live_tables(folder: str, shared: Shared, *, whole: bool = False) -> list[Liv
 def smallest(
     tables: Sequence[LiveTable], max_bytes: int | None = None, ttl_s: float | None = None
 ) -> tuple[int | None, float | None]:
-    """Returns the smallest capacity and time to live that processes ask for, and the caller; None: nobody does."""
+    """Returns the smallest capacity and time to live that the processes and the caller request; None: none does."""
     sizes = [table.numbers[Own.MAX_BYTES] for table in tables if table.numbers[Own.MAX_BYTES]]
     ttls = [table.numbers[Own.TTL_MS] / 1000 for table in tables if table.numbers[Own.TTL_MS]]
     sizes += [] if max_bytes is None else [max_bytes]

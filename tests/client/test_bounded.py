@@ -252,9 +252,11 @@ def test_a_put_larger_than_the_limit_is_refused(tmp_path: Path) -> None:
         cache = store.namespace("large", LARGE)
         prompt = list(range(9 * LARGE.chunk_tokens))
         values = np.ones(LARGE.shape(len(prompt)), np.int8)
-        with pytest.raises(Overloaded, match=r"has [\d.]+ MiB, and the store has room for 1.00 MiB: put less at once"):
+        with pytest.raises(
+            Overloaded, match=r"has [\d.]+ MiB, and the store has room for 1.00 MiB: put less at a time"
+        ):
             cache.put(prompt, values, required=True)
-        with pytest.raises(Overloaded, match="put less at once"):
+        with pytest.raises(Overloaded, match="put less at a time"):
             cache.blocks.put([bytes(32)], [bytes(MIB + 1)], required=True)
         part = 2 * LARGE.chunk_tokens
         assert cache.put(prompt[:part], values[:, :, :part]).tokens_present == part

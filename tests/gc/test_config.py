@@ -50,7 +50,7 @@ def test_everything_can_be_said_in_the_units_of_the_command_line(tmp_path: Path)
         ('order = "random"', "random"),
         ("high = 0.9", "'high'"),
         ("quota = 3", "write [[quota]]"),
-        ("[[quota]]\nmax_bytes = 3", "names nobody"),
+        ("[[quota]]\nmax_bytes = 3", "has no owner"),
         ("[[quota]]\ntenant = 3\nmax_bytes = 3", "as text"),
         ('[[quota]]\ntenant = "a"', "has no max_bytes"),
         ('[[quota]]\ntenant = "a"\nmax_bytes = 3\nttl = "1d"', "'ttl'"),

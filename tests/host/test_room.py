@@ -107,7 +107,7 @@ def test_a_full_store_wakes_a_collector_and_refuses(parts: Parts) -> None:
             room.reserve(30)
         assert woken[-1] and waiting[-1] == 30 and parts.table.numbers[Own.WAITING] == 0
     room.reserve(30).release()
-    with pytest.raises(Overloaded, match="has room for 100 B: put less at once"):
+    with pytest.raises(Overloaded, match="has room for 100 B: put less at a time"):
         room.check(101)
 
 
