@@ -55,7 +55,7 @@ from kvstore.planning.prompts import checked_prompts
 from kvstore.segments import CHUNK_TOKENS, Rope, Segments
 from kvstore.transport.limits import BLOCK_BYTES_MAX, BLOCKS_MAX, DESCENTS_BYTES_MAX
 
-# Stores that nobody closed, and holds that nobody released: if dropped, they warn, and still end.
+# A store dropped before it was closed, or a hold dropped before its release, warns and still ends.
 
 
 def close_when_dropped(port: Transport, close: Callable[[], None], name: str) -> finalize[..., Transport]:
@@ -240,9 +240,8 @@ class BlockCache:
         are as in ``Cache.put``. False means: the store refuses the block (the result's ``reason`` says why), the key
         has a block of another size, or garbage collection is taking it. Raises PermissionDenied or Unavailable.
 
-        ``descents`` say for each block what its tokens are and which block is before it, so that ``kvstore events`` can
-        tell routers of it: a Descent, its bytes (``Descent.pack``), or None. Nobody verifies them, and reads ignore
-        them.
+        ``descents`` give for each block its tokens and the block before it, so that ``kvstore events`` can report it to
+        routers: a Descent, its bytes (``Descent.pack``), or None. The store does not verify them; reads ignore them.
         """
         hints = Hints.of(priority, ttl, preset)
         checked = _checked_keys(keys)
@@ -260,13 +259,13 @@ class BlockCache:
     def put_new(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> StoredBlocks:
         """Stores each buffer under its key, as ``put`` does; ``fresh`` says which of the blocks this call wrote.
 
-        Through a worker only those are sent that the store lacks; then a block of another size counts as stored, and
-        one that somebody else wrote meanwhile, or that is given twice, as written by this call.
+        Through a worker, only the blocks that the store lacks are sent. Then a block of another size counts as stored,
+        and one that another client writes during the call, or that is given twice, as written by this call.
         """
         checked = _checked_keys(keys)
         views = _views(checked, buffers, writable=False)
         with tracing.span("kvstore.put_blocks", blocks=len(checked)):
-            if self._port.tells_fresh:
+            if self._port.reports_fresh:
                 return self._put(checked, views, DEFAULT, self._write)
             stored, fresh = self._port.present_blocks(self._namespace, checked), [False] * len(checked)
             lacking = [at for at, found in enumerate(stored) if not found]
@@ -360,8 +359,8 @@ class BlockCache:
         """Says that these blocks are the end of an abandoned branch: they go first, until they are used again.
 
         ``keys`` are in the order of their prompt, without those that other prompts go on from. ``unused`` is how many
-        seconds ago you used them last: what anybody used later stays as it is, and so does what lies before it. Deletes
-        and protects nothing. Returns before it is done. Raises Unavailable if no worker answers.
+        seconds ago you used them last: a block that any client used later stays as it is, and so do those before it.
+        Deletes and protects nothing. Returns before it is done. Raises Unavailable if no worker answers.
         """
         checked, unused_s = _checked_keys(keys), checked_unused_s(unused)
         with tracing.span("kvstore.supersede_blocks", blocks=len(checked)):
@@ -547,7 +546,7 @@ class Cache:
         to the root soon after and lost if the node is killed before that; "through" once the root has them, with a copy
         in memory. The default is the namespace's, or else the node's. ``cache=False`` writes through without the copy.
 
-        A put that the store refuses (no space, or too much at once) is an ordinary outcome: ``reason`` says why, and
+        A put that the store refuses (no space, or too much load) is an ordinary outcome: ``reason`` says why, and
         ``tokens_present`` what the store has. ``required=True`` raises Overloaded instead. Raises PermissionDenied,
         Unavailable (not in time: retry).
         """
@@ -659,8 +658,8 @@ class Cache:
     def pin(self, tokens: Tokens, ttl: float = 3600.0, owner: str = "") -> Pin:
         """Pins the longest stored prefix: a leased refcount, visible to the cluster, that ends after ``ttl`` seconds.
 
-        In a cluster, and in a folder on a disk of this host, it outlives this process; any other store that was opened
-        without etcd forgets it when it is closed, and nobody else sees it.  ``pin.tokens`` says how much is pinned; 0
+        In a cluster, and in a folder on a disk of this host, it outlives this process. Any other store that was opened
+        without etcd forgets it on close, and no other process sees it. ``pin.tokens`` says how much is pinned; 0
         where nothing is stored.
         Raises Unavailable where etcd does not answer, SessionLost where the node's session just ended.
         """
@@ -696,7 +695,7 @@ class Cache:
         """Says that ``tokens`` is an abandoned branch behind its first ``kept`` tokens: that part goes first.
 
         Give all of the branch. Chunks that hold one of the ``kept`` tokens stay as they are. ``unused`` is how many
-        seconds ago you used the branch last: a chunk that anybody used later stays as it is, and so do those before it.
+        seconds ago you used the branch last: a chunk that any client used later stays as it is, as do those before it.
         The next use of a chunk ends it. Deletes and protects nothing, and leaves hints as they are. Returns before it
         is done. Raises Unavailable if no worker answers.
         """
@@ -800,9 +799,9 @@ class Hold(BaseHold[PortHold, Cache]):
         """Returns the held chunks as read-only, verified arrays ``(layers, 2, chunk_tokens, kv_heads, head_dim)``.
 
         Without a copy if a worker on this host has them in memory, or this process has the root mounted as a file
-        system. kvstore never changes or truncates a chunk file. In this process, what somebody else writes into one
-        shows in the array after it was verified; a process that touches the part that somebody cut off is killed
-        (SIGBUS). ``get`` has no such risk.
+        system. kvstore never changes or truncates a chunk file. If another program changes one, an array mapped in this
+        process shows the change after verification. If it truncates one, a process that touches the missing part is
+        killed (SIGBUS). ``get`` has no such risk.
         """
         self._owner.check()
         return self._held.view()
@@ -810,12 +809,12 @@ class Hold(BaseHold[PortHold, Cache]):
     def layers(self, out: Sequence[KvArray] | None = None) -> Iterator[tuple[int, KvArray, KvArray]]:
         """Yields ``(layer, k, v)``, each of shape ``(tokens, kv_heads, head_dim)``.
 
-        In this process the next ones are read meanwhile. Through a worker all chunks come before the first layer.
+        In this process the next layers are read while you use one. A worker sends all chunks before the first layer.
 
         With ``out``, arrays of shape ``(2, m, kv_heads, head_dim)`` with m >= ``tokens``, the layers are read into them
         in turn: of n arrays, a layer stays where it is until the one n - 2 behind it is asked for. Give three or more,
-        or one for each layer. With one for each, or without ``out``, up to 32 MiB of layers are read at once, and twice
-        as much ahead.
+        or one for each layer. With one for each, or without ``out``, up to 32 MiB of layers are read together, and
+        twice as much ahead.
 
         Raises HoldBroken if a chunk is lost on the way; the first ``tokens_valid`` tokens are unaffected.
         """

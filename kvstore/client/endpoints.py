@@ -69,7 +69,7 @@ def _no_address(given: str) -> InvalidRequest:
 
 
 class Endpoint:
-    """One worker. After ``retire`` its channel is closed once nobody uses it. Thread-safe."""
+    """One worker. After ``retire``, its channel closes once no call uses it. Thread-safe."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class Endpoint:
             self.close()
 
     def retire(self) -> None:
-        """Closes the channel once nobody uses it. Idempotent."""
+        """Closes the channel once no call uses it. Idempotent."""
         with self._lock:
             over = not self._retired and not self._users
             self._retired = True
@@ -399,14 +399,14 @@ class WorkerEndpoints:
         self._probe([each for each in self.every() if is_refresh or (each.aside and each.probe_at_s <= now_s)])
 
     def _probe(self, endpoints: list[Endpoint]) -> None:
-        """Asks workers for their health, all at once, and takes over their answers."""
+        """Queries the health of workers in parallel, and records what they answer."""
         asked: list[tuple[Endpoint, Any]] = []
         for endpoint in endpoints:
             endpoint.use()
             try:
                 asked.append((endpoint, endpoint.probe(self._limits.probe_s)))
             except ValueError:
-                endpoint.leave()  # its channel was closed meanwhile
+                endpoint.leave()  # its channel is already closed
         for endpoint, answer in asked:
             why = _health_of(answer)
             endpoint.leave()

@@ -36,8 +36,8 @@ from kvstore.v1 import kvstore_pb2 as pb
 
 # Renews the leases of a client's holds: one call per worker, for all holds there.
 #
-# It has its own thread, because nobody waits for it and the caller may compute for long. A client that is killed
-# renews nothing, so its workers end its holds (gc/PROTOCOL.md, H4).
+# A thread of its own does it: no call waits for a renewal, and the caller may compute for long. A client that is
+# killed renews nothing, so its workers end its holds (gc/PROTOCOL.md, H4).
 
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class Renewing:
         self._loop.close(CALL_S_MAX)
 
     def _release(self, live: list[LeasedHold]) -> None:
-        """Releases the last RELEASED_MAX of them, all at once; the rest ends with its lease."""
+        """Releases the last RELEASED_MAX of them in parallel; the others end with their leases."""
         asked: list[Any] = []
         for hold in live:
             hold.ended = True
@@ -129,14 +129,14 @@ class Renewing:
                 for hold in holds:  # its channel was closed: the worker ends them
                     self._end(hold)
         for holds, answer in asked:
-            self._hear(holds, answer, now_s)
+            self._apply(holds, answer, now_s)
         with self._changed:
             live = list(self._live)
         if not live:
             return None
         return max(0.0, min(hold.renewed_s + hold.lease_s / SHARE for hold in live) - self._clock.monotonic_s())
 
-    def _hear(self, holds: list[LeasedHold], answer: Any, sent_s: float) -> None:
+    def _apply(self, holds: list[LeasedHold], answer: Any, sent_s: float) -> None:
         try:
             ended = set(pb.RenewResponse.FromString(answer.result()).ended)
         except (grpc.RpcError, grpc.FutureCancelledError, DecodeError) as error:
@@ -186,7 +186,7 @@ class FileLanes:
 
     def _made(self, requests: int) -> Executor:
         lanes = Executor(requests * WIDTH, WIDTH, QUEUE_MAX, STALL_S, self.clock)
-        if self._closed:  # a call goes on while its store is closed: nobody else would end their threads
+        if self._closed:  # a call may outlive its store: no other code would end these threads
             lanes.close()
         return lanes
 
@@ -303,7 +303,7 @@ class Caller:
             try:
                 return self.at(endpoint, partial(send, endpoint, left_s))
             except CallFailed as failed:
-                if error is None or failed.failed.answered:  # what a worker says tells more than silence
+                if error is None or failed.failed.answered:  # a worker's error explains more than silence
                     error = failed.failed.error
                 if not (_helps_elsewhere(failed.failed) and (may_repeat or failed.failed.unsent)):
                     break
@@ -333,7 +333,7 @@ class Caller:
             raise failed.failed.error from failed
 
     def each(self, name: str, request: bytes, timeout_s: float) -> dict[str, bytes | KVStoreError]:
-        """The same question to every worker, all at once: what each answered by address, or why it did not."""
+        """Sends a request to every worker in parallel; returns by address what each answered, or why it did not."""
         self._endpoints.check()
         began_s = self._clock.monotonic_s()
         asked: list[tuple[Endpoint, Any]] = []
@@ -343,7 +343,7 @@ class Caller:
             try:
                 asked.append((endpoint, endpoint.unary(name).future(request, timeout=timeout_s)))
             except ValueError:
-                endpoint.leave()  # its channel was closed meanwhile
+                endpoint.leave()  # its channel is already closed
         for endpoint, answer in asked:
             try:
                 answers[endpoint.address] = self.at(endpoint, answer.result, began_s=began_s)
@@ -401,8 +401,10 @@ class Caller:
     # One worker
 
     def at(self, endpoint: Endpoint, send: Callable[[], T], *, began_s: float | None = None) -> T:
-        """One call to one worker, which is set aside where it did not answer. Raises CallFailed, StoreClosed (also of
-        a store that was closed meanwhile), and InvalidRequest in a forked child.
+        """Makes one call to one worker, and sets the worker aside if it does not answer.
+
+        Raises CallFailed, StoreClosed (also if the store is closed during the call), and InvalidRequest in a forked
+        child.
 
         ``began_s`` is when it was sent, if that was before: a message says how long the worker had.
         """
@@ -435,7 +437,7 @@ class Caller:
 
 
 def _is_out(failed: Failure) -> bool:
-    """True if the worker takes no calls at the moment, as far as this failure tells."""
+    """True if this failure shows that the worker takes no calls at the moment."""
     return isinstance(failed.error, WorkerDraining) or not (failed.answered or isinstance(failed.error, WorkerBusy))
 
 

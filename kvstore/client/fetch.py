@@ -388,8 +388,8 @@ class RemoteRead(ABC):
     def receive(self, endpoint: Endpoint, _: float = 0.0) -> None:
         """Reads what is missing from one worker, with ``done`` up to date whatever happens.
 
-        Called by ``Caller``, which turns what this raises into CallFailed, and says how long the call may take:
-        each worker has ``timeout_s`` all the same. Raises BrokenTransfer too, which is counted then.
+        ``Caller`` calls it, and turns what it raises into CallFailed. The time that ``Caller`` passes is ignored:
+        each worker has ``timeout_s``. Raises BrokenTransfer too, which is counted then.
         """
         missing = self._missing()
         if missing:  # else the last one failed behind its last byte

@@ -27,7 +27,7 @@ class ClientLimits:
     arena_bytes_max: int = 512 << 20
     """Memory shared with one worker on this host for puts; allocated on demand, and kept."""
     bulk_links_max: int = 8
-    """Bulk connections to one worker, each for one call at a time; more calls at once go over gRPC."""
+    """Bulk connections to one worker, each for one call at a time; further calls go over gRPC."""
     bulk_retry_s: float = 5.0
     """Pause before another attempt to connect to a worker that offered only gRPC."""
     stats_s: float = 5.0

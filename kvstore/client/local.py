@@ -172,7 +172,7 @@ class LocalBlockHold(LocalGuard):
 class LocalTransport:
     """The port to a node in this process, in a cluster or alone."""
 
-    tells_fresh = True
+    reports_fresh = True
 
     def __init__(self, member: ClusterMember) -> None:
         self._store = OpenMember(member)

@@ -140,7 +140,7 @@ class Credentials:
     def wrapped(self, sock: socket.socket, address: str) -> socket.socket:
         """Wraps the socket of a bulk connection in TLS within its time-out; returns it as it is if calls are plain.
 
-        Raises LinkLate or LinkBroken if the worker is silent or goes away meanwhile, Unavailable for anything else.
+        Raises LinkLate or LinkBroken if the worker is silent or goes away during the handshake, otherwise Unavailable.
         """
         if self._certificate is None:
             return sock
@@ -317,12 +317,12 @@ class UploadArena:
 
 # The memory of a worker on this host, mapped once for all connections to it, and leases on parts of it.
 #
-# The mapping is read-only. The worker may change a part of it once nobody has a lease on that part. The file is
+# The mapping is read-only. The worker may change a part of it once no client has a lease on it. The file is
 # sealed, so the mapping outlives the worker.
 
 
 LEASES_MAX = 256
-"""Maximum of leases on one worker's memory at once, one file descriptor each; further views are copies."""
+"""Maximum of live leases on one worker's memory, one file descriptor each; further views are copies."""
 
 
 class WorkerMemory:
@@ -377,7 +377,7 @@ class ClientLease:
     """Keeps the worker from reusing leased chunks until it is closed. It is our end of a pipe.
 
     Closed by its user, or with the last array that refers to it. That may happen in any thread at any point, so closing
-    takes no lock: it is one system call, and the kernel tells the worker. A forked child inherits it.
+    takes no lock: it is one system call, and the kernel notifies the worker. A forked child inherits it.
     """
 
     __slots__ = ("_fd", "_live")
@@ -515,7 +515,7 @@ class Connector:
         return self._dial_shared(answer) if answer is not None else None
 
     def check(self) -> None:
-        """Raises NoBulkPath if the required path is not offered, NoAnswer if it is offered and nobody answers."""
+        """Raises NoBulkPath if the worker does not offer the required path, NoAnswer if it does and is silent."""
         if self._bulk is not Bulk.AUTO and (self._worked or self._is_silent):
             raise NoAnswer(f"worker {self._address} does not answer over {self._bulk.value}: {self._why_not}")
         if self._bulk is not Bulk.AUTO:
@@ -809,8 +809,9 @@ class Links:
         return answer
 
     def reserve_arena(self, link: DataConnection, size_bytes: int) -> int:
-        """Returns how many of ``size_bytes`` the arena of a connection may have, beside the arenas of the worker's
-        other connections, and reserves them for it.
+        """Reserves up to ``size_bytes`` for the arena of a connection; returns how many it may have.
+
+        The arenas of all connections to the worker share one limit.
         """
         with self._lock:
             used = sum(each.arena_bytes for each in self._open if each is not link)

@@ -185,7 +185,7 @@ class RemoteTransport:
         write: WriteMode | None = None,
         credentials: Credentials = PLAIN,
     ) -> None:
-        self.tells_fresh = False
+        self.reports_fresh = False
         clock = clock or SystemClock()
         self.limits = limits = limits or ClientLimits()
         self.counters = counters = Counts(ClientCount)
@@ -299,7 +299,7 @@ class RemoteTransport:
     def pin(self, namespace: Namespace, prompt: TokenArray | list[bytes], ttl_s: float, owner: str) -> PinRecord:
         fields, marks = naming_of(namespace, prompt)
         raw = sealed(pb.PinRequest(namespace=namespace.digest, ttl_s=ttl_s, owner=owner, **fields))
-        # Sent twice it would be two pins, one of which nobody knows of.
+        # A repeated request would make a second pin, which no caller knows.
         answer = self._caller.within(
             namespace,
             lambda: self._caller.unary("Pin", raw, self.limits.pin_s, marks, may_repeat=False, even_aside=True),
@@ -464,7 +464,7 @@ class RemoteTransport:
 
     def _begin(self, name: str, request: Message, worker: str | None, marks: Marking | None = None) -> Operation:
         """Begins an operation by the call ``name`` at a worker, by default the best one. Raises what it raised."""
-        # Sent twice it would be two operations, one of which no caller follows.
+        # A repeated request would begin a second operation, which no caller follows.
         send = partial(_send_operation, name, sealed(request))
         status = self._caller.at_worker(worker, send, self.limits.pin_s, marks, may_repeat=False)
         return Operation(RemoteRun(self, status))
@@ -635,7 +635,7 @@ def status_of(response: control.OperationResponse, worker: str) -> OperationStat
 # Holds at one worker: if that worker is gone, so is the hold, and reading raises.
 #
 # A chunk or block lost under a live hold is a miss. ``HoldBroken`` means that the hold has ended, or that its worker
-# does not answer, so nobody knows whether it still protects.
+# does not answer, so the client cannot know whether the hold still protects.
 
 
 RELEASE_S = 2.0
@@ -718,7 +718,7 @@ class HeldAtWorker:
         """Raises HoldBroken once the hold has ended, as far as this process knows."""
         lease = self._lease
         if self._released or lease is None or lease.ended:
-            self._caller.check()  # nothing is sent; a store that is closed says so all the same
+            self._caller.check()  # raises if the store is closed; nothing is sent
         if self._released:
             raise HoldBroken("the hold has ended (it was released): match again")
         if lease is not None and lease.ended:

@@ -35,7 +35,7 @@ SPARE_CALLS, SPARE_CALLS_MAX = 6, 16
 """Calls of mean size that are no reason to call a worker busy: a few at first, more as more calls are counted."""
 CALLS_PER_SPARE = 32
 CALL_CHUNKS = 8
-"""A call is as much work as so many chunks, beside its own."""
+"""Fixed work of a call, in chunks, in addition to its own chunks."""
 HALVING_CALLS = 2_048
 """Load and traffic count half after so many calls."""
 MARKS_MAX = 65_536
@@ -53,7 +53,7 @@ def marks_of(namespace: Namespace, tokens: TokenArray) -> Marks:
 
 
 def marks_of_keys(keys: Sequence[bytes]) -> Marks:
-    """Returns the marks of engine-hashed blocks: a key tells all keys before it."""
+    """Returns the marks of engine-hashed blocks: a key identifies all keys before it."""
     return [xxhash.xxh3_64_intdigest(keys[depth - 1]) for depth in depths(len(keys))]
 
 

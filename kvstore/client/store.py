@@ -85,9 +85,9 @@ class Store:
         A selection names chunks by namespace, tenant, fingerprint, age, or who wrote them and when. Pinned chunks stay,
         and are counted, unless ``pinned``. ``dry_run`` only counts. The operation counts shards; its ``counts`` are
         "chunks", "bytes", "pinned", "failed" (clear again) and "unconfirmed" (nodes that did not answer). First stop
-        those who still write such chunks: chunks written meanwhile stay. Clearing twice is harmless. ``worker`` is the
-        address of the worker that does it; by default the best one. Raises InvalidRequest for a selection of nothing,
-        Overloaded, Unavailable.
+        all writers of such chunks: chunks written during the operation stay. Clearing twice is harmless. ``worker`` is
+        the address of the worker that does it; by default the best one. Raises InvalidRequest for a selection of
+        nothing, Overloaded, Unavailable.
         """
         chosen = checked_selection(selection)
         dry_run, pinned = checked_flag("dry_run", dry_run), checked_flag("pinned", pinned)

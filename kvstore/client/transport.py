@@ -55,7 +55,7 @@ class PortHold(Protecting, Protocol):
     def layers(self, memory: Callable[[int], LayerMemory], band: int) -> Iterator[tuple[int, LayerMemory]]:
         """Yields each layer once it is in its memory. Raises HoldBroken if a chunk was lost.
 
-        So many layers may be read at once, and as many again ahead: with a ``band`` of 1 there is memory for three.
+        At most ``band`` layers are read together, and as many again ahead: a ``band`` of 1 has memory for three.
         """
         ...
 
@@ -80,8 +80,8 @@ class Transport(Protocol):
 
     shared: dict[Hashable, Any]
     """State that all caches of this store share. It must not refer to the port."""
-    tells_fresh: bool
-    """True if ``put_blocks`` tells what it wrote. Otherwise the bytes have far to go, so ask first which are there."""
+    reports_fresh: bool
+    """True if ``put_blocks`` reports what it wrote. Otherwise the bytes have far to go: query first what is there."""
 
     @property
     def place(self) -> str:
@@ -170,7 +170,7 @@ class Transport(Protocol):
         ...
 
     def block_sizes(self, namespace: Namespace, keys: Sequence[bytes]) -> list[int]:
-        """Returns the size of each block in bytes; 0 if it is not in the store, or nobody can tell."""
+        """Returns the size of each block in bytes; 0 if it is not in the store or its size is unknown."""
         ...
 
     def hold_blocks(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> PortBlockHold:

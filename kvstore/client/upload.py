@@ -186,7 +186,7 @@ def _send_put(
                 _send(link, number, cargo, at, chunks)
         return parse(pb.PutResponse, link.receive(FrameKind.STORED)[1])
     except LinkBroken as broken:
-        _hear_why(link)
+        _raise_refusal(link)
         raise broken
 
 
@@ -234,7 +234,7 @@ def _pause(ends_s: float) -> None:
     time.sleep(FULL_PAUSE_S)
 
 
-def _hear_why(link: DataConnection) -> None:
+def _raise_refusal(link: DataConnection) -> None:
     """Raises BulkRefused if the worker said why it refused before it closed the connection."""
     link.channel.limit(LAST_WORD_S, LAST_WORD_S)
     with suppress(Unavailable):

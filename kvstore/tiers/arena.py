@@ -60,7 +60,7 @@ class Extents:
 
     @property
     def largest_bytes(self) -> int:
-        """The most that can be taken at once."""
+        """The most that one call can take."""
         return self._sizes[-1][0] * PAGE_BYTES if self._sizes else 0
 
     def take(self, size_bytes: int) -> int | None:
@@ -110,8 +110,8 @@ class Extents:
 
 # The memory of the host, or the limit of this process's container (the cgroup).
 #
-# A number that is too large must be an error where it is given: otherwise nobody notices before the memory is
-# written, and then the system kills a process.
+# A number that is too large must be an error where it is given: otherwise it shows only when the memory is written,
+# and then the system kills a process.
 
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -137,7 +137,7 @@ def memory_most_bytes() -> int:
 
 
 def memory_free_bytes() -> int | None:
-    """Returns what the host can give now without taking it from anybody; None if the system does not say."""
+    """Returns what the host can give now without taking it from other processes; None if the system does not say."""
     with suppress(OSError, ValueError, IndexError):
         for line in MEMINFO.read_text().splitlines():
             if line.startswith("MemAvailable:"):

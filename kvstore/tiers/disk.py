@@ -78,7 +78,7 @@ class DiskFolder:
         except OSError as cause:
             raise _refusal(self.path, "could not be made", cause) from cause
         root = self._make_root(self.path)
-        is_marked = self._is_marked(root)  # check first: leave no lock file in somebody else's folder
+        is_marked = self._is_marked(root)  # check first: leave no lock file in another program's folder
         self._lock()
         try:
             self.block_bytes = self._find_block_bytes()
@@ -417,7 +417,7 @@ class DiskShelf:
     def claim(self, place: ChunkIdentity, size_bytes: int, hints: Hints) -> DiskClaim | None:
         """Claims room for a file; None if there is none, or if the address is taken.
 
-        Never evicts: nobody would remove the evicted file.
+        Never evicts: the caller would not remove the evicted file.
         """
         with self._lock:
             if self._room.charge(size_bytes) > self._room.free_bytes:
@@ -426,7 +426,7 @@ class DiskShelf:
             return None if entry is None else DiskClaim(entry, self._clears_count)
 
     def ready(self, claimed: DiskClaim) -> bool:
-        """Notes that the file is there; False if a namespace was cleared meanwhile, which may be the file's own."""
+        """Notes that the file is there; False if a namespace, perhaps the file's own, was cleared since the claim."""
         with self._lock:
             if claimed.clears_count != self._clears_count or not self._inventory.ready(claimed.entry):
                 return False
@@ -742,7 +742,7 @@ class DiskTier:
     def add(self, place: ChunkIdentity, image: memoryview, hints: Hints = DEFAULT) -> bool:
         """Writes an image that memory gives up; False if it is already there, there is no room, or the disk refuses.
 
-        Blocks on the disk: called by a thread that nobody waits for. Never raises KVStoreError.
+        Blocks on the disk, so call it from a thread that no caller waits for. Never raises KVStoreError.
         """
         with self._inside() as is_open:
             for is_last in (False, True):
@@ -816,7 +816,7 @@ class DiskTier:
         return self._shelf.stats()
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Ends the thread, and unlocks the folder once nobody uses it any more. Idempotent."""
+        """Ends the thread, and unlocks the folder after its last use. Idempotent."""
         with self._changed:
             if not self._is_open:
                 return

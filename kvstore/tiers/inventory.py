@@ -160,7 +160,7 @@ ASKED_LASTS_S = 3_600.0
 class Admission:
     """The addresses asked for lately: at most ``addresses_max``, for about ``lasts_s``. Not thread-safe.
 
-    It keeps two generations and forgets the older one at once, so it remembers half to all of the limit.
+    It keeps two generations and forgets the older one as a whole, so it remembers half to all of the limit.
     """
 
     def __init__(self, addresses_max: int = ASKED_MAX, lasts_s: float = ASKED_LASTS_S) -> None:
@@ -313,7 +313,7 @@ def print_of(address: Address) -> int:
 
 
 class Prints:
-    """32 bits of each address that a tier holds, by shard, in order; peers are told them (MEMORY.md, "Peers").
+    """32 bits of each address that a tier holds, by shard, in order; peers receive them (MEMORY.md, "Peers").
 
     Kept up to date at four bytes each, because a shard of a million prints is sent again about once a second. Not
     thread-safe.
@@ -363,7 +363,7 @@ class TierInventory:
         """Bytes of all entries, and of those that are gone and still referred to."""
         self.dirty_bytes = 0
         self.referenced_bytes = 0
-        """Bytes of entries that somebody refers to, gone or not; a claimant does."""
+        """Bytes of entries with references, gone or not; a claimant has one."""
         self.pinned_bytes = 0
         self.evicted_count = 0
         """Number of entries evicted since the beginning."""
@@ -396,7 +396,7 @@ class TierInventory:
         dirty: bool = False,
         replica: bool = False,
     ) -> TierEntry | None:
-        """Makes a new entry with room, which nobody sees before ``ready``; evicts others if that makes the room.
+        """Makes a new entry with room, hidden until ``ready``; evicts others if that makes the room.
 
         None if the address is claimed or ready (E4), or if no room can be made (E2). The caller has one reference, and
         gives it up with ``unrefer``, after ``ready`` or ``drop``.
@@ -421,7 +421,7 @@ class TierInventory:
         return entry
 
     def ready(self, entry: TierEntry) -> bool:
-        """Shows a claimed entry to everybody. False if it was dropped meanwhile."""
+        """Shows a claimed entry to all callers. False if it was dropped since the claim."""
         if entry.is_gone:
             return False
         self._tree.show(entry)
@@ -431,7 +431,7 @@ class TierInventory:
         return True
 
     def drop(self, entry: TierEntry) -> None:
-        """Takes an entry away at once, in any state; its room is given back with the last reference. Idempotent."""
+        """Removes an entry immediately, in any state; its room is given back with the last reference. Idempotent."""
         if entry.is_gone:
             return
         if entry.is_ready:

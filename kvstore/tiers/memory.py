@@ -1,4 +1,4 @@
-"""The memory tier: images in the arena, found by address, filled and read by many threads at once.
+"""The memory tier: images in the arena, found by address, filled and read by many threads concurrently.
 
 The inventory decides, under one lock. Every byte is moved outside that lock, in space that a claim or a reference
 reserves (kvstore/tiers/MEMORY.md, rules I, A, E and L).
@@ -32,7 +32,7 @@ from kvstore.tiers.inventory import DROP_COUNT, Admission, ChunkIdentity, TierEn
 
 
 class Slot:
-    """Room for one chunk that is being filled; nobody else sees it before it is ready."""
+    """Room for one chunk that is being filled; only its claimant sees it before it is ready."""
 
     __slots__ = ("entry", "memory")
 
@@ -45,7 +45,7 @@ class Slot:
 class References:
     """References to entries, which keep their bytes in place and unchanged until ``release``. A context.
 
-    ``memory`` is the arena, for reading; it stays readable as long as this object lives, whoever closes the tier.
+    ``memory`` is the arena, for reading; it stays readable as long as this object lives, even after the tier is closed.
     """
 
     __slots__ = ("_let_go", "is_leased", "memory", "referred")
@@ -57,7 +57,7 @@ class References:
         self._let_go: Callable[[References], None] | None = let_go
 
     def release(self) -> None:
-        """Lets the entries be evicted again, unless somebody else refers to them, and ends their lease. Idempotent.
+        """Lets the entries be evicted again, unless other references remain, and ends their lease. Idempotent.
 
         Never waits for a lock, so that a finalizer may call it, in any thread at any point.
         """
@@ -99,7 +99,7 @@ class Slots(References):
         return next((at for at, entry in enumerate(self.entries) if entry is None), len(self.entries))
 
     def images(self, start: int, stop: int) -> Sequence[memoryview]:
-        """Returns the images of chunks ``start`` to ``stop - 1``, all of which must be there; unverified (rule I1)."""
+        """Returns the images of chunks ``start`` to ``stop - 1``, which must all be there; unverified (rule I1)."""
         entries = [entry for entry in self.entries[start - self.first : stop - self.first] if entry is not None]
         assert start >= self.first and len(entries) == stop - start
         return images_of(self.memory, entries)
@@ -145,7 +145,7 @@ def images_of(memory: memoryview, entries: Sequence[TierEntry]) -> Sequence[memo
 
 
 class MemoryTier:
-    """The chunks of one node in its arena, which must be open. Thread-safe; nobody ever waits for room.
+    """The chunks of one node in its arena, which must be open. Thread-safe; no call waits for room.
 
     Chunks are those of a chain, or engine-hashed blocks (``BlockKeys``); an index is that of the chain or request.
     """
@@ -266,7 +266,7 @@ class MemoryTier:
     ) -> Slot | None:
         """Claims room for one chunk; pass it to ``ready`` or ``drop``.
 
-        None if the chunk is there, if somebody else is bringing it, or if no room can be made.
+        None if the chunk is there, if another thread is bringing it, or if no room can be made.
         """
         size_bytes, inventory = wanted.image_bytes(index), self._inventory
         place = wanted.place(index)
@@ -294,7 +294,7 @@ class MemoryTier:
     def ready(self, slots: Sequence[Slot], *, fetched: bool = False) -> None:
         """Notes that they are complete: from now on they are found, and never change again (rule I2).
 
-        Drops those ``fetched`` from elsewhere that were cleared meanwhile (rule P6).
+        Drops those ``fetched`` from elsewhere that were cleared during the fetch (rule P6).
         """
         with self._lock:
             for slot in slots:
@@ -327,7 +327,7 @@ class MemoryTier:
             self._inventory.retire(entry for entry in entries if entry is not None)
 
     def is_coming(self, wanted: KeySet, index: int) -> bool:
-        """True if somebody is bringing a chunk here at this moment."""
+        """True if a thread is bringing a chunk here at this moment."""
         with self._lock:
             return wanted.addresses[index] in self._filling
 
@@ -386,7 +386,7 @@ class MemoryTier:
             return entry.place
 
     def evict(self, entries: Sequence[TierEntry]) -> None:
-        """Evicts victims before their release, except those that somebody needed meanwhile (rule E2)."""
+        """Evicts victims before their release, except those that are in use again, dirty or pinned (rule E2)."""
         evicted_count = 0
         with self._lock:
             self._collect()
@@ -519,7 +519,7 @@ class MemoryTier:
         return right
 
     def _damaged(self, entries: Sequence[TierEntry], fetched: bool) -> None:
-        """Drops wrong entries, and counts each once, whoever else finds it."""
+        """Drops wrong entries, and counts each once, even if several threads find it."""
         with self._lock:
             wrong = [entry for entry in entries if not entry.is_gone]
             self._counters.add(NodeCount.BEHIND_LOST, sum(entry.is_dirty for entry in wrong))

@@ -50,7 +50,7 @@ class Tier(Protocol):
     def leading(self, wanted: KeySet, first: int) -> int:
         """Returns how many consecutive chunks from index ``first`` on it has, or says it has.
 
-        Answers from what is known here at this moment: waits for nobody, does no I/O, may be wrong (rule R4).
+        Answers from what this node knows at this moment: never waits, does no I/O, may be wrong (rule R4).
         """
         ...
 
@@ -91,7 +91,7 @@ FREE_SHARE = 1 / 16
 
 COPY_S = 10.0
 PART_BYTES_MIN, PART_BYTES_MAX = 16 << 20, 32 << 20
-"""Bytes that one thread copies at once. For less than the smaller one it is not worth waking another."""
+"""Bytes that one thread copies in one part. For less than the smaller one it is not worth waking another."""
 PARTS_PER_LANE = 2
 
 
@@ -134,7 +134,7 @@ log = logging.getLogger(__name__)
 
 WRITERS = 4
 AFTER_S = 0.05
-"""How long a chunk waits before it is written: the put that brought it is acknowledged meanwhile, and needs cores."""
+"""How long a chunk waits before it is written: acknowledging its put needs the cores first."""
 PAUSE_S = 0.5
 """Pause after the root refused or did not answer."""
 JOIN_S = 2.0
@@ -480,7 +480,7 @@ class TierStack:
     def keep(self, put: MemoryPut) -> None:
         """Copies chunks that the root has into memory as well, as far as there is room and time."""
         self.filling(put.keys)
-        with suppress(Overloaded, Unavailable):  # too late; they are stored all the same
+        with suppress(Overloaded, Unavailable):  # too late for memory, but the root has them
             self._take(put, dirty=False)
 
     def absorb(self, put: MemoryPut, *, waits: bool) -> MemoryPart:
@@ -609,7 +609,7 @@ class TierStack:
             raise
 
     def filling(self, wanted: KeySet) -> None:
-        """Chunks are about to come into memory: where there is little room, some are demoted meanwhile."""
+        """Prepares memory for chunks that are about to come: if it has little room, a thread demotes others."""
         self.encodings.learn(wanted.namespace)
         if self.disk is not None and self.memory.free_bytes < self.memory.size_bytes * FREE_SHARE:
             with self._changed:
@@ -686,5 +686,5 @@ class TierStack:
         if entry.uses >= 1 and self.disk.add(self.memory.place(entry), image, entry.hints):
             self._counters.add(NodeCount.MEMORY_DEMOTED)
             if entry.is_gone:
-                # Cleared meanwhile: memory was told before the disk, and both perhaps before this came to the disk.
+                # Cleared during the write: the clear reached memory first, and the disk perhaps before this chunk did.
                 self.disk.drop(entry.address)

@@ -99,7 +99,7 @@ class Grant:
 
     @classmethod
     def fresh(cls) -> Grant:
-        """Returns a grant that nobody else has."""
+        """Returns a grant that no other client has."""
         return cls(os.urandom(GRANT_BYTES), os.urandom(SECRET_BYTES))
 
     def hello(self, nonce: bytes) -> bytes:

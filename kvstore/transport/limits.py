@@ -36,7 +36,7 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", REQUEST_BYTES_MAX),
     # With it, two workers on one port would each get a part of the calls. Without it, the second fails.
     ("grpc.so_reuseport", 0),
-    # A connection on which nobody speaks keeps a file descriptor that the root needs.
+    # A connection whose peer is silent keeps a file descriptor that the root needs.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),

@@ -83,7 +83,7 @@ def traced(message: Message) -> bytes:
 
 
 def trace_of(message: bytes) -> tracing.Metadata:
-    """Returns the trace as metadata; empty if there is none, or if it makes no sense."""
+    """Returns the trace as metadata; empty if there is none, or if it is invalid."""
     at = len(_TRACE_TAG) + 1
     if message[: len(_TRACE_TAG)] != _TRACE_TAG or len(message) < at or message[at - 1] > TRACE_BYTES_MAX:
         return ()
@@ -265,7 +265,7 @@ def pack_descents(descents: Sequence[bytes]) -> bytes:
 def unpack_descents(packed: bytes, count: int) -> list[bytes]:
     """Decodes the descents of ``count`` blocks, or of none. Raises InvalidRequest for other sizes than these.
 
-    What they say is not looked at: whoever reads them from a file cannot trust it either.
+    Their content is not checked: a reader of the file cannot trust it either.
     """
     if len(packed) > DESCENTS_BYTES_MAX:
         raise InvalidRequest(f"{len(packed)} bytes of descents are over the limit of {DESCENTS_BYTES_MAX}: split it")

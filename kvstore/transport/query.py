@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 BODY_BYTES_MAX = 64 << 20
 FIELDS_MAX = 1_024
-"""JSON with more commas than this beside those between tokens is not decoded: decoders stop all threads meanwhile."""
+"""JSON with more commas than this, except those between tokens, is not decoded: decoders stop all threads."""
 RANK = "0"
 """Stores have no data-parallel ranks."""
 
@@ -123,7 +123,7 @@ def answer_document(
     }
 
 
-# ``POST /query`` over HTTP: reads a question, has somebody answer it, and says why not if it is refused.
+# ``POST /query`` over HTTP: reads a question, returns its answer, or the reason if it is refused.
 #
 # A question is JSON; or, which takes a third of the time for a long prompt, its tokens alone as ``application/octet-
 # stream``, with ``model`` and ``tenant`` in the query string.

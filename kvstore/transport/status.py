@@ -35,11 +35,11 @@ MESSAGE_BYTES_MAX = 4096
 
 
 class UnknownNamespace(InvalidRequest):
-    """Nobody ever opened this namespace on this root. Call OpenNamespace, then repeat the call."""
+    """No client ever opened this namespace on this root. Call OpenNamespace, then repeat the call."""
 
 
 class BrokenTransfer(Unavailable):
-    """Bytes changed between client and worker, or a worker's answer makes no sense. Repeat the call."""
+    """Bytes changed between client and worker, or a worker's answer is invalid. Repeat the call."""
 
 
 class WorkerDraining(Unavailable):
@@ -134,7 +134,7 @@ def failure(
         return Failure(Unavailable(said), False, False)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and message.startswith("Concurrent RPC limit"):
         return Failure(
-            WorkerBusy(f"worker {where} has too many calls at once: back off"), True, True
+            WorkerBusy(f"worker {where} has too many concurrent calls: back off"), True, True
         )  # gRPC itself says so
     kind, said = _BY_CODE.get(code, Unavailable), _SAID.get(code) or message or "it gave no reason; see its log"
     return Failure(kind(f"worker {where}: {said}"), code is grpc.StatusCode.INTERNAL, False)

@@ -172,16 +172,16 @@ def problems_of(found: pb.HealthResponse) -> list[str]:
     return [said for is_so, said in rules if is_so]
 
 
-# The limits that can change while a worker runs: their names, their values, and changing several at once or none.
+# The limits that can change while a worker runs: their names, their values, and changes of several, all or none.
 
 
 LOG_LEVEL = "log_level"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 OF_WORKER = {
-    "calls_max": "calls at once; more are refused",
+    "calls_max": "concurrent calls; more are refused",
     "bytes_in_flight_max": "bytes of payload between network and root; a call that needs more is refused",
-    "holds_max": "holds of clients alive at once",
+    "holds_max": "live holds of clients",
     "hold_tokens_max": "tokens of all held prompts together",
 }
 OF_NODE = {
@@ -209,7 +209,7 @@ class LiveLimits:
 
     def every(self) -> list[LimitValue]:
         with self._lock:
-            return self._told({})
+            return self._values({})
 
     def change(self, wanted: Mapping[str, str]) -> list[LimitValue]:
         """Changes several limits, all or none. Raises InvalidRequest, which says what is wrong with which."""
@@ -232,7 +232,7 @@ class LiveLimits:
             changed = {name: before[name] for name in MEANINGS if before[name] != now[name]}
             for name, was in changed.items():
                 log.warning("worker.limit_changed name=%s before=%s now=%s", name, was, now[name])
-            return self._told(changed)
+            return self._values(changed)
 
     def _checked_worker(self, wanted: Mapping[str, str]) -> WorkerLimits:
         limits = self._service.worker.limits
@@ -261,7 +261,7 @@ class LiveLimits:
             LOG_LEVEL: logging.getLevelName(_LOGGER.getEffectiveLevel()).lower(),
         }
 
-    def _told(self, changed: Mapping[str, str]) -> list[LimitValue]:
+    def _values(self, changed: Mapping[str, str]) -> list[LimitValue]:
         now = self._now()
         return [
             LimitValue(name, now[name], meaning, self._started[name], changed.get(name, ""))
@@ -340,7 +340,7 @@ DRAIN_S_MAX = 86_400.0
 Drain = Callable[[float | None], float]
 """Ends the worker's program as SIGTERM does, with this many seconds for calls in progress.
 
-None means the time that it was started with. Returns that time at once.
+None means the time that the worker was started with. Returns that time immediately.
 """
 
 
@@ -357,7 +357,7 @@ class ControlService:
         self._on_drain = on_drain
         self._operations = member.node.operations
         self._tenant_share = 1.0 if service.calls.guard.is_open else 0.5
-        """The share of the unfinished operations that one tenant may have, where tenants are told apart."""
+        """The share of the unfinished operations that one tenant may have, if the guard distinguishes tenants."""
         self._waiters = threading.Semaphore(max(1, service.worker.limits.calls_max // 2))
         self._limits = LiveLimits(member, service)
         self._began_s = time.monotonic()

@@ -51,7 +51,7 @@ class Gate:
 
     def __init__(self, calls_max: int) -> None:
         self.calls_max = calls_max
-        """Limit on calls at once. May change at any time: calls inside stay."""
+        """Limit on concurrent calls. May change at any time: calls inside stay."""
         self._changed = threading.Condition()  # guards calls under way, and whether the worker drains
         self._inside = 0
         self._draining = False
@@ -62,7 +62,7 @@ class Gate:
 
     @property
     def draining(self) -> bool:
-        """True once it is closed for good."""
+        """True once the gate is closed, which is permanent."""
         return self._draining
 
     @contextmanager
@@ -234,7 +234,7 @@ class DaemonThreads(Executor):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(work())
-                except BaseException as error:  # noqa: BLE001  # belongs to whoever waits for the future
+                except BaseException as error:  # noqa: BLE001  # belongs to the thread that waits for the future
                     future.set_exception(error)
             del task, future, work  # an idle thread must not keep a message in memory
             with self._lock:
@@ -474,7 +474,7 @@ class Calls:
 class ClientHolds:
     """The live holds of all clients; thread-safe. ``release`` ends a hold in the node, ``renew`` its lease there.
 
-    With ``tells_tenants`` one tenant has at most half of them: others need some too.
+    With ``limits_tenants`` one tenant has at most half of them: others need some too.
     """
 
     def __init__(
@@ -485,7 +485,7 @@ class ClientHolds:
         renew: Callable[[ChunkHold], bool],
         clock: Clock,
         *,
-        tells_tenants: bool = False,
+        limits_tenants: bool = False,
     ) -> None:
         self.holds_max = holds_max
         """May change at any time, like ``tokens_max``: live holds stay."""
@@ -494,7 +494,7 @@ class ClientHolds:
         self._renew = renew
         self._clock = clock
         self._lock = threading.Lock()
-        self._tells_tenants = tells_tenants
+        self._limits_tenants = limits_tenants
         self._live: dict[bytes, ChunkHold] = {}
         self._tokens = 0
         self._holds_of: Counter[str] = Counter()
@@ -511,7 +511,7 @@ class ClientHolds:
         size = len(hold.chain.tokens)
         with self._lock:
             fits = len(self._live) < self.holds_max and self._tokens + size <= self.tokens_max
-            fits = fits and not (self._tells_tenants and self._is_over_half(_tenant_of(hold), size))
+            fits = fits and not (self._limits_tenants and self._is_over_half(_tenant_of(hold), size))
             if fits:
                 self._renew(hold)
                 self._live[hold.id] = hold
@@ -595,7 +595,7 @@ class WorkerContext:
             node.holds.release,
             partial(node.holds.renew, lease_s=limits.hold_lease_s),
             node.clock,
-            tells_tenants=not self.calls.guard.is_open,
+            limits_tenants=not self.calls.guard.is_open,
         )
 
     def adjust(self, limits: WorkerLimits) -> None:

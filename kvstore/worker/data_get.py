@@ -45,12 +45,12 @@ from kvstore.worker.data_put import buffers_of
 
 # Leases: chunks in the worker's memory that a client on this host reads or has views of; they are not evicted.
 #
-# A lease is a pipe of which the client gets one end. Whatever ends that client, or drops its arrays, closes its end,
-# and the kernel tells us. Nobody sends anything, and a broken connection does not end a lease that is still read.
+# A lease is a pipe, and the client gets one end. Whatever ends that client, or drops its arrays, closes its end, and
+# the kernel notifies the worker. No message is sent, and a broken connection does not end a lease that is still read.
 
 
 LEASES_MAX = 1024
-"""Leases alive at once, one file descriptor each; beyond that chunks are read as if memory did not have them."""
+"""Maximum of live leases, one file descriptor each; beyond that chunks are read as if memory did not have them."""
 
 
 class SlotLease:
@@ -90,7 +90,7 @@ class Leases:
             if self._closed or self._count >= self._leases_max:
                 return None
             try:
-                self._epoll = self._epoll or select.epoll()  # now: a lease that nobody can watch would never end
+                self._epoll = self._epoll or select.epoll()  # first: a lease without a watcher would never end
                 lease = SlotLease()
             except OSError:
                 return None
@@ -108,7 +108,7 @@ class Leases:
         """Ends the lease when its client closes its end, which may have happened already."""
         lease.handed_over()
         with self._lock:
-            # After close nobody waits for clients, and the slots that they read stay taken.
+            # After close the worker waits for no client, and the slots that clients read stay taken.
             if self._closed:
                 os.close(lease.watched)
                 return
@@ -123,7 +123,7 @@ class Leases:
             self._epoll.register(lease.watched, 0)
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread. Slots that clients still read stay referenced for good. Idempotent."""
+        """Ends the thread. Slots that clients still read stay referenced permanently. Idempotent."""
         with self._lock:
             self._closed = True
             kept, self._kept = list(self._kept.values()), {}
@@ -133,7 +133,7 @@ class Leases:
         if self._thread is None:
             epoll.close()
             return
-        # A pipe of our own, closed at once, wakes up the thread.
+        # A pipe of our own, closed immediately, wakes up the thread.
         reader, writer = os.pipe2(os.O_CLOEXEC)
         with suppress(OSError):
             epoll.register(reader, 0)
@@ -165,11 +165,11 @@ class Leases:
 
 
 WINDOW_CHUNKS = 1024
-"""Chunks looked up at once: enough that tiny ones cost little each, few enough that the first come soon."""
+"""Chunks looked up together: enough that tiny ones cost little each, few enough that the first come soon."""
 TINY_BYTES = 1024
 """Pieces smaller than this on average are joined before they are sent: a copy costs less than a piece in the kernel."""
 WINDOWS = 2
-"""Windows in progress at once: one is sent while the next is read."""
+"""Windows in progress at a time: one is sent while the next is read."""
 
 
 def serve_get(
@@ -452,7 +452,7 @@ def _runs(indexes: Sequence[int], most: int) -> Iterator[Sequence[int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Chunks that are read at once: for each its index, what it is, and its sections."""
+    """Chunks that are read together: for each its index, what it is, and its sections."""
 
     chunks: list[tuple[int, Expected, Pieces]]
     reading: ReadFuture

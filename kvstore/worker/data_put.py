@@ -40,7 +40,7 @@ from kvstore.worker.context import BufferPool, Call, WorkerContext
 
 
 class ReleaseLedger:
-    """Tells a client which memory it may use again: the worker writes it, the client reads it through shared memory."""
+    """Shows a client which memory it may use again: the worker writes it, the client reads it through shared memory."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("kvstore-ledger", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -209,7 +209,7 @@ class Upload:
 
     @property
     def _in_memory_bytes(self) -> int:
-        """Memory for the runs that are here at once, if they come as bytes."""
+        """Memory for the runs buffered at the same time, if they come as bytes."""
         largest = max((b - a for a, b in pairwise(self._ends)), default=0)
         return min(self._ends[-1], RUNS_IN_MEMORY * max(self.run_bytes, largest))
 

@@ -151,7 +151,7 @@ class BulkRequests:
         channel.send(FrameKind.MEMORY, number, [encode_arena(arena.size_bytes)], [arena.fd])
 
     def _refuse(self, connection: Connection, number: int, refused: Refusal) -> None:
-        """Sends the reason and ends the connection: bytes in flight could not be told from a new request."""
+        """Sends the reason and ends the connection: bytes in flight would look like a new request."""
         channel = connection.channel
         if not channel.alive:
             return
@@ -217,7 +217,7 @@ def _marked(folder: str) -> int:
 
 
 def _remove_dead(parent: str) -> None:
-    """Removes this user's folders whose lock nobody holds."""
+    """Removes this user's folders whose lock no process holds."""
     for folder in Path(parent).glob(f"{FOLDER_PREFIX}*"):
         with suppress(OSError):
             if folder.lstat().st_uid != os.geteuid():
@@ -382,7 +382,7 @@ class BulkListener:
             try:
                 self._turn()
             except Exception:
-                # Without this thread nobody would be served again.
+                # Without this thread the worker would serve no bulk connection again.
                 self._calls.add(WorkerCount.CALLS_FAILED)
                 log.exception("bulk.listener_failed")
                 time.sleep(PERIOD_S)
@@ -419,7 +419,7 @@ class BulkListener:
             if len(self._connections) + len(self._strangers) >= self._limits.bulk_connections_max:
                 raise OSError("too many connections")
             if self._tls is not None and sock.family != socket.AF_UNIX:
-                # The handshake continues as the client's bytes arrive: nobody waits for it here.
+                # The handshake continues as the client's bytes arrive: this thread does not wait for it.
                 context = self._tls.context(server=True)
                 sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         except (OSError, KVStoreError):

@@ -11,15 +11,15 @@ from kvstore.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """A worker's limits for its clients. Raises InvalidRequest for a value that makes no sense."""
+    """A worker's limits for its clients. Raises InvalidRequest for an invalid value."""
 
     calls_max: int = 64
-    """Calls at once, one thread each; more are refused, to be repeated at another worker.
+    """Concurrent calls, one thread each; more are refused, and the client repeats them at another worker.
 
     It can be raised to ``RAISE_MAX`` times its first value while the worker runs.
     """
     spare_calls_max: int = 8
-    """Further calls at once: health, reflection, stats, renewals and releases of holds, and refusals."""
+    """Further concurrent calls: health, reflection, stats, renewals and releases of holds, and refusals."""
     bytes_in_flight_max: int = 1 << 30
     """Memory for payload between network and root. A call that needs more than is free is refused."""
     arena_bytes_max: int = 1 << 30
@@ -27,19 +27,19 @@ class WorkerLimits:
     buffers_bytes_max: int = 256 << 20
     """Memory kept in reusable buffers."""
     connections_max: int = 8192
-    """gRPC connections at once, one file descriptor each; more are closed."""
+    """Concurrent gRPC connections, one file descriptor each; more are closed."""
     bulk_connections_max: int = 1024
-    """Bulk connections at once, one file descriptor each; more are closed."""
+    """Concurrent bulk connections, one file descriptor each; more are closed."""
     hello_s: float = 5.0
     """Time to use and prove a grant; after that the connection is closed and the grant void."""
     window_bytes: int = 4 << 20
-    """Payload read at once while as much is being sent."""
+    """Payload read in one step while as much is being sent."""
     idle_s: float = 15.0
     """A stream on which the client moves nothing for this long is cancelled."""
     stream_s_max: float = 900.0
     """A stream that takes longer is cancelled."""
     holds_max: int = 10_000
-    """Holds of clients alive at once."""
+    """Live holds of clients."""
     hold_lease_s: float = 30.0
     """A client's hold ends this long after it was taken, renewed or read under, which bounds the delay of garbage
     collection by a killed client. Clients renew after a quarter of it, and may stall for the rest.

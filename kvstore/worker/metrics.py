@@ -173,7 +173,7 @@ class Questions:
         self._guard.identify(METHOD, self._presented(caller), caller.address, tracing.request_id())
 
     def answer(self, question: Question, caller: QueryCaller) -> dict[str, Any]:
-        """Answers one question. Raises KVStoreError if it makes no sense, or the caller may not ask it."""
+        """Answers one question. Raises KVStoreError if it is invalid, or the caller may not ask it."""
         visit = self._guard.admit(METHOD, self._presented(caller), caller.address, tracing.request_id())
         outcome = "failed"
         try:

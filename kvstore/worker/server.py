@@ -40,7 +40,7 @@ from kvstore.worker.data_server import BulkListener
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.service import WorkerService
 
-# The standard services beside ours: health and reflection.
+# The standard services next to ours: health and reflection.
 
 
 HEALTH = "grpc.health.v1.Health"
@@ -87,7 +87,7 @@ class _KnownServices(health.HealthServicer):  # type: ignore[misc]  # it ships n
 class AuthInterceptor:
     """Authenticates callers of services that are not ours, or before ours begin.
 
-    The health service is open to all (rule X4), but only to a few strangers at once: each call keeps a thread, and a
+    The health service is open to all (rule X4), but only to a few strangers at a time: each call keeps a thread, and a
     watch keeps it for as long as it likes.
     """
 
@@ -106,8 +106,8 @@ class AuthInterceptor:
             return
         try:
             if service in (SERVICE, CONTROL):
-                # Authorisation follows where the tenant is known; authentication comes before anybody waits for the
-                # caller.
+                # Authorisation follows where the tenant is known; authentication comes before any thread waits for
+                # the caller.
                 method = name if service == SERVICE else f"Control.{name}"
                 self._guard.identify(method, presented_by(context), str(context.peer()), request_of(context))
             else:
@@ -137,7 +137,7 @@ class Patience(grpc.ServerInterceptor):
     gRPC waits in a thread of the pool for the message of a call that has only one, before any handler is asked, and for
     as long as the peer keeps its connection. So such calls are taken as streams, whose one message is waited for under
     watch. Streams of reflection, on which a peer need never send anything, end after a time. ``door`` authenticates a
-    peer before anybody waits for it.
+    peer before any thread waits for it.
     """
 
     def __init__(self, watch: StreamWatchdog, most_s: float, door: AuthInterceptor) -> None:
@@ -295,13 +295,13 @@ class Worker:
         self._health.set(True)
         self._loop.start()
         self.member.presence.attach(self._register)
-        self._settled.wait(REGISTER_S)  # a client that is told of this worker looks it up
+        self._settled.wait(REGISTER_S)  # a client that learns of this worker looks it up
         return self.address
 
     def drain(self, timeout_s: float) -> bool:
         """Stops in good order: refuses new calls, waits for accepted ones, then ``stop``. True if all ended in time.
 
-        Clients are told first (health, discovery), so that few calls are refused.
+        Clients learn of it first (health, discovery), so that few calls are refused.
         """
         self._leaving = True
         self._settled.set()
@@ -407,7 +407,7 @@ class Worker:
 
 
 def _is_answering(path: str) -> bool:
-    """True if somebody listens on a unix socket: gRPC would silently take the path away from them."""
+    """True if a process listens on a unix socket: gRPC would silently take the path away from it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:

@@ -350,7 +350,7 @@ class WorkerService:
         return pb.CountRefsResponse(refs=self._member.refcount(chain))
 
     def _check_quota(self, tenant: str, tokens: int) -> None:
-        """Raises OverQuota. Two workers that pin at once for a tenant may both find room for the last one."""
+        """Raises OverQuota. Two workers that pin for a tenant concurrently may both find space for the last pin."""
         quota = self.calls.guard.quota(tenant)
         if quota.pins_max is None and quota.pinned_tokens_max is None:
             return

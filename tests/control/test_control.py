@@ -37,7 +37,7 @@ def test_limits_change_while_it_runs_and_say_what_they_were() -> None:
         with serving() as served, steering(served) as control:
             (found,) = control.set_limits({"calls_max": 100, "read_deadline_s": "7.5", "log_level": "error"}).values()
             assert value(found, "calls_max") == LimitValue(
-                "calls_max", "100", "calls at once; more are refused", "64", "64"
+                "calls_max", "100", "concurrent calls; more are refused", "64", "64"
             )
             assert (value(found, "read_deadline_s").value, value(found, "read_deadline_s").before) == ("7.5", "15")
             assert value(found, "holds_max").before == ""

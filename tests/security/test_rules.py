@@ -277,7 +277,7 @@ def test_one_tenant_leaves_half_of_the_memory_to_others() -> None:
 
 def test_one_tenant_leaves_half_of_the_holds_to_others() -> None:
     released: list[ChunkHold] = []
-    holds = ClientHolds(4, 1 << 20, released.append, lambda hold: True, SystemClock(), tells_tenants=True)
+    holds = ClientHolds(4, 1 << 20, released.append, lambda hold: True, SystemClock(), limits_tenants=True)
 
     def hold(number: int, tenant: str) -> ChunkHold:
         chain = ChunkKeys.of(Namespace.of("m", SMALL, tenant=tenant), np.arange(SMALL.chunk_tokens, dtype=np.uint32))
