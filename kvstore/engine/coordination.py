@@ -169,7 +169,7 @@ class NodeTwins:
                 try:
                     yield Ref.from_bytes(content, name)
                 except RootMismatch as mismatch:
-                    raise RootMismatch(f"{mismatch} Nobody knows what it protects (gc/RUNBOOK.md)") from mismatch
+                    raise RootMismatch(f"{mismatch} What it protects is unknown (gc/RUNBOOK.md)") from mismatch
 
 
 class Coordination(Enum):

@@ -43,7 +43,7 @@ def test_a_record_that_cannot_be_read_stops_evictions(parts: Parts) -> None:
     chain, pin = parts.chain(1), parts.pins().pin("me", [address(1)], 600, 4, SPACE.digest)
     (record,) = (parts.folder / "pins").glob("*/*")
     record.write_bytes(b"{")
-    with pytest.raises(RootMismatch, match="Nobody knows what it protects"):
+    with pytest.raises(RootMismatch, match="What it protects is unknown"):
         parts.evict(chain)
     assert len(parts.files(chain)) == len(chain) and pin.id
 
