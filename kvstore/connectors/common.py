@@ -47,7 +47,7 @@ LOG_S = 10.0
 class RateLimitedLog:
     """Counts and logs failures of the store, for an engine that goes on without it. Thread-safe.
 
-    ``log`` gets a line ``event why=...`` for a failure, the first at once, but not one for each request.
+    Logs the first failure immediately as ``event why=...``, and later ones at most every ``LOG_S`` seconds.
     """
 
     def __init__(self, log: logging.Logger, event: str) -> None:
@@ -144,7 +144,7 @@ def weights_fingerprint(path: str | os.PathLike[str]) -> str:
 
 
 def model_fingerprint(folder: str | os.PathLike[str]) -> str:
-    """Returns a digest of the weights and of the configuration beside them, for engines that do not report the latter.
+    """Returns a digest of the weights and of the configuration next to them, for engines that do not report the latter.
 
     Raises InvalidRequest if there are no weights, or they or the configuration cannot be read.
     """
@@ -290,7 +290,7 @@ WITH_CONNECT = ("connect", "tls_ca", "tls_cert", "tls_key", "tls_server_name", "
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings that all engines share. Raises InvalidRequest for values that make no sense."""
+    """The settings that all engines share. Raises InvalidRequest for invalid values."""
 
     root: str | None = None
     """URL of the root. The store is opened in the engine's own processes."""
@@ -339,12 +339,12 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
         way, others = ("root", WITH_CONNECT) if self.root else ("connect", WITH_ROOT)
         if ignored := [name for name in others if getattr(self, name) not in (None, "auto")]:
-            raise InvalidRequest(f"{' and '.join(ignored)} beside {way}: they go with the other of root and connect")
+            raise InvalidRequest(f"{' and '.join(ignored)} with {way}: they belong to the other of root and connect")
         if self.write and not self.memory:
             raise InvalidRequest("write without memory: it says when memory is enough for a put; give memory")
         TierSettings.of(**self._given("memory", "write"))
         if AskedBound.of(self.max_bytes, self.ttl).is_explicit and self.etcd:
-            raise InvalidRequest("max_bytes and ttl beside etcd: kvstore-gc bounds a cluster's root, give them to that")
+            raise InvalidRequest("max_bytes and ttl with etcd: kvstore-gc limits a cluster's root, so give them to it")
         digests = [self.fingerprint] if isinstance(self.fingerprint, str) else self.fingerprint.values()
         for digest in ("", *digests):
             Namespace.of("checked", OPAQUE_LAYOUT, digest, self.tenant)  # their lengths and characters
@@ -353,7 +353,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def of(cls, given: Mapping[Any, Any], where: str = "the settings") -> Self:
         """Makes settings from a mapping with these keys and no others; ``where`` names it in messages.
 
-        A key that nobody reads is an error, because a misspelt one would be ignored in silence.
+        An unknown key is an error, because a misspelt one would otherwise be ignored silently.
         """
         try:
             return msgspec.convert(given, cls)
@@ -444,7 +444,8 @@ class LazyStore:
     def model(self, engine: str, model: str, attributes: Mapping[str, str], path: str | None = None) -> Cache:
         """Returns the cache of a model's blocks; ``path`` is the folder of its weights, if that is not its name.
 
-        Raises what opening it raises; after that, and while weights are hashed, Unavailable at once for a while.
+        Raises what opening the cache raises. Right after an Unavailable, and while weights are hashed, further calls
+        raise Unavailable immediately.
         """
         key = (engine, model, path, *sorted(attributes.items()))
         if (cache := self._models.get(key)) is not None:
@@ -452,14 +453,14 @@ class LazyStore:
         # The name is for people, and a model's may be a path of any length: the attributes have all of it.
         readable = os.path.basename(model.rstrip("/"))[-100:].encode("ascii", "replace").decode()
         name = f"{engine}-{readable or 'model'}"
-        told = {**attributes, "model": blake2b(text(model), digest_size=16).hexdigest()}
+        described = {**attributes, "model": blake2b(text(model), digest_size=16).hexdigest()}
         fingerprint = self._fingerprints.of(path or model)
         # One at a time: a thread that comes while another waits for a dead store need not wait as long again.
         with self._lock:
             if self._clock.monotonic_s() < self._again_s:
                 raise Unavailable("the store did not answer a moment ago")
             try:
-                cache = self.store().namespace(name, OPAQUE_LAYOUT, fingerprint, self._settings.tenant, told)
+                cache = self.store().namespace(name, OPAQUE_LAYOUT, fingerprint, self._settings.tenant, described)
             except Unavailable as error:
                 self._trouble.failed(error)
                 self._again_s = self._clock.monotonic_s() + self._pause_s
@@ -528,15 +529,15 @@ def text(value: str) -> bytes:
     return value.encode(errors="surrogatepass")
 
 
-# Sessions of an engine: which branches of theirs were abandoned, told by the order of their requests.
+# Sessions of an engine: the order of a session's requests shows which of its branches it has abandoned.
 #
 # A name stands for its block and all before it, as a chained hash does, so the common part of two chains ends where
 # their names first differ.
 #
 # A session that returns to a branch has abandoned what it did in between: a fork that was dropped, or an answer that
-# was written anew. A session that merely begins another branch has abandoned nothing, as far as anybody can tell:
-# agents fork, and go on with what they left (docs/performance-notes.md has the figures). So that needs a
-# word of the request, and a session that uses again what it seemed to have abandoned is not guessed about any more.
+# was written anew. A session that merely begins another branch may return to the first: agents fork, and go on with
+# what they left (docs/performance-notes.md has the figures). So only the request itself can declare such a branch
+# abandoned. For a session that reuses a branch that it seemed to have abandoned, the connector stops guessing.
 
 
 BRANCHES_MAX = 8
@@ -570,7 +571,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """The end of a branch that nobody needs as far as this engine knows: the names from ``first`` on."""
+    """The end of a branch that, as far as this engine knows, no request needs: the names from ``first`` on."""
 
     names: BlockNames
     first: int

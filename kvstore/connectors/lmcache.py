@@ -138,7 +138,7 @@ class Locks:
 log = logging.getLogger(__name__)
 
 TASKS_MAX = 4096
-"""Tasks of each kind that may wait for a thread; more are misses and failed stores at once."""
+"""Tasks of each kind that may wait for a thread; further ones miss, or fail to store, immediately."""
 CLOSE_S = 5.0
 """Time that closing waits, in addition to the deadlines of tasks in progress."""
 
@@ -182,8 +182,8 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     """The adapter. ``config`` is LMCache's ``adapter_params``, with the keys of ``lmcache_keys.Settings``.
 
     Capacity and eviction are the store's own (``kvstore-gc``), so none is declared, ``delete`` does nothing, and keys
-    cannot be listed: the store knows only their digests. Raises InvalidRequest for settings that make no sense, and
-    what ``kvstore.open`` raises.
+    cannot be listed: the store knows only their digests. Raises InvalidRequest for invalid settings, and what
+    ``kvstore.open`` raises.
     """
 
     def __init__(self, config: dict[str, Any], **_: Any) -> None:

@@ -1,6 +1,6 @@
 """The names of LMCache's objects in the store: one namespace per model, one block per object.
 
-LMCache tells a store the model's name, the rank, the object group, the user's salt and the chunk's hash. None of these
+LMCache passes a store the model's name, the rank, the object group, the user's salt and the chunk's hash. None of these
 changes with the weights, and shapes and types are known only from each object. So the namespace takes a fingerprint
 from the settings, and the key takes shapes and types from the object.
 """
@@ -36,15 +36,15 @@ class LMCacheSettings(common.EngineSettings, frozen=True, kw_only=True):
 
 
 def name_of(key: Any, made_of: str, opaque: str) -> bytes:
-    """Returns the key of a block: LMCache's key, and its tensors; ``opaque`` tells bytes of different origin apart."""
+    """Returns the key of a block: LMCache's key and its tensors; ``opaque`` distinguishes bytes of different origin."""
     parts = packed(key.chunk_hash, text(f"{key.kv_rank:#x}"))
     return key_of(parts + _shared(str(key.object_group_id), key.cache_salt, made_of, opaque))
 
 
 @lru_cache(KINDS_MAX)
 def _shared(group: str, salt: str, made_of: str, opaque: str) -> bytes:
-    told = [group, salt, made_of, opaque] if made_of == OPAQUE else [group, salt, made_of]
-    return packed(*map(text, told))
+    fields = [group, salt, made_of, opaque] if made_of == OPAQUE else [group, salt, made_of]
+    return packed(*map(text, fields))
 
 
 def tensors_of(meta: Any) -> str:

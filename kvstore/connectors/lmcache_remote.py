@@ -48,8 +48,8 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
     ``extra_config``.
 
     A setting given as ``remote_storage_plugin.NAME.KEY`` wins; NAME is the plug-in's name. A store that fails or does
-    not answer in time is a miss. Raises InvalidRequest for settings that make no sense, and if LMCache's hashes would
-    differ in the next process; and what ``kvstore.open`` raises.
+    not answer in time is a miss. Raises InvalidRequest for invalid settings, and if LMCache's hashes would differ in
+    the next process; and what ``kvstore.open`` raises.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
 
     def _name(self, key: Any) -> bytes:
         """Names a block by every field of LMCache's key, each encoded alone: users may write separators into tags."""
-        told = [
+        fields = [
             key.model_name,
             str(key.world_size),
             str(key.worker_id),
@@ -201,8 +201,8 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
             str(key.dtype),
             self._made_of,
         ]
-        told += [part for tag, value in key.tags or () for part in (tag, str(value))]
-        return block_key(*map(text, told))
+        fields += [part for tag, value in key.tags or () for part in (tag, str(value))]
+        return block_key(*map(text, fields))
 
 
 def _given(extra: Mapping[str, Any], plugin: str) -> dict[str, Any]:

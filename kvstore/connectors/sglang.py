@@ -91,7 +91,7 @@ _BY_HEADS = ("head_num", "size_per_token")
 
 
 class PagePool:
-    """One host pool. ``told`` is what must be equal, beside the pool's own facts, for its pages to be interchangeable.
+    """One host pool. Pools of one name with equal facts and equal ``scope`` have interchangeable pages.
 
     ``in_place`` says which calls SGLang makes when it is unknown whether a flat page has the bytes of its runs in
     order. ``parts`` are the numbers of the parts of the model's heads that this pool has, if each is to be stored by
@@ -99,7 +99,7 @@ class PagePool:
     not in such parts.
     """
 
-    def __init__(self, name: str, pool: Any, told: str, *, in_place: bool, parts: Sequence[int] = ()) -> None:
+    def __init__(self, name: str, pool: Any, scope: str, *, in_place: bool, parts: Sequence[int] = ()) -> None:
         self.name = name
         self._is_flat = False
         self.pool = pool
@@ -109,9 +109,9 @@ class PagePool:
         facts_of = pool if entry is None else entry.host_pool
         stated = [*_FACTS, *(fact for fact in _STATE_FACTS if hasattr(facts_of, fact))]
         facts = "\n".join(f"{fact}={self._fact(facts_of, fact)}" for fact in stated)
-        if beside := getattr(facts_of, "slot_state_device_tensors", ()):
-            facts += f"\nbeside={[(str(state.dtype), tuple(state.shape[1:])) for state in beside]}"
-        told = f"{name}\n{told}\npool={type(facts_of).__name__}\n{facts}"
+        if states := getattr(facts_of, "slot_state_device_tensors", ()):
+            facts += f"\nbeside={[(str(state.dtype), tuple(state.shape[1:])) for state in states]}"
+        identity = f"{name}\n{scope}\npool={type(facts_of).__name__}\n{facts}"
         self.page_size = int(getattr(pool, "logical_page_size", None) or getattr(pool, "page_size", 1) or 1)
         layout = getattr(facts_of, "layout", "")
         runs = self._runs(torch.arange(self.page_size))
@@ -131,18 +131,18 @@ class PagePool:
         if self._is_gathered and self._is_alike and len(sizes) == 2 * getattr(facts_of, "layer_num", 0):
             # SGLang lists K0 V0 K1 V1, and flattens to K0 K1 .. V0 V1.
             self._order = [*range(0, len(sizes), 2), *range(1, len(sizes), 2)]
-        told = f"{told}\nflat={self._is_flat}"
+        identity = f"{identity}\nflat={self._is_flat}"
         each = len(self.sizes) // self._parts
         self._marks = [
-            ((f"{told}\npart={part}" if parts else told).encode(), str(number).encode())
+            ((f"{identity}\npart={part}" if parts else identity).encode(), str(number).encode())
             for part in parts or [0]
             for number in range(each)
         ]
-        """The parts of its key that tell each block of a page from the others."""
+        """The parts of a block's key that distinguish it from the other blocks of its page."""
 
     def names(self, keys: Sequence[str]) -> list[bytes]:
         """Returns the keys of the pages' blocks, page by page."""
-        return [block_key(told, text(key), number) for key in keys for told, number in self._marks]
+        return [block_key(identity, text(key), number) for key in keys for identity, number in self._marks]
 
     def whole(self, blocks: Sequence[bool]) -> list[bool]:
         """Returns, for each page, whether all of its blocks are good."""
@@ -290,18 +290,18 @@ LAUNCHED_WITH = (
 )
 """Arguments of SGLang's launch that change KV. SGLang does not pass them to a storage backend."""
 _CHOSEN_BY = re.compile("SGLANG_.*(KV|DSV4|MAMBA|INDEX)")
-"""Names of environment variables by which SGLang chooses the order of a page's bytes, which its pools do not tell:
+"""Names of environment variables by which SGLang chooses the order of a page's bytes, which its pools do not report:
 ``SGLANG_DSV4_KV_LAYOUT``, ``SGLANG_USE_HND_KVCACHE``, ``SGLANG_AITER_KV_CACHE_LAYOUT`` and others. Some of these names
 say nothing of KV: engines that differ in one share nothing, which is safe."""
 _DRAFTS = (str(PoolName.DRAFT), str(PoolName.DRAFT_SWA))
 
 
 class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
-    """The storage backend. ``EngineSettings`` lists our keys, which stand beside SGLang's own. Thread-safe.
+    """The storage backend. Its extra configuration has the keys of ``EngineSettings`` and SGLang's own. Thread-safe.
 
     Engines share pages if their model, weights, SGLang version, parallelism, rank, type and memory layout are equal;
-    all tensor-parallel ranks share MLA pages. Raises InvalidRequest for settings that make no sense, and what
-    ``kvstore.open`` raises.
+    all tensor-parallel ranks share MLA pages. Raises InvalidRequest for invalid settings, and what ``kvstore.open``
+    raises.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
@@ -336,12 +336,12 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         # each rank's own.
         is_by_heads = name in _DRAFTS and hasattr(pool, "head_num")
         is_replicated = self._config.is_mla_model and name != str(PoolName.MAMBA) and not is_by_heads
-        told = "tp rank=all" if is_replicated else f"tp rank={self._config.tp_rank}"
+        scope = "tp rank=all" if is_replicated else f"tp rank={self._config.tp_rank}"
         size = _parts_in_all(self._config, pool)
         if not size or is_replicated:
-            return PagePool(name, pool, told, in_place=in_place)
+            return PagePool(name, pool, scope, in_place=in_place)
         if name != str(PoolName.KV):
-            return PagePool(name, pool, f"{told} of {self._config.tp_size}", in_place=in_place)
+            return PagePool(name, pool, f"{scope} of {self._config.tp_size}", in_place=in_place)
         mine = size // self._config.tp_size
         first = self._config.tp_rank * mine
         return PagePool(name, pool, f"tp parts={size}", in_place=in_place, parts=range(first, first + mine))
@@ -537,8 +537,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             attributes["tp"] = f"parts of {parts}"
         launched = _launched_with()
         chosen = {name: value for name, value in os.environ.items() if _CHOSEN_BY.match(name)}
-        told = text(repr(sorted((launched | chosen).items())))
-        attributes["launched with"] = blake2b(told, digest_size=16).hexdigest()
+        settings = text(repr(sorted((launched | chosen).items())))
+        attributes["launched with"] = blake2b(settings, digest_size=16).hexdigest()
         # SGLang adds the pool's own page format to the model's name.
         tag, model = getattr(pool, "storage_format_tag", None), config.model_name or ""
         path = launched.get("model_path") or (model.removesuffix(f"-{tag}") if tag else model)
@@ -561,5 +561,5 @@ def _launched_with() -> dict[str, str]:
 
 
 def _before(extra_info: Any) -> list[str]:
-    """The pages of the prompt before those of a call, if SGLang was told to say them."""
+    """Returns the prompt's pages before those of a call, if SGLang is configured to pass them."""
     return getattr(extra_info, "prefix_keys", None) or []

@@ -98,7 +98,7 @@ class VineyardCacheConfig:
     """A cache that matches token by token, as Vineyard's in shared memory does.
 
     The memory of this process serves as many tokens as ``KVCache`` has ``cache_capacity``, above a store in the folder
-    ``{socket}.kvstore`` beside the path of Vineyard's socket. No server is needed: all processes that name the same
+    ``{socket}.kvstore``, next to Vineyard's socket. No server is needed: all processes that name the same
     socket share that folder. Caches with another ``llm_cache_object_name`` are separate.
 
     ``sync_interval`` is the number of seconds after which others see an update at the latest. They see it when it

@@ -194,7 +194,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             try:
                 flags = caches[0].put(names, blocks, first=places[run[0]].before)
             except KVStoreError:
-                break  # what was stored before is told to routers all the same
+                break  # routers still learn what was stored before
             for number, is_stored in zip(run, flags, strict=True):
                 done[number] = is_stored
             if flags.reason:
@@ -269,7 +269,7 @@ def _namespace(spec: Any, settings: SecondaryTierSettings, chunk_bytes: int) -> 
     vllm_config, kv_cache_config = _engine_configuration()
     if vllm_config.lora_config is not None:
         raise InvalidRequest(
-            "the tier is not told which requests have an adapter, and vLLM's hash does not have an "
+            "the tier cannot see which requests have an adapter, and vLLM's hash does not cover an "
             "adapter's weights: start without --enable-lora, or use the connector "
             "(kvstore.connectors.vllm), which skips them"
         )

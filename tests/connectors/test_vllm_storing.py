@@ -65,11 +65,11 @@ def modules() -> Iterator[None]:
         yield
 
 
-def storer(store: Store, *, tells: bool = True, bytes_max: int = 1 << 20) -> Any:
+def storer(store: Store, *, with_events: bool = True, bytes_max: int = 1 << 20) -> Any:
     from kvstore.connectors.vllm.worker import Storer
 
     settings = ConnectorSettings.of({"root": "memory://", "store_bytes_max": bytes_max, "pause_s": NEVER_S})
-    return Storer(settings, store, [Pages(len(store.parts))], EngineCounts(), tells=tells)  # type: ignore[arg-type, list-item]
+    return Storer(settings, store, [Pages(len(store.parts))], EngineCounts(), with_events=with_events)  # type: ignore[arg-type, list-item]
 
 
 def run(*keys: bytes) -> Any:

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Blended:
-    """KV of a prompt but for its last token, for ``model.generate(input_ids, past_key_values=blended.past)``."""
+    """KV of a prompt except its last token, for ``model.generate(input_ids, past_key_values=blended.past)``."""
 
     past: DynamicCache
     """A ``BlendedCache`` if segments were reused; else the KV is exact."""

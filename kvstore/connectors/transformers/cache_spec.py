@@ -38,10 +38,10 @@ def modules_digest(model: Any) -> str:
     """Returns a digest of each module's class, its plain settings, and the functions that were set on it."""
     digest = blake2b(digest_size=16)
     for name, module in model.named_modules():
-        told = [name, _named(type(module))]
+        fields = [name, _named(type(module))]
         for setting in _settings(module):
-            told += setting
-        digest.update(("\0".join(told) + "\0").encode(errors="surrogatepass"))
+            fields += setting
+        digest.update(("\0".join(fields) + "\0").encode(errors="surrogatepass"))
     return digest.hexdigest()
 
 
@@ -263,7 +263,7 @@ def check_model(model: Any) -> None:
 
 
 def check_prompt(model: Any, input_ids: Any) -> None:
-    """Raises InvalidRequest for a prompt whose KV cannot be told from its tokens alone."""
+    """Raises InvalidRequest for a prompt whose tokens alone do not determine its KV."""
     if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or input_ids.is_floating_point():
         given = getattr(input_ids, "shape", type(input_ids).__name__)
         raise InvalidRequest(f"input_ids are {given}: expected an integer tensor of shape (1, tokens)")

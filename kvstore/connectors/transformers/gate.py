@@ -17,7 +17,7 @@ from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest
 from kvstore.segments import Bounds, Measured, Rule, Verdict
 
-# Blended prefill beside full prefill of the same prompt: answers, top-1 agreement, KL, and the KV of each layer.
+# Compares blended and full prefill of the same prompt: answers, top-1 agreement, KL, and the KV of each layer.
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class RuleFigures:
 
 @dataclass(slots=True)
 class LayerError:
-    """Squared errors of reused rows in one layer, beside full prefill; ``share`` is the part of them computed."""
+    """Squared errors of reused rows in one layer against full prefill; ``share`` is the fraction computed."""
 
     share: float = 0.0
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("k", "v", "k loaded", "v loaded"), 0.0))
@@ -240,8 +240,8 @@ def load_model(name: str, device: str) -> tuple[Any, Encode]:
 def read_cases(path: str, model: Any, encode: Encode, *, chunk_tokens: int, answer_tokens: int) -> list[Case]:
     """Reads prompts, one JSON object a line: ``FORM``; "system", "answer" and "kind" may be left out.
 
-    The prompt is BOS, system, documents, question, answer. Segments are the documents, but for one that follows BOS,
-    cut to full chunks. Without an answer, it is what full prefill says: ``answer_tokens`` tokens.
+    The prompt is BOS, system, documents, question, answer. Segments are the documents, except one that directly
+    follows BOS, cut to full chunks. Without an answer, it is what full prefill says: ``answer_tokens`` tokens.
     Raises InvalidRequest, naming the line.
     """
     bos = getattr(model.config, "bos_token_id", None)

@@ -41,7 +41,7 @@ from kvstore.errors import (
     Unavailable,
 )
 
-# KV between the memory of GPUs and the store, layer by layer through pinned memory, beside the work of both.
+# KV moves between GPU memory and the store layer by layer, through pinned memory, while both keep working.
 #
 # Pinned memory takes long to get, so a few layers' worth of it is used in turn; torch keeps it for the next prompt.
 
@@ -49,7 +49,7 @@ from kvstore.errors import (
 log = logging.getLogger(__name__)
 
 AT_ONCE_BYTES = 1 << 30
-"""The most KV that is pinned at once; a longer prefix goes by layers."""
+"""The most KV that is pinned at a time; a longer prefix is moved layer by layer."""
 LAYERS = 4
 """Two are read, or one is computed, while two are on the bus."""
 
@@ -62,7 +62,7 @@ def has_gpu(kept: TokenShape) -> bool:
 def arriving(held: Hold, layout: Layout, kept: TokenShape) -> Iterator[Any]:
     """Yields K and V of each layer, of shape (2, tokens, width), on its device.
 
-    A short prefix is read at once: a layer of its own costs as much as some MiB. Raises HoldBroken.
+    A short prefix is read in one call, because a separate read of a layer costs as much as some MiB. Raises HoldBroken.
     """
     shape, heads = (2, held.tokens, kept.row // 2), (layout.kv_heads, layout.head_dim)
 
@@ -171,7 +171,7 @@ def _event(stream: Any) -> Any:
     return stream.record_event(torch.cuda.Event(blocking=True))
 
 
-# Storing in the background: a prefill returns once the model has computed, and its KV is put beside what follows.
+# Storing in the background: a prefill returns once the model has computed, and a thread puts its KV after that.
 
 
 BYTES_MAX = 4 << 30
@@ -184,8 +184,8 @@ class Storing:
         with Storing(store) as storing:
             past = prefill_with_store(model, input_ids, storing)
 
-    ``bytes_max`` bounds the host memory of the KV that waits. A prompt that does not fit beside what waits is stored
-    before its prefill returns. Close it before the store. What waits when the process is killed is lost, as a miss.
+    ``bytes_max`` limits the host memory of the KV that waits. If a prompt's KV does not fit in the rest, its prefill
+    returns only after storing it. Close it before the store. What waits when the process is killed is lost, as a miss.
 
     Raises InvalidRequest for anything but a store or a cache.
     """
@@ -395,7 +395,7 @@ def _compute(model: Any, kept: TokenShape, prefix: Any, past: Any, start: int, p
 
 
 def _put(cache: Cache, tokens: Any, leaving: OffloadStream, start: int) -> None:
-    """Stores what was computed. ``tokens`` must be a copy: the caller may use its prompt's memory again meanwhile."""
+    """Stores what was computed. ``tokens`` must be a copy: the caller may reuse its prompt's memory during the put."""
     layout, rows = cache.layout, leaving.rows()
     array = rows.view(torch.uint8).numpy().view(layout.numpy_dtype)
     try:

@@ -1,9 +1,9 @@
 """LoRA adapters by content: requests share KV with those that use the same adapter files, in any engine.
 
 vLLM's block hashes have an adapter's name and path, and not its weights. So the keys of its requests end with a digest
-of its files, as long as these are surely the files that vLLM loaded: nobody may have changed them since the engine
-started, because it loads adapters later than that, and again whenever it had no room for one. A worker looks once more
-before it stores what was computed. Whatever is not sure is a miss, and is not stored.
+of its files, provided that vLLM surely loaded these files: they must not have changed since the engine started, because
+vLLM loads adapters later than that, and reloads those it had no room for. A worker checks the files again before it
+stores what was computed. Whatever is not sure is a miss, and is not stored.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ class Check:
 class Adapters:
     """The adapters of one engine. Used by one thread; ``begin`` never blocks: another looks at files and hashes them.
 
-    ``told`` is what else decides over an adapter's KV: the engine's settings for all of them.
+    ``settings`` are the engine's settings for all adapters, which also determine their KV.
     """
 
-    def __init__(self, told: str, started_ns: int | None = None) -> None:
-        self._told = told
+    def __init__(self, settings: str, started_ns: int | None = None) -> None:
+        self._settings = settings
         self._started_ns = time.time_ns() if started_ns is None else started_ns
         self._paths: dict[int, str] = {}
-        """The path of each adapter's number, by which vLLM tells adapters apart; empty if it had two."""
+        """The path for each number, by which vLLM identifies adapters; empty if a number had two paths."""
         self._digests: RecentMap[tuple[AdapterSnapshot, bool], bytes] = RecentMap(DIGESTS_MAX)
         self._said: set[str] = set()
         self._thread: Tasks | None = None
@@ -124,6 +124,6 @@ class Adapters:
             check.done.set()
 
     def _digest(self, path: str, is_3d: bool) -> bytes:
-        settings = Path(path, SETTINGS_FILE).read_bytes()
-        told = f"{self._told}\n{is_3d}\n{weights_fingerprint(path)}\n".encode()
-        return blake2b(told + settings, digest_size=16).digest()
+        content = Path(path, SETTINGS_FILE).read_bytes()
+        prefix = f"{self._settings}\n{is_3d}\n{weights_fingerprint(path)}\n".encode()
+        return blake2b(prefix + content, digest_size=16).digest()

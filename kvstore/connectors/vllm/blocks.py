@@ -12,8 +12,8 @@ from kvstore.connectors.vllm.adapters import AdapterSnapshot
 from kvstore.core.recency import DEFAULT, Hints
 
 WINDOWS_APART = 4
-"""Windows are stored whole once in this many windows of a prompt: of five window layers beside one that sees
-everything, 0.25 of the bytes, 37.5 % of all. A prompt that parts from all others between two of them loses less than
+"""Windows are stored whole once in this many windows of a prompt. With five window layers to one that sees everything,
+that is 0.25 of their bytes, 37.5 % of all. A prompt that parts from all others between two of them loses less than
 this many windows of a hit, once: the next one finds what was stored there for it."""
 SPAN_UNITS = 256
 """Boundaries whose blocks are asked for in one call to the store."""

@@ -79,7 +79,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         loads, stores = transfer.is_kv_consumer, transfer.is_kv_producer
-        tells = settings.events and bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False))
+        with_events = settings.events and bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False))
         if role is KVConnectorRole.SCHEDULER:
             if loads and transfer.kv_load_failure_policy == "fail":
                 log.warning(
@@ -88,7 +88,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 )
             describer = Describer(shape.clusters, shape.hash_tokens)
             events = None
-            if tells:
+            if with_events:
                 specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
                 events = Events(specs, describer, parts=len(shape.parts()), medium=settings.events_medium)
             descents = Descents(describer, [each.digest for each in names]) if settings.descents else None
@@ -98,7 +98,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         else:
             parts, is_writer = shape.parts_of(vllm_config.parallel_config.rank)
             mine = {part: names[part] for part in parts}
-            self._worker = WorkerHalf(settings, shape, mine, stores=stores and is_writer, tells=tells)
+            self._worker = WorkerHalf(settings, shape, mine, stores=stores and is_writer, with_events=with_events)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -136,7 +136,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduling.learn(report)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Forgets the request. Its blocks were copied out when they were full, so they may be reused at once."""
+        """Forgets the request. Its full blocks were copied out already, so vLLM may reuse them immediately."""
         self._scheduling.finished(request)
         return False, None
 
@@ -157,7 +157,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduling.take_events()
 
     def has_pending_push_work(self) -> bool:
-        """Returns True for some moments after blocks were stored, so that an engine without requests tells them."""
+        """Returns True for a while after blocks were stored, so that an idle engine still publishes their events."""
         return self._scheduler is not None and self._scheduler.has_events()
 
     # On a worker

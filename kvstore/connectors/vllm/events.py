@@ -61,10 +61,10 @@ class Describer:
             yield Described(key, index, hashed, parent, request.all_token_ids[start:end], extra_keys)
 
 
-# Descents: what the connector writes into the files of blocks, for ``kvstore events`` to tell routers of them.
+# Descents: what the connector writes into the files of blocks, so that ``kvstore events`` can announce the blocks.
 #
-# An engine's own events say what it stored and found missing. That a collector took a block from the store only the
-# store knows, and it tells it by the same hash.
+# An engine's own events announce what it stored and found missing. Only the store learns that a collector deleted a
+# block, and it announces that by the same hash.
 
 
 class Descents:
@@ -94,26 +94,26 @@ class Descents:
 
 
 def _extra(block: Described, lora_name: str | None) -> bytes:
-    """Returns what the hash covers beside tokens. Raises TypeError or ValueError for what JSON does not know."""
+    """Returns what the hash covers in addition to tokens. Raises TypeError or ValueError if JSON cannot encode it."""
     keys = to_event_extra_keys([block.extra_keys])
     said = {"lora_name": lora_name, "extra_keys": keys[0] if keys else None}
     said = {name: value for name, value in said.items() if value}
     return json.dumps(said, separators=(",", ":"), allow_nan=False).encode() if said else b""
 
 
-# KV events: what the connector tells routers of the store, through the publisher of the engine.
+# KV events: the connector announces the store's blocks to routers, through the publisher of the engine.
 #
-# A block is told as stored when every rank has stored its part, and when it was found and is loaded: then a router
-# that hears this engine alone knows the whole prefix. It is told as removed when it could not be loaded, or when a
-# look-up misses what was told: so one request corrects a router that does not know what collectors took.
+# It announces a block as stored when every rank has stored its part, and when the block was found and is loaded: then
+# a router that receives only this engine's events knows the whole prefix. It announces a block as removed when a load
+# fails, or when a look-up misses an announced block: so one request corrects a router after a collector's deletion.
 
 
 PENDING_MAX = 65_536
-"""Blocks that are being stored and will be told; those over it, the oldest, are not."""
-TOLD_MAX = 262_144
-"""Blocks that were told and are remembered, for look-ups that miss them: about 60 MiB."""
-TELL_S = 2.0
-"""The longest time that an engine without requests goes on stepping, to tell what it has just stored."""
+"""Blocks that are being stored and will be announced; beyond it, the oldest are not announced."""
+ANNOUNCED_MAX = 262_144
+"""Announced blocks that are remembered, for look-ups that miss them: about 60 MiB."""
+ANNOUNCE_S = 2.0
+"""The longest time that an engine without requests goes on stepping, to announce what it has just stored."""
 
 
 @dataclass(slots=True)
@@ -135,8 +135,8 @@ class Block:
 class Events:
     """The events of one engine. Used by the scheduler's thread alone.
 
-    ``specs`` are the KV cache specs of vLLM's groups, and ``parts`` is the number of ``Shape``'s parts. A cluster is
-    told as its first group, whose number is in the keys.
+    ``specs`` are the KV cache specs of vLLM's groups, and ``parts`` is the number of ``Shape``'s parts. Events name
+    a cluster by its first group, whose number is in the keys.
     """
 
     def __init__(
@@ -156,8 +156,8 @@ class Events:
         self._pending: RecentMap[bytes, Block] = RecentMap(PENDING_MAX)
         self._pending_until_s = 0.0
         self._news: list[Block | tuple[int, bytes]] = []
-        """Events to tell next: stored blocks, and group and hash of lost ones."""
-        self._told: RecentMap[bytes, None] = RecentMap(TOLD_MAX)
+        """Events to publish next: stored blocks, and group and hash of lost ones."""
+        self._announced: RecentMap[bytes, None] = RecentMap(ANNOUNCED_MAX)
         self._hash_bytes = 0
         """Bytes of a block hash, with which a key begins (``block_key``); known with the first block."""
 
@@ -165,18 +165,18 @@ class Events:
         """Remembers blocks that the workers now store."""
         for key, block in self._blocks(request, runs):
             self._pending[key] = block
-        self._pending_until_s = self._clock() + TELL_S
+        self._pending_until_s = self._clock() + ANNOUNCE_S
 
     def found(self, request: Any, runs: Iterable[BlockRange]) -> None:
-        """Tells blocks if a look-up found all their parts."""
+        """Announces these blocks, all of whose parts a look-up found."""
         for key, block in self._blocks(request, runs):
-            self._tell(key, block)
+            self._announce(key, block)
 
     def missed(self, keys: Iterable[bytes]) -> None:
-        """Tells those of these blocks as removed that were told: a look-up has missed them, or a load."""
+        """Announces as removed those of these blocks that were announced: a look-up or a load has missed them."""
         for key in keys:
-            if key in self._told:
-                del self._told[key]
+            if key in self._announced:
+                del self._announced[key]
                 self._news.append((key[self._hash_bytes], key[: self._hash_bytes]))
 
     def learn(self, report: WorkerReport) -> None:
@@ -189,34 +189,34 @@ class Events:
             if block is not None:
                 block.parts |= parts
                 if block.parts == self._all_parts:
-                    self._tell(key, self._pending.pop(key))
+                    self._announce(key, self._pending.pop(key))
 
     def is_pending(self) -> bool:
-        """True while there is something to tell soon, for which an idle engine should go on stepping."""
+        """True while there is something to announce soon, for which an idle engine should go on stepping."""
         return bool(self._news) or (bool(self._pending) and self._clock() < self._pending_until_s)
 
     def take(self) -> list[Any]:
         """Returns the events since the last call, in their order."""
         news, self._news = self._news, []
-        told: list[Any] = []
+        events: list[Any] = []
         run: list[Block] = []
         """Blocks of one request that follow each other: one event."""
         for each in [*news, None]:
             if run and not (isinstance(each, Block) and each.follows(run[-1])):
-                told.append(self._stored(run))
+                events.append(self._stored(run))
                 run = []
             if isinstance(each, Block):
                 run.append(each)
             elif each is not None:
-                told.append(self._removed(*each))
-        return told
+                events.append(self._removed(*each))
+        return events
 
-    def _tell(self, key: bytes, block: Block) -> None:
+    def _announce(self, key: bytes, block: Block) -> None:
         self._news.append(block)
-        self._told[key] = None
+        self._announced[key] = None
 
     def _blocks(self, request: Any, runs: Iterable[BlockRange]) -> Iterator[tuple[bytes, Block]]:
-        """Yields key and name of each block that is told."""
+        """Yields the key and the name of each block to announce."""
         lora = request.lora_request
         origin = {
             "lora_id": None if lora is None else lora.adapter_id,

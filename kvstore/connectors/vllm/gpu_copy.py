@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from kvstore.connectors.vllm.page_kernel import PageKernel
 
 
-# The bus of a GPU: blocks go over it beside the engine's work, by way of device memory in which pages lie together.
+# The bus of a GPU: blocks cross it while the engine computes, by way of device memory in which pages lie together.
 #
 # One large copy takes a fraction of the time of many small ones. Those to and from pinned memory have streams of
 # their own, so that the engine's stream waits for none of them: it only gathers the pages that leave.
 
 
 PART_BYTES = 64 << 20
-"""Size of one copy over the bus, and of what is put at once: large enough for the speed of the bus."""
+"""Size of one copy over the bus, and of one put: large enough for the speed of the bus."""
 OUTWARD_PARTS = 8
 """Parts on their way to the host: behind so many the engine's stream waits for the bus."""
 INWARD_PARTS = 3

@@ -40,7 +40,7 @@ PinName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,64}\Z")]
 
 
 class RequestHints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The words of one request. Raises InvalidRequest for those that make no sense."""
+    """The hints of one request. Raises InvalidRequest for invalid ones."""
 
     priority: int | None = None
     ttl: float | None = None
@@ -69,7 +69,7 @@ NOTHING = RequestHints()
 
 
 def said_of(request: Any) -> RequestHints:
-    """Returns the words of a request; if those for us make no sense, only what it says to vLLM itself."""
+    """Returns the hints of a request; if those for kvstore are invalid, only those for vLLM itself."""
     own: dict[str, Any] = {"priority": _priority_of(request)}
     session = getattr(request, "session_id", None)
     if isinstance(session, str) and len(session) <= SESSION_CHARS_MAX:
@@ -144,7 +144,7 @@ class RequestState:
         self.lookup = self.answered_s = None
 
 
-# Branches that sessions have abandoned: told to the store on a thread of its own, so that the scheduler never waits.
+# Branches that sessions have abandoned: a separate thread reports them to the store, so the scheduler never waits.
 #
 # A hint alone: what fails here, or comes while too many wait, leaves a branch to age as any other KV.
 

@@ -65,7 +65,7 @@ class Lookup:
         return next(iter(self.keys[unit]), b"")
 
     def missed(self, found: LookupResult) -> Sequence[bytes]:
-        """Returns the keys of the first unit that is not in the store; none if all are, or if nobody knows."""
+        """Returns the keys of the first unit that is not in the store; none if all are, or if that is unknown."""
         reached = max(found.from_asked, found.shared)  # without a window or a state a hit ends before
         at = found.from_start if found.from_start < self.asked else reached
         return self.keys[at] if found.is_known and at < len(self.keys) else ()
@@ -93,7 +93,7 @@ class Lookups:
             self._loop.start()
 
     def renew(self, keys: Sequence[Sequence[bytes]]) -> None:
-        """Has the store note a use of these units; nobody waits for it."""
+        """Has the store record a use of these units, in the background."""
         self._begin(Lookup(keys, 0, self._clock(), 0.0))
 
     def begin(self, keys: Sequence[Sequence[bytes]], asked: int, tails: Sequence[Tail] = (), unit: int = 1) -> Lookup:

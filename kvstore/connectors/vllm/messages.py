@@ -10,7 +10,7 @@ from kvstore.connectors.vllm.blocks import BlockRange
 
 IDLE_S = 0.005
 """The longest wait in a step that computes nothing: without one, vLLM runs hundreds of such steps while KV is loaded.
-A request that comes meanwhile waits no longer than this."""
+A request that arrives during the wait is delayed no longer than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     timed_out: bool = False
     digests: set[tuple[int, bytes]] = field(default_factory=set)
     stored: dict[bytes, int] = field(default_factory=dict)
-    """Keys that are in the store now, with the parts that stored them, as bits; only if events are told."""
+    """Keys that are in the store now, with the parts that stored them, as bits; only if events are published."""
     unstored: set[bytes] = field(default_factory=set)
-    """Keys that could not be stored, or only in part. Empty unless events are told."""
+    """Keys that could not be stored, or only in part. Empty unless events are published."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Returns both reports in one."""

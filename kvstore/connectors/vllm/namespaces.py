@@ -79,7 +79,7 @@ class KVTopology:
             self._check_shards(vllm_config.model_config.get_total_num_kv_heads())
         lora = getattr(vllm_config, "lora_config", None)
         self.adapters = "" if lora is None else f"{lora.lora_dtype} {getattr(lora, 'fully_sharded_loras', None)}"
-        """What decides over the KV of requests with an adapter, beside its files."""
+        """What determines the KV of requests with an adapter, in addition to its files."""
         self.physical = str(getattr(kv_cache_config, "kv_cache_layout", None))
 
     @property
@@ -254,7 +254,7 @@ def _config_digest(model: Any) -> str:
 
 
 def _rope(model: Any) -> str:
-    """Returns RoPE's settings in clear beside the digest, so that an operator sees why two namespaces differ."""
+    """Returns RoPE's settings as text, in addition to the digest, to show an operator why two namespaces differ."""
     config = getattr(model, "hf_text_config", model.hf_config)
     fields = {key: getattr(config, key, None) for key in ("rope_theta", "rope_scaling", "rope_parameters")}
     return json.dumps({key: value for key, value in fields.items() if value}, sort_keys=True, default=str)[:4096]

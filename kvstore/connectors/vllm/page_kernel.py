@@ -1,7 +1,7 @@
 """The pages of all layers of some blocks moved by one launch on a GPU; ``torch`` takes one for each layer.
 
-A launch takes microseconds, in which a part of 64 MiB could be moved: a matrix product beside it loses twice as much
-with one launch a layer, and loads wait for each of them (``benchmarks/gpu.py``).
+A launch takes microseconds, in which a part of 64 MiB could be moved. With one launch for each layer, a concurrent
+matrix product loses twice as much time, and loads wait for each launch (``benchmarks/gpu.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 AT_ONCE = tl.constexpr(2_048)
-"""Words that one program moves at once."""
+"""Words that one program moves at a time."""
 WORDS = {torch.int64: tl.int64, torch.int32: tl.int32, torch.int16: tl.int16, torch.uint8: tl.uint8}
 
 

@@ -242,7 +242,7 @@ class SchedulerHalf:
         ends = ReuseBoundaries(request.num_prompt_tokens, tracked.parting, tracked.is_parting)
         runs = self._runs.stores(named, self.manager.get_block_ids(request.request_id), first, done, ends)
         runs += self._runs.states(named, states, computed, done)
-        says = None if self._era else self._descents  # nobody else can load what has keys of this engine alone
+        says = None if self._era else self._descents  # other engines cannot load blocks with this one's keys
         said = [says.of(request, run) if says else [] for run in runs]
         pairs = zip(runs, said, strict=True)
         runs = [replace(run, hints=tracked.said.hints, seal=seal, descents=each) for run, each in pairs]

@@ -14,15 +14,15 @@ class SecondaryTierSettings(common.EngineSettings, frozen=True, kw_only=True):
     """The settings of an entry in ``secondary_tiers``, which those of the connector share."""
 
     lookup_timeout_s: TimeoutS = 1.0
-    """A look-up that takes longer is a miss; the scheduler goes on meanwhile."""
+    """A look-up that takes longer is a miss; the scheduler never waits for it."""
     fingerprint: str = ""
     """Digest of the weights; computed from the weight files if it is not given."""
     pause_s: Seconds = 10.0
-    """After a time-out, look-ups are misses at once for this long."""
+    """For this long after a time-out, look-ups miss immediately."""
     load_threads: Count = 2
-    """Requests that a worker loads at once."""
+    """Requests that a worker loads concurrently."""
     events: bool = True
-    """Tell vLLM's KV events of the store, if vLLM publishes events at all."""
+    """Announce the store's blocks in vLLM's KV events, if vLLM publishes events at all."""
 
 
 class ConnectorSettings(SecondaryTierSettings, frozen=True, kw_only=True):
@@ -44,7 +44,7 @@ class ConnectorSettings(SecondaryTierSettings, frozen=True, kw_only=True):
     events_medium: str = "STORAGE"
     """The medium that events name."""
     descents: bool = True
-    """Write tokens and the block before into the file of each block, so that ``kvstore events`` can tell of it."""
+    """Write tokens and the block before into the file of each block, so that ``kvstore events`` can announce it."""
 
     def looking_only(self) -> ConnectorSettings:
         """For the scheduler, which reads and writes no block: memory would be taken for nothing there."""

@@ -148,12 +148,12 @@ class Loader:
 
 # Storing on a worker: full blocks are copied out within the step that filled them, and published in the background.
 #
-# The copy keeps the rest simple: the engine may reuse the blocks at once (a finished, preempted or aborted request),
-# and a store that hangs costs only our own memory, which is bounded.
+# The copy keeps the rest simple: the engine may reuse the blocks immediately (of a finished, preempted or aborted
+# request), and a store that hangs costs only our own memory, which is bounded.
 
 
 AT_ONCE_MAX = 2_048
-"""Blocks copied out and put at once: their descents are below the limit of one put (kvstore/transport/limits.py)."""
+"""Blocks copied out and put in one batch: their descents fit into one put (kvstore/transport/limits.py)."""
 
 
 class Storer:
@@ -166,7 +166,7 @@ class Storer:
         pages: Sequence[Pages],
         counts: EngineCounts,
         *,
-        tells: bool = False,
+        with_events: bool = False,
     ) -> None:
         self._settings = settings
         self._store = store
@@ -176,9 +176,9 @@ class Storer:
         self._lock = threading.Lock()
         self._bytes = 0
         self._on_the_way: set[bytes] = set()
-        self._tells = tells
+        self._with_events = with_events
         self._settled: dict[bytes, bool] = {}
-        """Whether blocks are in the store, since somebody last asked; only if it ``tells``."""
+        """Whether each block came into the store, since the last ``settled``; only ``with_events``."""
         self._idle = threading.Event()
         self._idle.set()
         # store_bytes_max bounds what waits, so the queue itself needs no bound of its own.
@@ -196,7 +196,7 @@ class Storer:
                 try:
                     copy = self._pages[part.cluster].copy_out(part.blocks)
                     is_begun = self._thread.submit(partial(self._serve, part, copy))
-                except Exception as error:  # noqa: BLE001 - the device's too: the engine's step goes on all the same
+                except Exception as error:  # noqa: BLE001 - the device's too: the engine's step must go on
                     log.warning("kvstore: blocks are not stored: %s", error)
                     is_begun = False
                 if not is_begun:
@@ -245,7 +245,7 @@ class Storer:
         self._done(run, flags or [False] * len(run.keys))
 
     def _settle(self, keys: Sequence[bytes], flags: Sequence[bool]) -> None:
-        if self._tells:
+        if self._with_events:
             self._settled.update(zip(keys, flags, strict=True))
 
     def _done(self, run: BlockRange, flags: Sequence[bool]) -> None:
@@ -297,13 +297,13 @@ class WorkerHalf:
         namespaces: Mapping[int, Namespace],
         *,
         stores: bool,
-        tells: bool = False,
+        with_events: bool = False,
     ) -> None:
-        """``tells``: report what came into the store, for events."""
+        """``with_events``: report what came into the store, for KV events."""
         self._settings = settings
         self.shape = shape
         self._stores = stores
-        self._tells = tells and stores
+        self._with_events = with_events and stores
         self._parts = sum(1 << part for part in namespaces)
         self.counts = EngineCounts()
         self._store = LazyStore(settings, list(namespaces.values()))
@@ -329,7 +329,7 @@ class WorkerHalf:
             for cluster in self.shape.clusters
         ]
         self._loader = Loader(self._settings, self._store, self._pages, self.counts)
-        self._storer = Storer(self._settings, self._store, self._pages, self.counts, tells=self._tells)
+        self._storer = Storer(self._settings, self._store, self._pages, self.counts, with_events=self._with_events)
 
     # Loading
 
@@ -369,7 +369,7 @@ class WorkerHalf:
     def report(self) -> WorkerReport | None:
         """Implements ``build_connector_worker_meta``."""
         report, self._report = self._report, WorkerReport()
-        if self._tells and self._storer is not None:
+        if self._with_events and self._storer is not None:
             for key, is_stored in self._storer.settled(IDLE_S if self._is_idle else 0.0).items():
                 if is_stored:
                     report.stored[key] = self._parts
