@@ -121,7 +121,9 @@ def known(chunks: int) -> None:
         made.append(tokens if start < 50 * BLOCKS else None)
         inventory.settle()
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    print(f"{inventory.told_count} chunks: {grown / chunks:.0f} bytes each at the peak, 64 of them tokens in a file")
+    print(
+        f"{inventory.published_count} chunks: {grown / chunks:.0f} bytes each at the peak, 64 of them tokens in a file"
+    )
     model = SimpleNamespace(namespace=SPACE, inventory=inventory)
     truth: Any = SimpleNamespace(models={1: model}, lock=threading.Condition())
     answers = Answers(truth, "kvstore", "STORAGE")

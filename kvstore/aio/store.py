@@ -191,7 +191,7 @@ class Segments(Twin[segments.Segments]):
     def missing(
         self, tokens: Tokens, matches: Sequence[Match], starts: Sequence[int] | None = None, after: int = 0
     ) -> list[range]:
-        """As the synchronous one; it asks nobody."""
+        """Like the synchronous method; makes no request."""
         return self._twin.missing(tokens, matches, starts, after)
 
     def find_held(
@@ -272,7 +272,7 @@ class Hold(Lease[cache.Hold]):
     view = awaited(cache.Hold.view)
 
     async def layers(self, out: Sequence[KvArray] | None = None) -> AsyncIterator[tuple[int, KvArray, KvArray]]:
-        """Yields ``(layer, k, v)`` as the synchronous one does, the next ones being read meanwhile."""
+        """Yields ``(layer, k, v)`` as the synchronous method does, and reads the next layers concurrently."""
         layers = self._twin.layers(out)
         try:
             while (layer := await self._threads.run(lambda: next(layers, None))) is not None:

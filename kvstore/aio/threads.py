@@ -21,7 +21,7 @@ T = TypeVar("T")
 W = TypeVar("W")
 
 THREADS = 16
-"""Calls of one store at once; the next ones wait for a thread."""
+"""Concurrent calls of one store; further calls wait for a thread."""
 STEP_S = 0.5
 """Operations are waited for in steps, so that a waiting task can be cancelled."""
 
@@ -40,7 +40,7 @@ class Threads:
         nothing is written into the caller's memory later. ``undo`` then takes back what it returned. A call that has
         not begun never does.
         """
-        made: list[T] = []  # not the future's result: threads keep that for a while, and nobody would drop it
+        made: list[T] = []  # not the future's result: threads keep that for a while, and no caller can drop it
         job = self._begun(lambda: made.append(call()))
         ended = asyncio.wrap_future(job)
         try:
@@ -70,7 +70,7 @@ class Threads:
     def _begun(self, call: Callable[[], T]) -> Future[T]:
         if not self.closed:
             return self._pool.submit(contextvars.copy_context().run, call)
-        # The store is closed: the call ends at once, with StoreClosed or with nothing to do.
+        # The store is closed: the call ends immediately, with StoreClosed or with nothing to do.
         job = Future[T]()
         try:
             job.set_result(call())
@@ -86,7 +86,7 @@ async def _wait(ended: asyncio.Future[T]) -> None:
         except asyncio.CancelledError:
             continue  # again: the call has not ended for that
     if not ended.cancelled():
-        ended.exception()  # nobody waits for it: asyncio would print that it was never retrieved
+        ended.exception()  # no task awaits it: asyncio would log that it was never retrieved
 
 
 # Classes for asyncio: each has a synchronous twin, whose methods it runs on the store's threads.
@@ -121,7 +121,7 @@ class Twin(Generic[T]):
         return f"<asyncio {self._twin!r}>"
 
     def _lease(self, kind: Callable[[L, Threads], C], taking: Callable[[], L]) -> Opening[C]:
-        """Wraps what ``taking`` returns; it is released if the task is cancelled meanwhile."""
+        """Wraps what ``taking`` returns, and releases it if the task is cancelled before it is wrapped."""
 
         async def taken() -> C:
             return kind(await self._threads.run(taking, lambda made: made.release()), self._threads)

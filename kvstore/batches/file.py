@@ -133,7 +133,7 @@ _PATH = re.compile(r"/[!-~]*")
 
 
 class Form(Enum):
-    """A kind of request. The value is the field that tells it."""
+    """A kind of request. The value is the field that identifies it."""
 
     OPENAI = "body"
     SHAREGPT = "conversations"

@@ -1,4 +1,4 @@
-"""A batch sent to a server in a plan's order, so many requests at once, each result written as it comes."""
+"""Sends a batch to a server in a plan's order, several requests at a time, and writes each result as it arrives."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Server:
         for connection in list(self._open):
             sock = connection.sock
             if sock is not None:
-                with suppress(OSError):  # it ended meanwhile
+                with suppress(OSError):  # it has ended by itself
                     sock.shutdown(socket.SHUT_RDWR)
 
     def _once(self, path: str, body: bytes) -> ServerAnswer:

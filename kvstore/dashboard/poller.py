@@ -39,7 +39,7 @@ class SourceValue(Generic[T]):
 
 
 class Feed(Generic[T]):
-    """Reads a source every ``interval_s``; ``on_demand`` only while somebody looks, and seldom if it takes long.
+    """Reads a source every ``interval_s``; ``on_demand`` only while pages request it, and less often if it takes long.
 
     A reading that takes longer than ``late_s`` is reported as an error; it is not interrupted, because a call into a
     dead mount cannot be. Thread-safe.

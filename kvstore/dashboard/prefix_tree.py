@@ -275,7 +275,7 @@ class _Explorer:
             return None
         fixed = None if seen is None else read_fixed(seen.prefix)
         if seen is None or fixed is None or fixed.address != address:
-            return None  # gone meanwhile, or damaged: its next reader finds out
+            return None  # deleted by now, or corrupt: its next reader finds out
         if fixed.kind is IdentityKind.TOKENS:
             when = recency_of(seen.stat.mtime_ns, QUANTUM_S)
             size_bytes, last_use_s = seen.stat.size_bytes, int(when.last_use_s)

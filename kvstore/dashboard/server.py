@@ -170,7 +170,7 @@ def _renewing(certificate: Certificate) -> Callable[[ssl.SSLObject | ssl.SSLSock
 log = logging.getLogger(__name__)
 
 SAFETY = {
-    # Nothing from other sites, no inline script or style, no frames: a name that somebody chose stays text.
+    # Nothing from other sites, no inline script or style, no frames: a user-chosen name stays text.
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

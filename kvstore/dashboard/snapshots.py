@@ -104,7 +104,7 @@ class PlanSource:
 # The cluster as etcd knows it: namespaces, sessions, workers, collectors, sweeps, and the number of pins.
 #
 # It reads ranges that stay small at any size of the cluster, and leaves out what peers publish about their memory.
-# The pins themselves, which carry addresses, are a separate feed that is read only while somebody looks.
+# The pins themselves, which carry addresses, are a separate feed that is read only while a page requests it.
 
 
 TIMEOUT_S = 4.0

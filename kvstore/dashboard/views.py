@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 Document = dict[str, Any]
 
 TEXT_MAX = 128
-"""Length to which a text is cut: somebody chose it, and it may have thousands of characters."""
+"""Length to which user-chosen texts are cut: they may have thousands of characters."""
 
 
 def cluster(etcd: ClusterSnapshot) -> Document:
@@ -181,7 +181,7 @@ _SOURCES = {
 
 
 def attention(looks: Mapping[str, SourceValue[Any]]) -> list[Item]:
-    """Lists problems ("bad") and warnings ("warn"), each with the view that tells more; problems first."""
+    """Lists problems ("bad") and warnings ("warn"), each with the view that has the details; problems first."""
     items = [*_of_sources(looks), *_of_workers(looks["workers"].value or {})]
     items += [*_of_cluster(looks["etcd"].value), *_of_root(looks["root"].value, looks["quarantine"].value)]
     return sorted(items, key=lambda item: item["level"] != "bad")[:ITEMS_MAX]
@@ -252,7 +252,7 @@ def _of_root(root: RootSeen | None, quarantine: QuarantineReport | None) -> Iter
 
 @dataclass(frozen=True, slots=True)
 class RefreshIntervals:
-    """Seconds between two readings of each source; the last four are read only while somebody looks."""
+    """Seconds between two readings of each source; the last four are read only while a page requests them."""
 
     workers_s: float = 2.0
     cluster_s: float = 5.0

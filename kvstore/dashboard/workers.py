@@ -1,4 +1,4 @@
-"""The counters of each worker, read over gRPC from all workers at once, as growth and history."""
+"""The counters of each worker, read over gRPC from all workers concurrently, as growth and history."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class Growth:
     def since_last(self, now: Mapping[str, Counts]) -> dict[str, dict[str, float]]:
         """Returns the growth by worker and counter.
 
-        A worker that is seen for the first time, or again after it did not answer, has none: nobody knows over which
-        time its counters grew. A worker whose counters start from 0 again was restarted.
+        A worker that is seen for the first time, or again after it did not answer, has none: the time over
+        which its counters grew is unknown. A worker whose counters start from 0 again was restarted.
         """
         grown = {
             worker: {name: _growth(self._before[worker].get(name, 0), count) for name, count in counts.items()}
@@ -156,8 +156,8 @@ def _rounded(value: float) -> float:
 
 
 SILENT_S = 4.0
-"""etcd forgets a worker that ends itself at once, and no client asks it for longer than this. The registration of one
-that was killed stays until its lease ends, which takes longer."""
+"""A worker that ends by itself leaves etcd immediately, and no client queries it for longer than this. The registration
+of a killed worker stays until its lease expires, which takes longer."""
 MISSING_S = 3_600.0
 """A missing worker is shown for so long."""
 MISSING_MAX = 100

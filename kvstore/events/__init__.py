@@ -1,1 +1,1 @@
-"""KV events: tells routers what the shared root holds, and what it no longer holds. EVENTS.md has the rules."""
+"""KV events: publishes which chunks the shared root holds, and which it no longer holds. EVENTS.md has the rules."""

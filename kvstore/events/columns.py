@@ -199,7 +199,7 @@ class TokenPathIndex:
         self._enter(_firsts(lines), rows)
 
     def forget(self, rows: Rows) -> None:
-        """Notes that these rows are not told: until they are spelled anew, nothing leads to them or to those behind."""
+        """Clears the spellings of unpublished rows: until spelled again, no prompt leads to them or beyond them."""
         self._lines.write(rows, np.zeros((len(rows), _ADDRESS_WORDS), np.uint32))
 
     def find(self, firsts: U64) -> Rows:
@@ -243,7 +243,7 @@ class TokenPathIndex:
         self._rows_max = 2 * len(self._rows) + OLD_MAX
 
     def _is_old(self, firsts: U64, rows: Rows) -> Mask:
-        """True for each row that was spelled anew, or is not told, since this led to it."""
+        """Returns which rows were spelled again, or unpublished, after their entries were made."""
         found: Mask = _firsts(self._lines.read(rows)) != firsts
         return found
 
@@ -253,17 +253,17 @@ def _firsts(lines: npt.NDArray[np.uint32]) -> U64:
     return both[:, 0].astype(np.uint64)
 
 
-# The names of engine-hashed blocks: the engine's hash of each, and what its events say beside tokens.
+# The names of engine-hashed blocks: the engine's hash of each, and the fields of its events other than tokens.
 #
 # A chunk's name is its address, so only namespaces with blocks have this. Keys lie in a file, like tokens; what many
 # blocks share is kept once.
 
 
 SHARED_MAX = 65_536
-"""Different origins, or extra keys, that one namespace may have; blocks with further ones are not told."""
+"""Limit on different origins, or extra keys, in one namespace; blocks with further ones are not published."""
 WHOLES_MAX = 16
-"""Different wholes that the blocks of one namespace may be parts of; blocks of further ones are not told. Each costs a
-look at every block that changes, and writers can make up any number."""
+"""Limit on different wholes that the blocks of one namespace are parts of; blocks of further ones are not published.
+Each costs a check of every block that changes, and writers can make up any number."""
 _HEAD_WORDS = 4
 _SIZE_AT = 3
 """The word with the size of the key. Before it are the numbers of origin and extra keys, and the size of the hash."""
@@ -413,7 +413,7 @@ class Columns:
         self.parents = np.zeros(0, np.int32)
         self.depths = np.zeros(0, np.uint32)
         self.children = np.zeros(0, np.uint32)
-        """Children of each that are told."""
+        """Published children of each row."""
         self.states = np.zeros(0, np.uint8)
         self.tokens = TokenFile(chunk_tokens, folder)
         self.names: NameColumn | None = None
@@ -487,7 +487,7 @@ class Columns:
             self.spellings.spell(blocks, self.parents[blocks], self.tokens.read(blocks), self.names.plain(blocks))
 
     def forget_spelled(self, rows: Rows) -> None:
-        """Notes that the blocks among these rows are not told."""
+        """Clears the spellings of the blocks among these unpublished rows."""
         if self.spellings is not None:
             self.spellings.forget(rows[self.has(rows, BLOCK)])
 
@@ -511,7 +511,7 @@ class Columns:
         return found
 
     def origins(self, rows: Rows) -> npt.NDArray[np.int64]:
-        """Returns a number for what an event says of each beside hashes and tokens; -1 for chunks, which have none."""
+        """Returns a number for each row's event fields other than hashes and tokens; -1 for chunks, which have none."""
         found = np.full(len(rows), -1, np.int64)
         if self.names is not None:
             blocks = self.has(rows, BLOCK)

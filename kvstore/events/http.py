@@ -117,26 +117,26 @@ class Answers:
             packed = self._chains.of(model.namespace, question.tokens).packed_addresses
             rows = inventory.rows
             with self._truth.lock:
-                chunks = _leading_chain(lambda firsts: inventory.told(rows.find(firsts)), packed)
-                blocks = _leading_chain(lambda firsts: inventory.told(rows.find_spelled(firsts)), packed)
+                chunks = _leading_chain(lambda firsts: inventory.are_published(rows.find(firsts)), packed)
+                blocks = _leading_chain(lambda firsts: inventory.are_published(rows.find_spelled(firsts)), packed)
             return max(chunks, blocks)
         with self._truth.lock:
-            return _leading(inventory.told(inventory.rows.find_hashes(np.array(question.hashes, np.uint64))))
+            return _leading(inventory.are_published(inventory.rows.find_hashes(np.array(question.hashes, np.uint64))))
 
 
-def _leading_chain(told: Callable[[U64], Mask], packed: bytes) -> int:
-    """Returns how many leading addresses of a chain are told. What is told has told parents, so few are looked at."""
+def _leading_chain(are_published: Callable[[U64], Mask], packed: bytes) -> int:
+    """Returns how many leading addresses are published. A published chunk's parents are too, so few are checked."""
     firsts = np.frombuffer(packed, ">u8")[::2]
     first, stop = 0, len(firsts)
     while first < stop:
         step = isqrt(stop - first)
         ends = range(first + step - 1, stop, step)
-        count = _leading(told(firsts[ends].astype(np.uint64)))
+        count = _leading(are_published(firsts[ends].astype(np.uint64)))
         first += count * step
         if count < len(ends):
             stop = first + step - 1
     return first
 
 
-def _leading(told: Mask) -> int:
-    return len(told) if told.all() else int(told.argmin())
+def _leading(published: Mask) -> int:
+    return len(published) if published.all() else int(published.argmin())

@@ -41,8 +41,8 @@ from kvstore.root.posix import folder_time, list_names
 
 # Which shards have to be listed, and when: decided from the times of their folders. Pure: no I/O, no clock.
 #
-# A listing tells nothing that came within the same tick of the file system's clock as its start. So a folder is
-# listed at once when its time changes, and once more when that time has stood for ``settle_s`` by our own clock.
+# A listing may miss a change within the file system's clock tick in which it starts. So a folder is listed
+# immediately when its time changes, and once more when that time has stood for ``settle_s`` by our own clock.
 
 
 NEVER_S = float("-inf")
@@ -125,10 +125,10 @@ class ListingScheduler:
         return self._credit_s
 
 
-# Chunks that collectors and clears are about to delete, as etcd tells every node before it happens.
+# Chunks that collectors and clears announce in etcd, to every node, before they delete them.
 #
-# A condemned chunk is a miss for every node from that moment (gc/PROTOCOL.md, H1), so that is when routers hear of
-# it. When a sweep or a clear has ended, only a listing tells what it spared.
+# A condemned chunk is a miss for every node from that moment (gc/PROTOCOL.md, H1), so the publisher reports it to
+# routers then. When a sweep or a clear has ended, only a listing shows what it spared.
 
 
 log = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ class PendingDeletions:
                 watch = self._watches.get(prefix) or self._begin(prefix, news)
                 while (events := watch.next(0.0)) is not None:
                     for event in events:
-                        self._hear(event.key, event.kv, news)
+                        self._apply_key(event.key, event.kv, news)
             except WatchLost as lost:
                 log.info("events.watch_lost %s %s", prefix, lost)
                 self._watches.pop(prefix).close()
@@ -197,19 +197,19 @@ class PendingDeletions:
         else:
             before = set(self._clears)
         for gone in before - there:
-            self._hear(gone, None, news)
+            self._apply_key(gone, None, news)
         for kv in snapshot.items:
-            self._hear(kv.key, kv, news)
+            self._apply_key(kv.key, kv, news)
         return watch
 
-    def _hear(self, key: str, kv: KeyValue | None, news: News) -> None:
+    def _apply_key(self, key: str, kv: KeyValue | None, news: News) -> None:
         shard = self._keys.parse_condemned(key)
         if shard is not None:
-            self._hear_sweep(shard, kv, news)
+            self._apply_sweep(shard, kv, news)
         elif key.startswith(self._keys.barriers):
-            self._hear_clear(key, kv, news)
+            self._apply_clear(key, kv, news)
 
-    def _hear_sweep(self, shard: int, kv: KeyValue | None, news: News) -> None:
+    def _apply_sweep(self, shard: int, kv: KeyValue | None, news: News) -> None:
         before = self._sweeps.pop(shard, None)
         if kv is not None:
             try:
@@ -222,7 +222,7 @@ class PendingDeletions:
         if before is not None and (kv is None or kv.value != before[0]):
             news.ended.add(shard)
 
-    def _hear_clear(self, key: str, kv: KeyValue | None, news: News) -> None:
+    def _apply_clear(self, key: str, kv: KeyValue | None, news: News) -> None:
         if kv is None:
             news.clear_ended |= self._clears.pop(key, None) is not None
             return
@@ -259,7 +259,7 @@ class BlockHeader:
 
 
 def claimed_of(namespace: Namespace, address: Address, prefix: bytes) -> BlockHeader | None:
-    """Returns what a file that begins with ``prefix`` says; None if it is not this block, or says nothing to tell."""
+    """Returns what a file that begins with ``prefix`` says; None if it is not this block, or cannot be published."""
     try:
         header = decode_any(prefix)
     except Damaged:
@@ -345,8 +345,8 @@ class Read:
     found: Identities
     blocks: Identities
     odd: Rows
-    """Their files say nothing that fits their names, or that can be told: encrypted or damaged ones, and blocks without
-    a descent."""
+    """Their files do not match their names, or cannot be published: encrypted or corrupt files, and blocks without a
+    descent."""
     failed: Rows
     """The root did not answer: read them again."""
 
@@ -373,8 +373,8 @@ def read_identities(root: Root, shard_bits: int, namespace: Namespace, inventory
         else:
             odd.append(row)
     size = namespace.layout.chunk_tokens
-    told = unpack([each.packed for each in blocks], size, [each.name for each in blocks])
-    return Read(unpack(packed, size), told, np.array(odd, np.int32), np.array(failed, np.int32))
+    named = unpack([each.packed for each in blocks], size, [each.name for each in blocks])
+    return Read(unpack(packed, size), named, np.array(odd, np.int32), np.array(failed, np.int32))
 
 
 def _seen(root: Root, name: Name, namespace: Namespace) -> tuple[bytes, Fixed | None] | None:
@@ -425,14 +425,14 @@ def unpack(packed: list[bytes], chunk_tokens: int, names: Sequence[BlockName] = 
     )
 
 
-# The chunks that the root holds, and those about to go, for all namespaces that are told; kept up to date by steps.
+# The chunks that the root holds, and those about to be deleted, for all published namespaces; updated in steps.
 #
-# The order of a step matters. What is condemned is taken back first, because the promise for removals is the
-# shortest. A shard is listed after the end of its sweep was heard, so what the listing finds was spared.
+# The order of a step matters. Condemned chunks are retracted first, because the promise for removals is the
+# shortest. A shard is listed after the index has learned that its sweep ended, so what the listing finds was spared.
 
 
 STRANGERS_S = 10.0
-"""Records of namespaces that are not told are read again after so long."""
+"""Interval at which the records of unpublished namespaces are read again."""
 
 Wanted = Callable[[Namespace], bool]
 
@@ -460,7 +460,7 @@ class RootIndex:
         clock: Clock,
         folder: str | None = None,
     ) -> None:
-        """``wanted`` says which namespaces are told; ``folder`` is where their tokens go."""
+        """``wanted`` selects the published namespaces; ``folder`` is where their tokens are stored."""
         self.lock = threading.Condition()
         self.models: dict[int, Model] = {}
         """By namespace id, as a number."""
@@ -506,7 +506,7 @@ class RootIndex:
 
     @property
     def is_busy(self) -> bool:
-        """True if another step has something to do at once."""
+        """True if another step has work to do immediately."""
         return self._folders.due(self._clock.monotonic_s()) is not None or not self.is_complete
 
     def reread(self) -> None:
@@ -514,7 +514,7 @@ class RootIndex:
         self._doomed.close()
 
     def settle(self) -> list[tuple[Model, Difference]]:
-        """Returns what is to be told since the last call, for each namespace with changes."""
+        """Returns the changes to publish since the last call, for each namespace that has any."""
         found = []
         with self.lock:
             parts = {number: BlockPart(each.namespace, each.inventory) for number, each in self.models.items()}
@@ -596,7 +596,7 @@ class RootIndex:
         return names
 
     def _apply_listed(self, listed: Mapping[int, list[str]]) -> None:
-        """Notes listings by shard, many at once: each alone would cost as much."""
+        """Records the listings of many shards together: each alone would cost as much."""
         found = parse_names([name for names in listed.values() for name in names])
         try:
             self._meet(found)

@@ -1,7 +1,7 @@
-"""The chunks of one namespace as the root has them, and as subscribers were told: columns, 53 bytes a chunk.
+"""The chunks of one namespace as the root has them, and as they were last published: columns, 53 bytes a chunk.
 
-Events are the differences between both. A chunk is to be told if its file is there, nobody condemns it, its identity is
-known, and the same holds of its parent: what a ``get`` would read, and nothing else (EVENTS.md, section 2).
+Events are the differences between both. A chunk is published if its file exists, no sweep or clear condemns it, its
+identity is known, and the same holds of its parent: what a ``get`` would read, and nothing else (EVENTS.md, section 2).
 Pure: no I/O beyond a file for tokens, no clock.
 """
 
@@ -19,9 +19,9 @@ from kvstore.events.columns import BLOCK, NO_ROW, U64, BlockName, Columns, Mask,
 
 Tokens = npt.NDArray[np.uint32]
 
-PRESENT, CONDEMNED, KNOWN, TOLD, ODD, LACKING = 1, 2, 4, 8, 16, 64
-"""States of a row, as bits, beside BLOCK. ODD: the file says nothing that fits its name, so it is never told. LACKING:
-another part of the block is missing, or another inventory tells of it."""
+PRESENT, CONDEMNED, KNOWN, PUBLISHED, ODD, LACKING = 1, 2, 4, 8, 16, 64
+"""States of a row, as bits, in addition to BLOCK. ODD: the file does not match its name, so it is never published.
+LACKING: another part of the block is missing, or another inventory publishes it."""
 ELIGIBLE = PRESENT | KNOWN
 DEAD_MIN = 65_536
 SPELLED_MAX = 8_192
@@ -47,7 +47,7 @@ class Identities:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Rows to be told: first what is no longer there, then what is, parents first."""
+    """Rows to publish: first those no longer there, then those that are, parents first."""
 
     removed: Rows
     stored: Rows
@@ -62,12 +62,12 @@ class NamespaceIndex:
         ``digest`` is the namespace's: with it the tokens of prompts lead to engine-hashed blocks.
         """
         self.rows = Columns(chunk_tokens, folder, digest)
-        self.told_count = 0
+        self.published_count = 0
         self._touched: list[Rows] = []
         self._unknown: list[Rows] = []
         self._waiting = NO_ROWS
         self._unspelled = NO_ROWS
-        """Told, and not spelled yet: parents before their children."""
+        """Published rows that are not spelled yet, parents before their children."""
 
     # What the root has
 
@@ -153,17 +153,17 @@ class NamespaceIndex:
         """Notes that the files of these rows do not say what they are."""
         self.rows.mark(rows, ODD)
 
-    # What is told
+    # Publication
 
     def settle(self) -> Difference:
-        """Returns the difference to what was told before; from now on it counts as told."""
+        """Returns the difference to what was published before, and counts it as published from now on."""
         touched = np.unique(np.concatenate([NO_ROWS, *self._touched]))
         self._touched = []
-        removed = touched[~self._eligible(touched) & self.rows.has(touched, TOLD)]
-        self._untell(removed)
+        removed = touched[~self._eligible(touched) & self.rows.has(touched, PUBLISHED)]
+        self._unpublish(removed)
         cut_off = self._cut_off() if len(removed) and self.rows.children[removed].any() else NO_ROWS
-        stored, self._waiting = self._tell(np.concatenate([self._waiting, cut_off, touched]))
-        self.told_count += len(stored) - len(removed) - len(cut_off)
+        stored, self._waiting = self._publish(np.concatenate([self._waiting, cut_off, touched]))
+        self.published_count += len(stored) - len(removed) - len(cut_off)
         self.rows.forget_spelled(np.concatenate([removed, cut_off]))
         self._spell(stored)
         # Another writer may say something else of a block when it comes again.
@@ -171,15 +171,15 @@ class NamespaceIndex:
         self.rows.unmark(gone[self.rows.has(gone, BLOCK)], KNOWN)
         return Difference(np.concatenate([removed, cut_off]), stored)
 
-    def told(self, rows: Rows) -> Mask:
-        """Returns which rows are told; NO_ROW is not."""
+    def are_published(self, rows: Rows) -> Mask:
+        """Returns which rows are published; NO_ROW is not."""
         known: Mask = rows != NO_ROW
-        known[known] = self.rows.has(rows[known], TOLD)
+        known[known] = self.rows.has(rows[known], PUBLISHED)
         return known
 
     def snapshot(self) -> Rows:
-        """Returns all rows that are told, parents first."""
-        rows = self.rows.having(TOLD)
+        """Returns all published rows, parents first."""
+        rows = self.rows.having(PUBLISHED)
         return rows[np.argsort(self.rows.depths[rows], kind="stable")]
 
     def between(self, first: int, last: int) -> Rows:
@@ -188,8 +188,8 @@ class NamespaceIndex:
         return rows[self.rows.has(rows, PRESENT)]
 
     def compact(self) -> bool:
-        """Forgets rows that nobody needs, if there are many; rows get other numbers then. Call it after ``settle``."""
-        alive = self.rows.having(PRESENT | TOLD)
+        """Drops unneeded rows, if there are many, and renumbers the rest. Call it after ``settle``."""
+        alive = self.rows.having(PRESENT | PUBLISHED)
         if self.rows.count - len(alive) < max(DEAD_MIN, self.rows.count // 2):
             return False
         above = self.rows.parents[alive]
@@ -214,46 +214,46 @@ class NamespaceIndex:
         return rows
 
     def _spell(self, stored: Rows) -> None:
-        """Spells some of what is told. Questions wait for the lock meanwhile, and so do removals of all namespaces."""
+        """Spells some published rows. Queries, and removals in all namespaces, wait for the lock until it returns."""
         waiting = np.concatenate([self._unspelled, stored])
         now, self._unspelled = waiting[:SPELLED_MAX], waiting[SPELLED_MAX:]
-        self.rows.spell(now[self.rows.has(now, TOLD)])
+        self.rows.spell(now[self.rows.has(now, PUBLISHED)])
 
     def _eligible(self, rows: Rows) -> Mask:
         found: Mask = self.rows.states[rows] & (ELIGIBLE | CONDEMNED | LACKING) == ELIGIBLE
         return found
 
-    def _untell(self, rows: Rows) -> None:
-        self.rows.unmark(rows, TOLD)
+    def _unpublish(self, rows: Rows) -> None:
+        self.rows.unmark(rows, PUBLISHED)
         above = self.rows.parents[rows]
         np.subtract.at(self.rows.children, above[above != NO_ROW], 1)
 
     def _cut_off(self) -> Rows:
-        """Takes back all that is told below what is not. Looks at every row; rare: leaves are evicted first."""
+        """Retracts all published rows below unpublished ones. Checks every row; rare: leaves are evicted first."""
         found: list[Rows] = []
         while True:
-            rows = self.rows.having(TOLD)
+            rows = self.rows.having(PUBLISHED)
             above = self.rows.parents[rows]
-            lost = rows[(above != NO_ROW) & ~self.rows.has(above, TOLD)]
+            lost = rows[(above != NO_ROW) & ~self.rows.has(above, PUBLISHED)]
             if not len(lost):
                 return np.concatenate([NO_ROWS, *found])
-            self._untell(lost)
+            self._unpublish(lost)
             found.append(lost)
 
-    def _tell(self, candidates: Rows) -> tuple[Rows, Rows]:
-        """Tells what may be told, depth by depth; returns it, and what still waits for its parent."""
+    def _publish(self, candidates: Rows) -> tuple[Rows, Rows]:
+        """Publishes eligible rows, depth by depth; returns them, and the rows that still wait for their parents."""
         rows = np.unique(candidates)
-        rows = rows[self._eligible(rows) & ~self.rows.has(rows, TOLD)]
+        rows = rows[self._eligible(rows) & ~self.rows.has(rows, PUBLISHED)]
         rows = rows[np.argsort(self.rows.depths[rows], kind="stable")]
         stored, waiting, depths = [NO_ROWS], [NO_ROWS], self.rows.depths
         for level in self._levels(rows):
             above = self.rows.parents[level]
             # The depths of blocks are claims: only if they grow by one, the order of depths has parents first.
-            reached = (above == NO_ROW) | (self.rows.has(above, TOLD) & (depths[above] + 1 == depths[level]))
-            told = level[reached]
-            self.rows.mark(told, TOLD)
+            reached = (above == NO_ROW) | (self.rows.has(above, PUBLISHED) & (depths[above] + 1 == depths[level]))
+            published = level[reached]
+            self.rows.mark(published, PUBLISHED)
             np.add.at(self.rows.children, above[reached & (above != NO_ROW)], 1)
-            stored.append(told)
+            stored.append(published)
             waiting.append(level[~reached])
         return np.concatenate(stored), np.concatenate(waiting)
 
@@ -269,8 +269,8 @@ def _kept(rows: Rows) -> Rows:
 
 # Blocks in several parts: each rank of an engine stores its own under one key, in a namespace of its own.
 #
-# Such a block can be loaded only with all of its parts. So one of the namespaces tells of it, while all of them have
-# it: the one with the lowest id. If more namespaces claim to be parts than there are, none does.
+# Such a block can be loaded only with all of its parts. So the namespace with the lowest id publishes it, while all
+# of them have it. If more namespaces claim to be parts than there are, none publishes it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,13 +291,13 @@ _Known = tuple[str, str, bytes]
 
 
 class MultipartBlocks:
-    """Decides which parts are told, before inventories settle. Used under the lock of their owner."""
+    """Decides which parts are published, before inventories settle. Used under the lock of their owner."""
 
     def __init__(self) -> None:
         self._members: dict[_Known, set[int]] = {}
 
     def judge(self, parts: Mapping[int, BlockPart]) -> None:
-        """Notes for each block of the telling parts whether all others are there. ``parts`` are by namespace id."""
+        """Records for each block of the publishing parts whether all others exist. ``parts`` are by namespace id."""
         found: dict[_Known, dict[int, int]] = {}
         for number, part in parts.items():
             names, namespace = part.inventory.rows.names, part.namespace

@@ -9,7 +9,7 @@ from kvstore.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class EventLimits:
-    """Limits of one publisher. Raises InvalidRequest for relations that make no sense."""
+    """Limits of one publisher. Raises InvalidRequest for invalid relations between them."""
 
     step_s: float = 0.1
     """Pause between two looks at etcd and at the times of folders, and the longest time for listings in between."""
@@ -34,4 +34,4 @@ class EventLimits:
 
     def __post_init__(self) -> None:
         if self.lease_s < 2 or self.heartbeat_s <= self.step_s or not 0 < self.list_share <= 1:
-            raise InvalidRequest(f"limits of events make no sense: {self}")
+            raise InvalidRequest(f"invalid event limits: {self}")

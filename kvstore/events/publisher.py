@@ -31,8 +31,8 @@ from kvstore.security.authentication import Authenticator
 
 # The fence: of several publishers of one name one speaks, by a leased key in etcd.
 #
-# A speaker that hears nothing from etcd for its lease falls silent by its own clock before the key can go. Its numbers
-# begin at the revision of its key, so a subscriber tells what an earlier speaker said from what a later one says.
+# A speaker that gets no reply from etcd for its lease falls silent by its own clock before the key can expire. Its
+# numbers begin at the revision of its key, so a subscriber can distinguish its batches from an earlier speaker's.
 
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Fence:
             self._fails = True
 
     def close(self) -> None:
-        """Has another publisher speak at once. Idempotent."""
+        """Revokes the lease, so that another publisher can speak immediately. Idempotent."""
         lease, self._lease, self._term = self._lease, None, 0
         if lease is not None:
             try:
@@ -105,7 +105,7 @@ class Fence:
             try:
                 self._meta.txn((Absent(self._key),), (Put(self._key, self._value, self._lease),), self._timeout_s())
             except (LeaseGone, Unavailable):
-                pass  # it may have landed: only the key tells
+                pass  # the put may have succeeded: only the key shows whether it did
             found = self._meta.get(self._key, self._timeout_s())
         if found is not None and found.value == self._value and found.lease == self._lease:
             self._heard_s, self._term = sent_s, found.create_revision
@@ -117,10 +117,10 @@ class Fence:
         return min(self._limits.meta_deadline_s, self._limits.lease_s / 2)
 
 
-# The publisher: brings the truth up to date, and tells the differences while it is the speaker.
+# The publisher: updates the index of the root, and publishes the differences while it is the speaker.
 #
-# A publisher that is not the speaker follows the root all the same, so it knows everything when it is elected. Then
-# it tells the marker and all that it knows, once, and differences from there on.
+# A publisher that is not the speaker also follows the root, so its index is complete when it is elected. Then it
+# publishes the marker and the whole index once, and differences from there on.
 
 
 Send = Callable[[str, EventBatch], object]
@@ -129,7 +129,7 @@ Send = Callable[[str, EventBatch], object]
 
 @dataclass(frozen=True, slots=True)
 class PublishScope:
-    """The names and the selection of what is told."""
+    """The names and the selection of what is published."""
 
     pod: str = "kvstore"
     """The publisher's name in topics. Publishers of one name elect one that speaks."""
@@ -140,7 +140,7 @@ class PublishScope:
     medium: str = MEDIUM
 
     def wants(self, namespace: Namespace) -> bool:
-        """True if a namespace is told of."""
+        """True if a namespace is published."""
         is_named = not self.namespaces or namespace.name in self.namespaces
         return is_named and (self.tenants is None or namespace.tenant in self.tenants)
 
@@ -158,14 +158,14 @@ class Speaker:
         truth: RootIndex,
         fence: Fence,
         send: Send,
-        told: PublishScope,
+        scope: PublishScope,
         limits: EventLimits,
         clock: Clock,
     ) -> None:
         self._truth = truth
         self._fence = fence
         self._send = send
-        self._told = told
+        self._scope = scope
         self._limits = limits
         self._clock = clock
         self._term = 0
@@ -198,7 +198,7 @@ class Speaker:
             self._begin(term)
         else:
             for model, difference in differences:
-                self._tell(model, difference)
+                self._publish_difference(model, difference)
         if self._clock.monotonic_s() - self._said_s >= self._limits.heartbeat_s:
             self._beat()
         if not self.replaying:
@@ -228,7 +228,7 @@ class Speaker:
         number = last - most
         yield EventBatch(number, self._encoded([messages.cleared()]))
         for model, rows in parts:
-            for events in messages.stored(model.inventory, rows, self._told.medium, blocks_max):
+            for events in messages.stored(model.inventory, rows, self._scope.medium, blocks_max):
                 number += 1
                 assert number < last
                 yield EventBatch(number, self._encoded(events))
@@ -244,21 +244,21 @@ class Speaker:
 
     def _stream_of(self, model: Model) -> str:
         """Returns the topic of a namespace; begins it with the marker if it is new."""
-        topic = self._told.topic(model.namespace)
+        topic = self._scope.topic(model.namespace)
         if topic not in self._streams:
             self._streams[topic] = TopicLog(self._term, self._limits)
             self._publish(topic, [messages.cleared()])
         return topic
 
-    def _tell(self, model: Model, difference: Difference) -> None:
+    def _publish_difference(self, model: Model, difference: Difference) -> None:
         topic = self._stream_of(model)
         blocks_max = self._limits.batch_blocks
-        for events in messages.removed(model.inventory, difference.removed, self._told.medium, blocks_max):
+        for events in messages.removed(model.inventory, difference.removed, self._scope.medium, blocks_max):
             self._publish(topic, events)
         self._publish_stored(topic, model, difference.stored)
 
     def _publish_stored(self, topic: str, model: Model, rows: Rows) -> None:
-        for events in messages.stored(model.inventory, rows, self._told.medium, self._limits.batch_blocks):
+        for events in messages.stored(model.inventory, rows, self._scope.medium, self._limits.batch_blocks):
             self._publish(topic, events)
             self._fence.step()  # a snapshot of millions takes longer than the lease
 
@@ -276,7 +276,7 @@ class Speaker:
         return messages.encoded(events, self._clock.now_s())
 
     def _models(self, topic: str) -> list[Model]:
-        return [model for model in self._truth.models.values() if self._told.topic(model.namespace) == topic]
+        return [model for model in self._truth.models.values() if self._scope.topic(model.namespace) == topic]
 
 
 # The loop of a publisher: news of the root, batches, and replays for subscribers, in one thread.
@@ -317,7 +317,7 @@ class EventPublisher:
         self.undo = ExitStack()
 
     def close(self) -> None:
-        """Ends everything; another publisher of this name may speak at once. Idempotent."""
+        """Ends everything; another publisher of this name can speak immediately. Idempotent."""
         self.undo.close()
 
     def run(self, ended: Callable[[], bool]) -> None:
@@ -380,7 +380,7 @@ class At:
 def open_publisher(
     root: Root,
     meta: MetadataStore,
-    told: PublishScope,
+    scope: PublishScope,
     at: At,
     *,
     limits: EventLimits | None = None,
@@ -397,15 +397,15 @@ def open_publisher(
     keys = Keys(identity.root)
     with ExitStack() as undo:
         truth = RootIndex(
-            root, identity.shard_bits, PendingDeletions(meta, keys, limits), told.wants, limits, clock, folder
+            root, identity.shard_bits, PendingDeletions(meta, keys, limits), scope.wants, limits, clock, folder
         )
         undo.callback(truth.close)
         sockets = Sockets(at.publish, at.replay, at.curve)
         undo.callback(sockets.close)
-        fence = Fence(meta, keys.speaker(told.pod), limits, clock, ids)
+        fence = Fence(meta, keys.speaker(scope.pod), limits, clock, ids)
         undo.callback(fence.close)
-        speaker = Speaker(truth, fence, sockets.send, told, limits, clock)
-        answers = Answers(truth, told.pod, told.medium)
+        speaker = Speaker(truth, fence, sockets.send, scope, limits, clock)
+        answers = Answers(truth, scope.pod, scope.medium)
         serving = serve(application(answers.answer, at.authenticator), *at.query)
         undo.callback(serving.close)
         publisher = EventPublisher(truth, speaker, sockets, serving.address, limits, clock)

@@ -133,7 +133,7 @@ def _stored(inventory: NamespaceIndex, chain: Rows, medium: str) -> Event:
 
 
 def _of_engine(inventory: NamespaceIndex, chain: Rows) -> Event:
-    """Returns what an event says of blocks that an engine hashed, beside hashes and tokens."""
+    """Returns the event fields of engine-hashed blocks other than hashes and tokens."""
     names = inventory.rows.names
     assert names is not None
     origin, extra_keys = names.origin(int(chain[0])), names.extra_keys(chain)
@@ -199,7 +199,7 @@ class ReplayQuery:
 class Sockets:
     """Both sockets, bound. Used by one thread.
 
-    Raises InvalidRequest for an endpoint or a key that makes no sense, Unavailable for one that is in use.
+    Raises InvalidRequest for an invalid endpoint or key, Unavailable for an endpoint that is in use.
     """
 
     def __init__(self, publish: str, replay: str | None, curve: Curve | None = None) -> None:

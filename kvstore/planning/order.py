@@ -15,10 +15,10 @@ import numpy as np
 
 from kvstore.planning.prompts import Counts, PromptSet, Trie
 
-# Memory with least-recently-used eviction: what a batch saves in an order that nobody planned.
+# Memory with least-recently-used eviction: what a batch saves in an unplanned order.
 #
 # As in engines, a prompt's last blocks go first and its first blocks last, and a prompt reuses leading blocks only.
-# The blocks of one edge of the trie are used together, so memory is kept by edges, of which the tail may be evicted:
+# The blocks of one edge of the trie are used together, so memory is kept by edges, whose tails may be evicted:
 # the result is that of single blocks.
 
 
@@ -27,7 +27,7 @@ STEPS_MAX = 50_000_000
 
 
 def tokens_found(trie: Trie, order: Iterable[int], full: Counts, memory_tokens: int) -> Counts | None:
-    """By position: leading tokens found in memory, if the prompts run in ``order`` (positions), none at once.
+    """By position: leading tokens found in memory, if the prompts run in ``order`` (positions), one at a time.
 
     ``full``: by position, the tokens of a prompt's full blocks. None if the trie is too deep for the simulation.
     """

@@ -146,7 +146,7 @@ class _PromptPacker:
 
 
 def checked_prompts(prompts: Iterable[T]) -> Iterator[T]:
-    """Goes through ``prompts``. Raises InvalidRequest for what nobody can go through."""
+    """Returns an iterator over ``prompts``. Raises InvalidRequest for text and for what cannot be iterated."""
     try:
         if not isinstance(prompts, str | bytes):
             return iter(prompts)

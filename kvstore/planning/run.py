@@ -57,8 +57,8 @@ ENDS = (State.DONE, State.FAILED)
 class GroupStates:
     """The states of all groups, by index in the plan. Not thread-safe.
 
-    The prefixes of groups that are taken or prefetched never sum to more than ``memory_tokens``, but for one group that
-    alone does.
+    The prefixes of taken or prefetched groups never sum to more than ``memory_tokens``, except for a single group whose
+    prefix is longer.
     """
 
     def __init__(self, groups: Sequence[Group], memory_tokens: int, attempts_max: int) -> None:
@@ -112,7 +112,7 @@ class GroupStates:
             heappush(self._returned, index)
 
     def ahead(self, count: int) -> list[int]:
-        """The next ``count`` groups that wait, as far as their prefixes fit into memory beside those taken."""
+        """The next ``count`` groups that wait, as far as their prefixes fit into memory next to those taken."""
         room = self._memory_tokens - self._tokens_taken
         found: list[int] = []
         fresh = range(self._next, min(len(self._groups), self._next + count))
@@ -150,7 +150,7 @@ LOOK_S = 0.2
 AHEAD_MAX = 32
 NEXT = b"n"
 CONSUMERS_MAX = 1024
-"""More connections are closed at once."""
+"""Further connections are closed immediately."""
 CLOSE_S = 2.0
 
 
@@ -167,8 +167,8 @@ class Run:
 
     Each thread takes groups by itself, by ``for group in run`` or with ``take``. Before a group is handed out, what the
     store has of its prefix is held, and that of the next ones is being brought into memory. When the group is done, the
-    prefix is the first to be evicted again, but for what other groups still need of it. The prefixes of the groups in
-    use never exceed the plan's ``memory_tokens``; a consumer waits for that.
+    prefix is the first to be evicted again, except for what other groups still need. The prefixes of the groups in use
+    never exceed the plan's ``memory_tokens``; a consumer waits for that.
 
     A group is given back, and goes out again, if its consumer raises, closes its iterator or ends as a thread. After
     the third time it is in ``failed``.
@@ -241,7 +241,7 @@ class Run:
                 if is_ours:
                     taker.held = held
             if not is_ours and held is not None:
-                held.release()  # the run was closed meanwhile
+                held.release()  # the run was closed before the prefix was held
             self._prefetch()
         except BaseException:
             self._leave(index, taker, is_done=False)
@@ -293,7 +293,7 @@ class Run:
             self._leave(index, taker, is_done=False)
 
     def _prefetch(self) -> None:
-        """Begins to bring the next groups that nobody has begun to bring."""
+        """Begins to prefetch the next groups that are not being prefetched."""
         with self._changed:
             wanted = [] if self._is_closed else self._handing.ahead(self._ahead)
             wanted = [index for index in wanted if index not in self._prefetches]
@@ -372,7 +372,7 @@ class SharedRun:
             link = Client(self.path, "AF_UNIX")
         except OSError as cause:
             raise Unavailable(
-                f"nobody shares a run at {self.path} ({cause.strerror or cause}): it ended, or is of another host "
+                f"no run is shared at {self.path} ({cause.strerror or cause}): it ended, or belongs to another host "
                 "or account"
             ) from cause
         with link:

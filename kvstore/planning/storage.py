@@ -58,7 +58,7 @@ class Storage:
         return ()
 
     def retire(self, group: Group, still_needed: int) -> None:
-        """Lets a prefix be evicted first, but for its ``still_needed`` leading tokens."""
+        """Marks a prefix to be evicted first, except for its ``still_needed`` leading tokens."""
 
 
 class TokenStorage(Storage):

@@ -15,7 +15,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.replay.trace import BLOCK_TOKENS, TraceRequest
 
 LIVE_MAX = 64
-"""Number of conversations at once."""
+"""Number of concurrent conversations."""
 BLOCKS_MAX = 250
 
 

@@ -493,8 +493,8 @@ def replay(
         for request in {each.hash_ids[0]: each for each in requests if each.full_blocks}.values():
             if cache.match(content.tokens(request)[:BLOCK_TOKENS], counts=False):
                 raise InvalidRequest(
-                    f"namespace {plan.namespace!r} holds chunks of this trace already, so its hits cannot be told from "
-                    f"new ones: give another --namespace, or kvstore clear it"
+                    f"namespace {plan.namespace!r} holds chunks of this trace already, so old and new hits are "
+                    f"indistinguishable: choose another --namespace, or kvstore clear this one"
                 )
         start_s = time.perf_counter()
         hits = expected.hits if plan.threads == 1 else None

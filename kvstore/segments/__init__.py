@@ -1,6 +1,6 @@
 """Segments: KV that was computed alone and is reused at another place of a prompt.
 
-``SEGMENTS.md`` beside this file has the rules. ``cache.segments(rope)`` stores and reads them, by public calls of a
+``SEGMENTS.md`` next to this file has the rules. ``cache.segments(rope)`` stores and reads them, by public calls of a
 cache alone.
 """
 

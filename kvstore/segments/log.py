@@ -42,9 +42,9 @@ LATE_S = 60.0
 LOOK_S = 1.0
 """Shortest time between two looks at the log."""
 PROBES, PROBES_MAX = 4, 20
-"""Numbers that are read at once to find the newest block: 0, 1, 3, 7, ... behind the last one that is known."""
+"""Numbers read in one batch to find the newest block: 0, 1, 3, 7, ... after the last known one."""
 READS_MAX = 256
-"""Limit on the blocks of one hour that a process reads at once: those of the last 65,536 records."""
+"""Limit on the blocks of one hour that a process reads in one batch: those of the last 65,536 records."""
 TRIES_MAX = 8
 """A record is left out if other processes win so many numbers before it."""
 
@@ -61,7 +61,7 @@ class Log:
         self.index = Index()
         self._clock = clock or SystemClock()
         self._new: deque[tuple[int, int]] = deque()
-        self._turn = threading.Semaphore()  # guards what follows; the store is called meanwhile
+        self._turn = threading.Semaphore()  # guards what follows, and is held during calls to the store
         self._ends: dict[int, int] = {}
         """By hour, the number behind the newest block."""
         self._newest: dict[int, Records] = {}
@@ -71,7 +71,7 @@ class Log:
         self._looked_s = float("-inf")
 
     def add(self, blocks: BlockCache, tokens: TokenArray, chunks: int) -> None:
-        """Notes a segment that was put, by the tokens of its first chunk: here at once, and for others in the log."""
+        """Records a stored segment by its first chunk's tokens: here immediately, for other processes in the log."""
         window = windows(tokens, len(tokens))
         if self.index.lengths(window)[0] >= chunks:
             return

@@ -1,6 +1,6 @@
 """RoPE settings of a model, read from its configuration, and the rotation of keys by them.
 
-The frequencies are those of engines, but for a unit in the last place of a few: 0.008 radians at most
+The frequencies are those of engines, except for a unit in the last place of a few: 0.008 radians at most
 at position 131,072. An engine gives its own as ``frequencies``, and then keys are right at any position.
 Formulas: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071), and the ``llama3`` scaling of Llama 3.1 as transformers
 computes it (``modeling_rope_utils.py``).
@@ -279,7 +279,7 @@ class Rope:
     scaling: Mapping[str, Any] = field(default_factory=dict, hash=False)
     frequencies: tuple[float, ...] = ()
     magnitude: float = field(init=False, default=1.0)
-    """Factor of rotated keys: 1, but for yarn."""
+    """Factor of rotated keys: 1, except for yarn."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.dims, int) or self.dims < 2 or self.dims % 2:

@@ -193,7 +193,7 @@ ROUNDS_MAX = 8
 MATCHES_MAX = STARTS_MAX
 """Ranges that one search finds; what is behind them is a miss."""
 BLOCK = 65_536
-"""Offsets whose hashes are computed at once, about 100 bytes each: a long prompt takes no more memory than that."""
+"""Offsets whose hashes are computed in one batch, about 100 bytes each: a long prompt takes no more memory."""
 
 Ask = Callable[[Sequence[Range]], Sequence[int]]
 """The number of leading chunks that the store has of each range, as of a prompt of its own."""

@@ -36,7 +36,7 @@ KvArray = npt.NDArray[Any]
 
 CHUNK_TOKENS = 64
 READERS = 4
-"""Segments that are read at once."""
+"""Segments that are read concurrently."""
 VERDICTS_MAX = 64
 CLOSINGS = 2
 """A verdict that closes the gate is stored so often: one damaged file must not open it again. Those that open it leave
@@ -92,7 +92,7 @@ class Segments:
         ``tokens[0]``, the row of BOS is left out. K is as after its projection, bias and norm, before RoPE. Only full
         chunks are stored. Retention, ``write``, ``cache``, ``required`` and the errors are those of ``Cache.put``.
 
-        KV of another context (cut out of a longer prompt, or blended) must not come here: it cannot be told apart.
+        KV of another context (cut out of a longer prompt, or blended) must not be stored here: it cannot be recognized.
         """
         ids, size = token_array(tokens), self.layout.chunk_tokens
         result = self._cache.put(
@@ -191,7 +191,7 @@ class Segments:
                 [_key(number)], [image], first=VERDICTS_MAX - number, priority=100, write="through", required=True
             )
             if done[0] and self._read(blocks, number) == text:
-                return  # else somebody else recorded one at the same moment
+                return  # else another process recorded one at the same moment
         raise InvalidRequest(
             f"{VERDICTS_MAX} verdicts are recorded for this model, and this one is not: clear the namespace {blocks!r}"
         )

@@ -181,7 +181,7 @@ def test_a_run_that_is_shared_no_more_is_an_error_for_its_consumers(cache: Cache
             first = next(groups)
         with pytest.raises(Unavailable, match="shared no more"):
             next(groups)
-        with pytest.raises(Unavailable, match="nobody shares a run at"):
+        with pytest.raises(Unavailable, match="no run is shared at"):
             next(iter(shared))
         assert next(iter(run)) == first, "it was given back"
 

@@ -90,7 +90,7 @@ def test_the_differences_add_up_to_what_match_would_find(seed: int) -> None:
         known |= model.there
         check_replay(heard, inventory)
         assert heard == model.told()
-        assert inventory.told_count == len(heard)
+        assert inventory.published_count == len(heard)
         assert set(chunks_of(inventory, inventory.snapshot())) == heard
 
 
