@@ -192,7 +192,7 @@ ENCODINGS = [
         ),
         "encodings/test_codec.py",
     ),
-    mutant("seal-of-any-file", at("kvstore.codec.codec", "Seal", _without_file), "encodings/test_codec.py"),
+    mutant("seal-of-any-file", at("kvstore.codec.codec", "PartCipher", _without_file), "encodings/test_codec.py"),
     mutant(
         "encrypted-files-are-mapped",
         at("kvstore.codec.encodings:Encodings", "encrypts", giving(False)),

@@ -9,7 +9,7 @@ from tests.mutants.catalogue.interfaces import at, giving
 from tests.mutants.mutant import Mutant, mutant
 
 EVENTS = "kvstore.events"
-INVENTORY = f"{EVENTS}.inventory:Inventory"
+INVENTORY = f"{EVENTS}.inventory:NamespaceIndex"
 SESSIONS = "kvstore.connectors.common:Sessions"
 VLLM = "kvstore.connectors.vllm"
 SEGMENTS = "kvstore.segments"
@@ -46,9 +46,9 @@ MUTANTS: list[Mutant] = [
     mutant("events-publish-parts", at(INVENTORY, "lack", giving(None)), "events/test_parts.py"),
     mutant("events-no-removals", at(INVENTORY, "settle", _nothing_removed), "events/test_inventory.py"),
     mutant("events-listing-clears-all", at(INVENTORY, "listed", _every_range), "events/test_inventory.py"),
-    mutant("events-topics-mix", at(f"{EVENTS}.publisher:Told", "topic", giving("kv-events")), "events/test_speaker.py"),
-    mutant("events-numbers-restart", at(f"{EVENTS}.stream", "Stream", _restart), "events/test_speaker.py"),
-    mutant("events-replay-with-a-hole", at(f"{EVENTS}.stream:Stream", "since", _with_a_hole), "events/test_speaker.py"),
+    mutant("events-topics-mix", at(f"{EVENTS}.publisher:PublishScope", "topic", giving("kv-events")), "events/test_speaker.py"),
+    mutant("events-numbers-restart", at(f"{EVENTS}.stream", "TopicLog", _restart), "events/test_speaker.py"),
+    mutant("events-replay-with-a-hole", at(f"{EVENTS}.stream:TopicLog", "since", _with_a_hole), "events/test_speaker.py"),
     mutant(
         "events-two-speakers",
         at(f"{EVENTS}.publisher:Fence", "term", lambda real, self: real(self) or 1),
@@ -65,12 +65,12 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "adapter-seal-always-holds",
-        at(f"{VLLM}.adapters:Seal", "holds", giving(True)),
+        at(f"{VLLM}.adapters:AdapterSnapshot", "holds", giving(True)),
         "connectors/test_vllm_adapters.py",
     ),
     mutant(
         "window-one-block-short",
-        at(f"{VLLM}.blocks:Cluster", "first_block", lambda real, self, boundary: real(self, boundary) + 1),
+        at(f"{VLLM}.blocks:LayerGroups", "first_block", lambda real, self, boundary: real(self, boundary) + 1),
         "connectors/test_vllm_groups.py",
     ),
     mutant("vllm-events-at-once", at(f"{VLLM}.events:Events", "learn", giving(None)), "connectors/test_vllm_events.py"),
