@@ -85,7 +85,9 @@ class ServerAccess:
     audit_file: str | None = option(
         "--audit-log", metavar="FILE", help="Where administrative calls and denials are logged, as JSON lines."
     )
-    insecure: bool = flag("--insecure", help="Listen on a network without TLS: anybody who reaches it may do anything.")
+    insecure: bool = flag(
+        "--insecure", help="Listen on a network without TLS: any client that reaches it may do anything."
+    )
     any_account: bool = flag(
         "--any-account",
         help="On loopback, serve every account of this host; by default only the one that the worker runs as.",
@@ -112,7 +114,7 @@ class ServerAccess:
             if is_loopback(address):
                 continue
             if self.insecure:
-                log.warning("%s is served without TLS: anybody who reaches it can read and write", address)
+                log.warning("%s is served without TLS: any client that reaches it can read and write", address)
             else:
                 raise InvalidRequest(
                     f"{address} can be reached by others, and nothing is encrypted: give --tls-cert and "

@@ -71,11 +71,11 @@ def stats(access: Access, is_full: bool, as_json: bool) -> None:
 @access_options
 @json_option
 def drain(worker: str | None, within_s: float, access: Access, as_json: bool) -> None:
-    """Stop a worker in good order, as SIGTERM does. Returns at once.
+    """Stop a worker gracefully, as SIGTERM does. Returns immediately.
 
     The worker refuses new calls, finishes those it accepted, writes chunks that only its memory has to the root, and
     its program ends. Clients use other workers automatically. The worker's operations are cancelled. `kvstore up` does
-    not restart it; tell a service manager not to either.
+    not restart it; configure a service manager not to either.
 
     \b
     Examples:

@@ -26,7 +26,7 @@ DEFAULT = Bounds(work_max=0.6)
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """The options of a check beside the model, the prompts and the store."""
+    """The options of a check other than the model, the prompts and the store."""
 
     agreement: float = option(
         "--agreement",

@@ -34,7 +34,7 @@ ANY_PORT = "127.0.0.1:0"
 
 @dataclass(frozen=True, slots=True)
 class EventAddresses:
-    """Where the publisher listens, and who may hear it."""
+    """Addresses on which the publisher listens, and clients that may connect."""
 
     publish: str = option(
         "--publish",
@@ -163,7 +163,7 @@ class Publishing:
 
 @dataclass(frozen=True, slots=True)
 class EventNames:
-    """The names and the selection of what is told."""
+    """Names in the published events, and the namespaces and tenants that they cover."""
 
     pod: str = option(
         "--pod",
@@ -172,22 +172,22 @@ class EventNames:
         help="Name of this publisher in topics; of several publishers of one name, one speaks.",
     )
     namespaces: tuple[str, ...] = option(
-        "--namespace", multiple=True, metavar="NAME", help="Tell of this namespace; may be repeated. By default of all."
+        "--namespace", multiple=True, metavar="NAME", help="Publish this namespace; may be repeated. By default all."
     )
     tenants: tuple[str, ...] = option(
-        "--tenant", multiple=True, metavar="NAME", help="Tell of this tenant; may be repeated. By default of all."
+        "--tenant", multiple=True, metavar="NAME", help="Publish this tenant; may be repeated. By default all."
     )
     medium: str = option("--medium", default="STORAGE", show_default=True, help="The medium that events name.")
 
-    def told(self) -> PublishScope:
-        """Returns the names."""
+    def scope(self) -> PublishScope:
+        """Returns the names and the selection."""
         from kvstore.events.publisher import PublishScope
 
         tenants = frozenset(self.tenants) if self.tenants else None
         return PublishScope(self.pod, frozenset(self.namespaces), tenants, self.medium)
 
 
-@click.command(cls=Command, short_help="Tell routers what the root holds, and what it no longer holds.")
+@click.command(cls=Command, short_help="Publish to routers what the root holds, and what it no longer holds.")
 @takes("cluster", ClusterAccess)
 @takes("endpoints", EventAddresses)
 @takes("names", EventNames)
@@ -222,7 +222,7 @@ def events(
         undo.callback(root.close)
         meta = _meta(cluster, root)
         undo.callback(meta.close)
-        publisher = open_publisher(root, meta, names.told(), at, folder=spool)
+        publisher = open_publisher(root, meta, names.scope(), at, folder=spool)
         undo.callback(publisher.close)
         ready = f"ready publish={publisher.publish} replay={publisher.replay} query={publisher.query}"
         print(ready, flush=True)
@@ -230,9 +230,9 @@ def events(
 
 
 def _meta(cluster: ClusterAccess, root: Root) -> MetadataStore:
-    """The metadata of the root. A folder of one host has none: then listings tell what was removed.
+    """The metadata of the root. A folder of one host has none: then listings show what was removed.
 
-    Raises InvalidRequest without etcd for a root of a cluster: removals would be told after they happened.
+    Raises InvalidRequest without etcd for a root of a cluster: removals would be published after they happened.
     """
     if cluster.etcd is not None:
         return cluster.etcd.open()

@@ -131,7 +131,7 @@ def _note(line: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Callers:
-    """The options of a replay beside the trace and the store."""
+    """The options of a replay other than the trace and the store."""
 
     durability: str = option("--durability", **DURABILITY)
     bytes_per_token: int = option(
@@ -218,7 +218,7 @@ def _cleared(access: Access, name: str, layout: Layout) -> Iterator[None]:
 @click.command(
     cls=Command,
     add_help_option=False,
-    short_help="Measure the store beside fio, memory copies and other stores.",
+    short_help="Compare the store with fio, memory copies and other stores.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)

@@ -336,5 +336,5 @@ class StorageLimits:
         "--max-bytes", type=BOUND, help="Maximum size of all chunks, such as 200GiB; by default all the room there is."
     )
     ttl_s: float | None = option(
-        "--ttl", type=DURATION, help="Delete chunks unused for this long; 0s: all that nobody holds or pins."
+        "--ttl", type=DURATION, help="Delete chunks unused for this long; 0s: all that are neither held nor pinned."
     )

@@ -28,7 +28,7 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The options of a plan beside the batch and the store."""
+    """The options of a plan other than the batch and the store."""
 
     memory_tokens: int = option(
         "--memory-tokens",
@@ -54,7 +54,7 @@ class Planned:
         default=16,
         show_default=True,
         metavar="N",
-        help="With --server: requests at once.",
+        help="With --server: concurrent requests.",
     )
     timeout_s: float = option(
         "--timeout", type=DURATION, default="10m", show_default=True, help="With --server: limit for one answer."

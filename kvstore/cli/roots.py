@@ -46,7 +46,7 @@ class Checks:
 @etcd_options
 @json_option
 def fsck(root: RootPlace, checks: Checks, etcd: EtcdAccess | None, as_json: bool) -> None:
-    """Check every file of ROOT, beside a store that goes on working.
+    """Check every file of ROOT, while the store goes on working.
 
     A damaged chunk is a miss for readers; a check finds it earlier. With --repair damaged chunks go to quarantine, are
     checked again at the end, and deleted if they are still damaged. Misplaced chunks are moved to their place, and
@@ -58,7 +58,7 @@ def fsck(root: RootPlace, checks: Checks, etcd: EtcdAccess | None, as_json: bool
 
     --adopt is for an etcd that was wiped, restored from a snapshot or exchanged, and for a root that was copied or
     restored: it ends all sessions (living nodes begin new ones), puts back what unfinished garbage collection took,
-    tells etcd the namespaces and the pins, and gives both the same generation. Safe to repeat. See gc/RUNBOOK.md.
+    records the namespaces and the pins in etcd, and gives both the same generation. Safe to repeat. See gc/RUNBOOK.md.
 
     It also says if etcd is not the root's any more, so that --adopt is needed.
 

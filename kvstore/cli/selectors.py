@@ -43,7 +43,7 @@ def open_existing(url: str, options: Mapping[str, Any]) -> Root:
 
 
 def check_pins_known(store: Store, *, instead: str = "") -> None:
-    """Raises InvalidRequest if a store was opened by this process alone, which sees nobody's pins."""
+    """Raises InvalidRequest if this process opened the store alone, and so sees no other process's pins."""
     from kvstore.client.local import LocalTransport
     from kvstore.engine.coordination import Coordination
 

@@ -21,7 +21,7 @@ Handler = Callable[[int, FrameType | None], None]
 
 
 class Stopper:
-    """For servers: whether a signal came. A second one, a moment later, ends the program at once, after ``at_once``.
+    """For servers: whether a signal came. A second one, a moment later, calls ``at_once`` and ends the program.
 
     Raises KeyboardInterrupt at the end if the first one was Ctrl-C.
     """

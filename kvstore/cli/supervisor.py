@@ -36,7 +36,7 @@ def kvstore_command(*arguments: str) -> list[str]:
 log = logging.getLogger(__name__)
 
 GC_INTERVAL_S = 60
-"""Time between two rounds; an urgent one, because the root fills up, begins at once."""
+"""Time between two rounds; an urgent one, because the root fills up, begins immediately."""
 COUNTED_S = 60.0
 """How long the collector may take to list the root before the ready line: after a crash it waits for the record of the
 one before."""
@@ -65,7 +65,7 @@ class _Other:
 
 
 class Supervisor:
-    """The workers of this host, and what runs beside them. Each program that it starts is added to ``programs``."""
+    """The workers of this host, and their helper programs. Adds each program that it starts to ``programs``."""
 
     def __init__(self, serving: WorkerOptions, drain_s: float, stopper: Stopper, programs: list[Program]) -> None:
         self._serving = serving
@@ -168,7 +168,7 @@ class Supervisor:
         return [each.said[key] for each in self._workers]
 
     def stop(self) -> None:
-        """Ends the workers, then what runs beside them: what they accepted may need room that the collector makes."""
+        """Ends the workers, then the helper programs: puts that workers accepted may need space from the collector."""
         others = [each.program for each in self._others]
         stop_all([each for each in self._programs if each not in others], self._drain_s + STOP_S)
         stop_all(others)

@@ -30,7 +30,7 @@ def token() -> None:
 
     \b
     Example:
-      kvstore token key issuer.key               # issuer.key signs, issuer.key.pub goes beside the access file
+      kvstore token key issuer.key               # issuer.key signs, issuer.key.pub goes next to the access file
       kvstore token issue --key issuer.key --identity alice --ttl 8h --out alice.token
       kvstore stats --connect 10.0.0.7:7070 --tls-ca ca.crt --token-file alice.token
       kvstore token revoke --access access.json --token-file alice.token
@@ -42,8 +42,8 @@ def token() -> None:
 def key(file: str) -> None:
     """Make a key that signs tokens: FILE, which only its owner may read, and FILE.pub.
 
-    List the name of FILE.pub in "token_keys" of the access file, and put the file beside it. Two keys may be listed at
-    once: sign with the new one, and remove the old one when its last token has expired.
+    List the name of FILE.pub in "token_keys" of the access file, and put the file next to it. To rotate, list two keys:
+    sign with the new one, and remove the old one when its last token has expired.
     """
     from kvstore.security.authentication import new_key
 
@@ -85,7 +85,7 @@ def issue(key_file: str, identity: str, ttl_s: float, bind: str | None, out: str
 
 
 @token.command(cls=Command)
-@click.option("--access", required=True, metavar="FILE", help="The access file; the list is revoked.json beside it.")
+@click.option("--access", required=True, metavar="FILE", help="The access file; the list is revoked.json next to it.")
 @click.option("--token-file", metavar="FILE", help="File with the token to revoke.")
 @click.option(
     "--keep",

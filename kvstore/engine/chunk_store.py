@@ -310,7 +310,7 @@ class StoredRun(ChunkRun):
         turn, reported = self._turn()
         with self._counters.timed("root", "read") as timed:
             outcome = native.library.kv_read_turn(self.common, self.at(0), self.count, turn, borrowed.natively)
-            timed.size_bytes, left = turn.bytes, reported[: turn.told_count]
+            timed.size_bytes, left = turn.bytes, reported[: turn.reported_count]
             if left.size:
                 self.read_blocked(left, borrowed)
                 is_read = self.items["status"][left] == native.DONE
@@ -384,7 +384,7 @@ class StoredRun(ChunkRun):
         """Takes a turn. Of a chunk that could not be staged nothing is left."""
         turn, reported = self._turn()
         more = native.library.kv_stage_turn(self._put_common, self.at(0), self.count, turn)
-        return reported[: turn.told_count], bool(more), turn.bytes
+        return reported[: turn.reported_count], bool(more), turn.bytes
 
     def publish(self, places: Places, *, ordered: bool) -> tuple[int, int]:
         """Gives staged chunks their final names; returns how many, and the bytes of their sections.

@@ -1,8 +1,8 @@
 """Orders to clear by selection, the answers of nodes that have dropped the chunks, and the barrier against pins.
 
-    /kv/<root>/clears/<id>               an order; one that stands has no lease: a node that is away hears it later
-    /kv/<root>/cleared/<id>/<session>    a node has obeyed it: once when it is told, and once more when the root is
-                                         swept; under its session's lease, and as long as the order is kept
+    /kv/<root>/clears/<id>               an order; a standing one has no lease: a node that is away receives it later
+    /kv/<root>/cleared/<id>/<session>    a node has obeyed it: once on receipt, and once more when the root is swept;
+                                         under its session's lease, and as long as the order is kept
     /kv/<root>/clearing/<id>             the order of a clear that is deleting, under a lease that it renews: until
                                          then no node pins what it may be about to delete (gc/PROTOCOL.md, P5)
 
@@ -46,9 +46,9 @@ class Clears:
         self._keys = keys
 
     def tell(self, order: bytes, content: bytes, timeout_s: float, *, stands: bool) -> LeaseId:
-        """Tells all nodes of a new order, whose id nobody used before; returns the lease that ``renew`` takes.
+        """Publishes a new order, whose id is unused, to all nodes; returns the lease that ``renew`` takes.
 
-        Raises Unavailable: it may have been told.
+        Raises Unavailable: the order may have been published.
         """
         return self._put(order, _WAITING + content, timeout_s, stands=stands)
 
@@ -57,7 +57,7 @@ class Clears:
         return lease == NO_LEASE or self._meta.keep_alive(lease, timeout_s)
 
     def done(self, order: bytes, content: bytes, timeout_s: float, *, stands: bool) -> None:
-        """Tells all nodes that the root has nothing of it any more. Raises Unavailable."""
+        """Announces to all nodes that the root has no chunk of the order any more. Raises Unavailable."""
         self._put(order, _DONE + content, timeout_s, stands=stands)
 
     def answer(self, session: Session, order: bytes, timeout_s: float, *, done: bool) -> None:

@@ -98,7 +98,7 @@ class EmbeddedEtcd:
             if self._healthy(self._child, client_port, deadline_s):
                 self._client_port, self._peer_port = client_port, peer_port
                 return
-            why = f"was not healthy within {timeout_s:g} s" if self._child.running else "ended at once"
+            why = f"was not healthy within {timeout_s:g} s" if self._child.running else "ended immediately"
             self.stop()
             said = _tail(self._log, log_start)
             # Another process may have taken a free port between our look and etcd's bind: then try other ports.
@@ -141,7 +141,7 @@ class EmbeddedEtcd:
             "listen-peer-urls": peer,
             "initial-advertise-peer-urls": peer,
             "initial-cluster": f"kvstore={peer}",
-            # A lone member waits for nobody: the times that pace an election only delay its start.
+            # A lone member has no peers to wait for: the times that pace an election only delay its start.
             "heartbeat-interval": "50",
             "election-timeout": "250",
             "auto-compaction-mode": "periodic",

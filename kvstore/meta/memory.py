@@ -143,7 +143,7 @@ class MemoryStore:
                 remaining_s = deadline_s - time.monotonic()
                 if found or closed() or remaining_s <= 0:
                     return found, from_revision
-                # Wake in time for the next lease that ends by itself: nobody else may look until then.
+                # Wake in time for the next lease that expires: until then perhaps no other call checks leases.
                 self._changed.wait(min(remaining_s, self._next_end_s()))
 
     def wake(self) -> None:

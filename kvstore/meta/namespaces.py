@@ -1,7 +1,7 @@
 """Namespaces as nodes agree on them: the layout that a tenant's name stands for, and its variants.
 
 A name is claimed for one layout by compare-and-set. Other weights or settings under the same name are namespaces of
-their own (another digest) and are recorded beside it; another layout under the same name is refused.
+their own (another digest) and are recorded with it; another layout under the same name is refused.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Namespaces:
         self._keys = keys
 
     def claim(self, namespace: Namespace, timeout_s: float | None = None) -> None:
-        """Records ``namespace``; returns at once if it is recorded already.
+        """Records ``namespace``; returns immediately if it is recorded already.
 
         Raises LayoutMismatch if its name stands for another layout, InvalidRequest over 1024 variants of one name,
         Unavailable if the store did not answer. May be repeated: a record that is found counts as
@@ -75,7 +75,7 @@ class Namespaces:
                 before = _read(name_key, found.value)
                 _check(namespace, before)
                 claim = _Claim(before.layout, before.variants_count + 1)
-                # Also counts one up, so that two variants recorded at once cannot pass the limit together.
+                # Also increments the count, so that two variants recorded concurrently cannot exceed the limit.
                 compare = ModifiedAt(name_key, found.mod_revision)
             puts = (Put(name_key, claim.to_json(namespace)), Put(digest_key, namespace.to_json()))
             try:

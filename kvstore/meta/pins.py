@@ -50,8 +50,8 @@ class StoredPin:
     ``expires_s`` is when it ends by the wall clock of the node that took it: for people, the lease decides.
 
     As stored, in etcd and as the twin on the root: the magic ``KVREF1``, the size of a JSON header (u32,
-    little-endian), the header, ``packed``. The header has a checksum of ``packed``: an address that is read wrongly is
-    an address that nobody protects.
+    little-endian), the header, ``packed``. The header has a checksum of ``packed``: a corrupt address would leave the
+    pinned chunk unprotected.
     """
 
     id: PinId
@@ -93,7 +93,7 @@ class StoredPin:
 
     @classmethod
     def of(cls, kv: KeyValue) -> StoredPin:
-        """Parses a ref as read. Raises RootMismatch if it cannot be understood: then nobody knows what it protects."""
+        """Parses a ref as read. Raises RootMismatch if it is invalid: what it protects is then unknown."""
         return replace(cls.from_bytes(kv.value, kv.key), lease=kv.lease, revision=kv.mod_revision)
 
     @classmethod
@@ -238,7 +238,7 @@ class Pins:
                 self._drop(kv.lease, deadline)
             if deadline.over:
                 raise Unavailable(f"pin {pin.hex()} could not be removed in time: the call may be repeated")
-        # After the key: if this process dies here, the pin protects for longer, and nobody was told otherwise.
+        # After the key: if this process dies here, the pin protects for longer, and no reply to a caller denied that.
         if self._twins is not None and self._twins.remove(owner, pin):
             removed = True
         return removed

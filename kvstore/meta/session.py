@@ -408,7 +408,7 @@ class SessionManager:
         self._ttl_s = ttl_s
         self._changed = threading.Condition()
         self._hooks: list[_Hook] = []
-        self._told: list[_Hook] = []
+        self._called: list[_Hook] = []
         self._session: Session | None = None
         self._heard_s = self._clock.monotonic_s()
         """The last time that the store acknowledged something of the sessions before this one."""
@@ -503,33 +503,33 @@ class SessionManager:
         """
         while session.alive and not self._closed:
             with self._changed:
-                untold = [hook for hook in self._hooks if hook not in self._told]
-                if not untold:
+                uncalled = [hook for hook in self._hooks if hook not in self._called]
+                if not uncalled:
                     self._ready = True
                     self._changed.notify_all()
                     self._changed.wait_for(
-                        lambda: self._closed or not session.alive or len(self._hooks) > len(self._told),
+                        lambda: self._closed or not session.alive or len(self._hooks) > len(self._called),
                         timeout=self._ttl_s,
                     )
                     continue
-            for hook in untold:
+            for hook in uncalled:
                 try:
                     hook.on_new(session)
                 except (KVStoreError, WatchLost, LeaseGone) as error:
                     self._note(error)
                     return False
-                self._told.append(hook)
+                self._called.append(hook)
         return True
 
     def _leave(self, session: Session) -> None:
         with self._changed:
             self._heard_s = self._clock.monotonic_s() - session.silent_s
             self._session, self._ready = None, False
-            told, self._told = self._told, []
+            called, self._called = self._called, []
         if not self._closed:
             log.warning("session.lost %s", session.id.hex())
-            # Before the lease is revoked: until then nobody else acts on the session's death.
-            for hook in reversed(told):
+            # Before the lease is revoked: until then no other node acts on the session's death.
+            for hook in reversed(called):
                 if hook.on_lost is not None:
                     hook.on_lost(session)
         session.close(TIMEOUT_S / 2)

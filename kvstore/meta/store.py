@@ -14,7 +14,7 @@ from kvstore.errors import InvalidRequest
 
 TIMEOUT_S = 5.0
 TIMEOUT_S_MAX = 3600.0
-TRIES_MAX = 3  # of a transaction whose outcome stays unknown, before the caller hears of it
+TRIES_MAX = 3  # of a transaction whose outcome stays unknown, before the call raises
 _LEAST_S = 0.001
 
 
@@ -232,7 +232,7 @@ class MetadataStore(Protocol):
         ...
 
     def watch(self, prefix: str, from_revision: int) -> Watch:
-        """Watches changes under ``prefix`` from ``from_revision`` (1 or more) on; returns at once, then connects."""
+        """Watches changes under ``prefix`` from ``from_revision`` (1 or more) on; connects after it returns."""
         ...
 
     def close(self) -> None:

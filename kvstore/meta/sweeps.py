@@ -99,7 +99,7 @@ class Condemned:
 
     @classmethod
     def from_bytes(cls, value: bytes) -> Condemned:
-        """Parses what ``to_bytes`` returned. Raises RootMismatch for anything else: nobody knows what it condemns."""
+        """Parses what ``to_bytes`` returned. Raises RootMismatch for anything else: what it condemns is unknown."""
         start = len(_MAGIC)
         body = value[start + 2 * ID_BYTES :]
         flags = body[4] if len(body) > 4 else 0xFF

@@ -116,7 +116,7 @@ class ClearedTold:
     mark: bytes
 
 
-Told = AddressTold | DigestTold | ClearedTold
+PeerUpdate = AddressTold | DigestTold | ClearedTold
 
 
 class Digests:
@@ -151,7 +151,7 @@ class Digests:
         self._meta.delete(self._keys.peer_address(session.id), timeout_s)
 
     def mark_cleared(self, namespace: NamespaceDigest, mark: bytes, timeout_s: float) -> None:
-        """Tells all nodes that a namespace was cleared. Without a lease, so that a node that is away hears it later."""
+        """Announces that a namespace was cleared. Without a lease, so that a node that is away receives it later."""
         self._meta.put(self._keys.peer_cleared(namespace), mark, timeout_s=timeout_s)
 
     def snapshot(self, timeout_s: float) -> Snapshot:
@@ -160,7 +160,7 @@ class Digests:
     def watch(self, from_revision: int) -> Watch:
         return self._meta.watch(self._keys.peers, from_revision)
 
-    def read(self, key: str, found: KeyValue | None) -> Told | None:
+    def read(self, key: str, found: KeyValue | None) -> PeerUpdate | None:
         """Parses a key as found, None if it is gone; returns None for a key that this version does not know."""
         owner, _, what = key.removeprefix(self._keys.peers).partition("/")
         if owner == "cleared":

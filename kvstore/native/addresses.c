@@ -4,7 +4,7 @@
  * allocates nothing, and needs no GIL. A block is hashed in plain C, and with AVX-512 where that is faster.
  *
  * The blocks of one chain cannot be hashed in parallel, because they follow each other, so only the time of one block
- * counts. The vector code mixes all four columns at once, and one permutation chooses eight of the sixteen words. It
+ * counts. The vector code mixes all four columns together, and one permutation chooses eight of the sixteen words. It
  * takes 0.7 of the time of plain C on an Intel Xeon, 0.98 on an AMD Zen 4, and 0.88 there for small chunks (linked). On
  * an AMD Zen 5, whose core the four columns of plain C keep busy, vectors that gathered the words took twice as long;
  * the present vector code has not been measured there. */
@@ -82,7 +82,7 @@ static void plain(uint64_t h[8], const uint8_t *block, uint64_t total, uint64_t 
 #undef ROUND
 
 #if defined(__x86_64__)
-/* Mixes four columns, or diagonals, at once: the words s0, s2, s4, s6 come first, s1, s3, s5, s7 second. */
+/* Mixes four columns, or diagonals, in parallel: the words s0, s2, s4, s6 come first, s1, s3, s5, s7 second. */
 #define MIX_ALL(s0, s1, s2, s3, s4, s5, s6, s7)                                                                     \
     words = _mm512_permutex2var_epi64(low, _mm512_setr_epi64(s0, s2, s4, s6, s1, s3, s5, s7), high);                \
     a = _mm256_add_epi64(_mm256_add_epi64(a, _mm512_castsi512_si256(words)), b);                                    \

@@ -93,8 +93,8 @@ class Turn(ctypes.Structure):
         ("most", ctypes.c_int64),
         ("files", ctypes.c_int64),
         ("header_bytes", ctypes.c_int64),
-        ("told", ctypes.c_void_p),
-        ("told_count", ctypes.c_int64),
+        ("reported", ctypes.c_void_p),
+        ("reported_count", ctypes.c_int64),
         ("bytes", ctypes.c_uint64),
         ("abandoned", ctypes.POINTER(ctypes.c_int32)),
         ("time_ns", ctypes.c_int64),
@@ -170,7 +170,7 @@ HEADS_AT_ONCE = 1 << 15
 
 
 def memory_at(address: int, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Returns ``count`` elements of memory that somebody else keeps alive."""
+    """Returns ``count`` elements of memory that the caller keeps alive."""
     memory = (ctypes.c_char * (count * np.dtype(dtype).itemsize)).from_address(address)
     found: npt.NDArray[Any] = np.frombuffer(memoryview(memory), dtype)
     return found
@@ -352,7 +352,7 @@ def _load() -> tuple[Any, Any, str]:
 
 
 def _declare(found: Any) -> None:
-    """Tells ctypes the types of all functions. Raises AttributeError if one is missing."""
+    """Sets the types of all functions in ctypes. Raises AttributeError if one is missing."""
     for name, (result, arguments) in FUNCTIONS.items():
         function = getattr(found, name)
         function.restype, function.argtypes = result, arguments

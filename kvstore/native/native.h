@@ -78,12 +78,12 @@ typedef struct {
     int64_t *next;        /* shared by all: the first chunk that no lane took yet */
     int64_t step;         /* chunks taken at a time */
     int64_t most;         /* chunks that end the turn, at least `step` */
-    int64_t files;        /* files that may be open at once, at least `step` */
+    int64_t files;        /* files that may be open at the same time, at least `step` */
     int64_t header_bytes; /* of the largest header of all chunks of the run */
-    int32_t *told;        /* out: a read's chunks that are not KV_DONE, or all of a put's; room for `most` + `step` */
-    int64_t told_count;
+    int32_t *reported;    /* out: a read's chunks that are not KV_DONE, or all of a put's; room for `most` + `step` */
+    int64_t reported_count;
     uint64_t bytes;       /* out: of the sections that it read or wrote */
-    const int32_t *abandoned; /* only for puts: not NULL if what is staged gets its name at once, unless this is not 0 */
+    const int32_t *abandoned; /* only for puts: if not NULL, each step publishes what it staged while this is 0 */
     int64_t time_ns;      /* only for puts: ends the turn, after at least one step */
 } kv_turn;
 

@@ -123,8 +123,8 @@ static int is_aligned(const kv_chunk *chunk) {
 
 /* Reads a file from `offset` on straight into its sections, and verifies it; a header of 0 bytes is not read.
  *
- * The first bytes are in their sections before the header is verified, which a miss may do. Others may write into that
- * memory meanwhile. So KV_OTHER says nothing about the file: read it through pieces then. */
+ * The first bytes are in their sections before the header is verified, which a miss may do. Other threads may
+ * write into that memory during the read. So KV_OTHER says nothing about the file: read it through pieces then. */
 static int read_straight(const kv_run *run, const kv_chunk *chunk, uint8_t *header, const uint64_t *table,
                          uint64_t offset, int flags) {
     struct iovec parts[KV_IOV_MAX];
@@ -203,9 +203,9 @@ KV_PUBLIC int kv_read_turn(const kv_run *run, kv_chunk *chunks, int64_t count, k
     uint8_t *header = malloc((size_t)turn->header_bytes);
     int64_t blocked_count = 0;
     int outcome = 1;
-    turn->told_count = 0;
+    turn->reported_count = 0;
     turn->bytes = 0;
-    for (int64_t took = 0; took < turn->most && turn->told_count == blocked_count &&
+    for (int64_t took = 0; took < turn->most && turn->reported_count == blocked_count &&
                            KV_CHECK(files_bounded, blocked_count + turn->step <= turn->files);) {
         int64_t first, many = kv_take_step(turn, count, &first);
         if (!many) {
@@ -226,7 +226,7 @@ KV_PUBLIC int kv_read_turn(const kv_run *run, kv_chunk *chunks, int64_t count, k
                 turn->bytes += kv_payload_bytes(chunks + at);
                 continue;
             }
-            turn->told[turn->told_count++] = (int32_t)at;
+            turn->reported[turn->reported_count++] = (int32_t)at;
             blocked_count += chunks[at].status == KV_BLOCKED;
         }
     }
@@ -262,7 +262,7 @@ enum { ON_CPU = 1, UNSIGNED = 1 };
 static int64_t mapped_most = 16384;
 static int64_t mapped_count;
 
-/* Sets how many files may be mapped at once, unless `most` is negative; returns how many are. */
+/* Sets how many files may be mapped at the same time, unless `most` is negative; returns how many are. */
 KV_PUBLIC int64_t kv_map_at_most(int64_t most) {
     if (most >= 0) __atomic_store_n(&mapped_most, most, __ATOMIC_SEQ_CST);
     return __atomic_load_n(&mapped_count, __ATOMIC_SEQ_CST);
@@ -274,8 +274,7 @@ static void unmap(kv_mapping *mapping) {
     __atomic_sub_fetch(&mapped_count, 1, __ATOMIC_SEQ_CST);
 }
 
-/* Maps a file of `size` bytes, of which those from `first` on are wanted; NULL if it cannot be mapped, or too many are.
- */
+/* Maps a file of `size` bytes, to read those from `first` on; NULL if it cannot be mapped, or too many files are. */
 static kv_mapping *map_file(int fd, uint64_t size, uint64_t first) {
     int64_t count = __atomic_add_fetch(&mapped_count, 1, __ATOMIC_SEQ_CST);
     struct stat found;

@@ -1,7 +1,7 @@
 /* Memory that threads or processes share: the table of chunks that a node remembers as present (kvstore/engine/presence_cache.py has
  * its rules), and the numbers of a host (kvstore/host/tables.py).
  *
- * The table is called with the GIL and its lock, for many chunks at once: a tenth of a microsecond a chunk. */
+ * The table is called with the GIL and its lock, for many chunks per call: a tenth of a microsecond a chunk. */
 #include "native.h"
 
 #include <string.h>

@@ -130,7 +130,7 @@ static int64_t now_ns(void) {
 static void stage_step(const kv_run *run, kv_chunk *chunks, int64_t first, int64_t many, kv_turn *turn, uint8_t *header) {
     kv_look(run, chunks + first, many);
     for (int64_t at = first; at < first + many; at++) {
-        turn->told[turn->told_count++] = (int32_t)at;
+        turn->reported[turn->reported_count++] = (int32_t)at;
         if (chunks[at].status != KV_ABSENT) continue;
         chunks[at].status = header ? stage_one(run, chunks + at, header) : KV_OTHER;
         if (chunks[at].status == KV_DONE) turn->bytes += chunks[at].section_count * chunks[at].section_bytes;
@@ -145,18 +145,18 @@ KV_PUBLIC int kv_stage_turn(const kv_run *run, kv_chunk *chunks, int64_t count, 
     uint8_t *header = malloc((size_t)turn->header_bytes);
     int64_t ends_ns = now_ns() + turn->time_ns;
     int more = 1;
-    turn->bytes = turn->told_count = 0;
+    turn->bytes = turn->reported_count = 0;
     do {
         int64_t first, many = kv_take_step(turn, count, &first);
-        const int32_t *told = turn->told + turn->told_count;
+        const int32_t *staged = turn->reported + turn->reported_count;
         stage_step(run, chunks, first, many, turn, header);
         more = many > 0;
         if (!turn->abandoned) continue;
         if (KV_CHECK(put_goes_on, !__atomic_load_n(turn->abandoned, __ATOMIC_SEQ_CST)))
-            kv_publish(run, chunks, told, many, 0);
+            kv_publish(run, chunks, staged, many, 0);
         else
             more = 0;
-    } while (more && turn->told_count < turn->most && now_ns() < ends_ns);
+    } while (more && turn->reported_count < turn->most && now_ns() < ends_ns);
     free(header);
     return more;
 }

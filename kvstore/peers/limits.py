@@ -8,20 +8,20 @@ from kvstore.core.validate import check_limits
 from kvstore.errors import InvalidRequest
 
 STEP_BYTES_MAX = 1_000_000
-"""Digests that are written at once: one request to etcd has at most 1.5 MB."""
+"""Digests that are written in one request: etcd accepts at most 1.5 MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLimits:
-    """The limits of a node among peers. Raises InvalidRequest if a value or a relation makes no sense."""
+    """The limits of a node among peers. Raises InvalidRequest for invalid values or relations."""
 
     sync_interval_s: float = 1.0
     """Shortest time between two writes of one digest; others' knowledge of this node is at least that stale."""
     bytes_per_s: int = 1 << 20
     """Digests that this node may write to etcd per second; the rest waits."""
     all_bytes_per_s: int = 4 << 20
-    """Limit for all nodes together, of which each takes its share. Every node receives these bytes, and an etcd that
-    keeps five minutes of history, in its 2 GiB, has to hold 300 times as much.
+    """Limit for all nodes together; each takes an equal share. Every node receives these bytes, and an etcd that keeps
+    five minutes of history, in its 2 GiB, has to hold 300 times as much.
     """
     meta_deadline_s: float = 2.0
     """Deadline of a call to etcd."""
@@ -38,7 +38,7 @@ class PeerLimits:
     tries_max: int = 3
     """Peers that may fail, or lack what they reported, in one fetch."""
     cleared_s: float = 30.0
-    """How long nothing of a cleared namespace is read from peers: until each has heard of the clear, or has lost its
+    """How long nothing of a cleared namespace is read from peers: until each has received the clear, or has lost its
     session and with it its digests.
     """
     aside_s_min: float = 1.0
@@ -52,5 +52,5 @@ class PeerLimits:
             raise InvalidRequest(f"aside_s_max={self.aside_s_max} is under aside_s_min={self.aside_s_min}")
 
     def rate_bytes_per_s(self, peers: int) -> float:
-        """Returns what this node may write a second beside so many peers."""
+        """Returns the bytes that this node may write per second if it has ``peers`` peers."""
         return min(self.bytes_per_s, self.all_bytes_per_s / (peers + 1))

@@ -53,10 +53,10 @@ def encode(prints: Prints) -> bytes:
     """Encodes sorted prints as a digest, at most DIGEST_BYTES_MAX; empty for none."""
     if not len(prints):
         return b""
-    told = prints[:PRINTS_MAX].astype("<u4", copy=False)
-    gaps = np.diff(told, prepend=np.uint32(0)).astype("<u4", copy=False)
+    encoded = prints[:PRINTS_MAX].astype("<u4", copy=False)
+    gaps = np.diff(encoded, prepend=np.uint32(0)).astype("<u4", copy=False)
     planes = gaps.view(np.uint8).reshape(-1, 4).T.tobytes()
-    return _HEADER.pack(VERSION, 0, len(told), len(prints)) + zlib.compress(planes, _LEVEL)
+    return _HEADER.pack(VERSION, 0, len(encoded), len(prints)) + zlib.compress(planes, _LEVEL)
 
 
 def decode(value: bytes) -> Prints:
@@ -202,7 +202,7 @@ class PeerReports:
         self._own = own
         self._shard_max = max(1, prints_max // SHARDS)
         self._speakers: dict[SessionId, _Speaker] = {}
-        self._heard: dict[str, _Speaker] = {}
+        self._elected: dict[str, _Speaker] = {}
         self._numbers: dict[str, int] = {}
         self._free = list(range(PEERS_MAX, -1, -1))
         self._shards: list[Entries] = [EMPTY.entries] * SHARDS
@@ -241,28 +241,28 @@ class PeerReports:
 
     def _elect(self) -> None:
         """Elects the session that speaks for each address: the later one, if a restarted worker has two."""
-        heard: dict[str, _Speaker] = {}
+        elected: dict[str, _Speaker] = {}
         for speaker in sorted(self._speakers.values(), key=lambda each: each.since):
             # Bulk connections to others go over TCP, which a worker that listens only on a unix socket does not offer.
             if speaker.address is not None and speaker.address != self._own and not speaker.address.startswith("unix:"):
-                heard[speaker.address] = speaker
-        for address in self._heard.keys() | heard.keys():
-            before, after = self._heard.get(address), heard.get(address)
+                elected[speaker.address] = speaker
+        for address in self._elected.keys() | elected.keys():
+            before, after = self._elected.get(address), elected.get(address)
             if before is not after:
                 self._changed |= {shard for each in (before, after) if each is not None for shard in each.digests}
                 if after is None:
-                    # The number is not used again before its shards are rebuilt, which happens at once.
+                    # The number is not reused before its shards are rebuilt: ``directory`` rebuilds them next.
                     self._free.append(self._numbers.pop(address))
                 elif before is None and self._free:
                     self._numbers[address] = self._free.pop()
-        self._heard = {address: each for address, each in heard.items() if address in self._numbers}
+        self._elected = {address: each for address, each in elected.items() if address in self._numbers}
         self._moved = False
 
     def _gathered(self, shard: int) -> Entries:
         """Returns the entries of one shard; if there are too many, an equal share of each peer's."""
         said = [
             (self._numbers[address], each.digests[shard])
-            for address, each in self._heard.items()
+            for address, each in self._elected.items()
             if shard in each.digests
         ]
         if not said:
@@ -297,7 +297,7 @@ log = logging.getLogger(__name__)
 KEY_BYTES = 128
 """Bytes that a key and its envelope add to a digest, about."""
 BURST_BYTES_MIN = DIGEST_BYTES_MAX + KEY_BYTES
-"""After a quiet time, one second's share may be written at once, and never less than one digest."""
+"""After a quiet time, one second's share may be written in one burst, and never less than one digest."""
 NOTHING = checksum(b"")
 WITHDRAW_S = 1.0
 
@@ -419,7 +419,7 @@ class DigestPublisher:
             record = None if self._is_listed else self._record
             self._digests.publish(session, values, record, self._limits.meta_deadline_s)
         except KVStoreError as error:
-            # The write may have been done all the same: reading the same digest twice does no harm.
+            # The write may have succeeded despite the error: reading the same digest twice does no harm.
             log.debug("peers.not_published %s", error)
             return False
         self._is_listed = True

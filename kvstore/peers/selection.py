@@ -103,7 +103,7 @@ class PeerSelector:
         """Forgets peers that are not ``listed`` any more, and asks those that were set aside for long enough for their
         health.
 
-        Waits for nobody: the next call looks at the answers.
+        Does not wait for the peers: the next call looks at the answers.
         """
         with self._lock:
             # Not those that are being read from: ``close`` has to find them.

@@ -71,7 +71,7 @@ def ask(
                 pass
     except BulkRefused as refused:
         error = refused.failed.error
-        # Nobody has opened the namespace there, so the peer has no chunk of it: nothing is wrong with the peer.
+        # No client has opened the namespace there, so the peer has no chunk of it: nothing is wrong with the peer.
         return PeerAnswer(count, None if isinstance(error, UnknownNamespace) else str(error))
     except grpc.RpcError as error:
         return PeerAnswer(count, f"gRPC: {error.code().name}")
@@ -185,10 +185,10 @@ def runs(indexes: Sequence[int]) -> Iterator[tuple[int, int]]:
             start = at
 
 
-# Follows the peers' reports: one watch that feeds the directory, and hears of cleared namespaces.
+# Follows the peers' reports: one watch that feeds the directory, and receives the names of cleared namespaces.
 #
-# Depends on this node's session. When the session is lost, what etcd said may be false, so it is forgotten; the next
-# session begins by reading everything afresh. A lost watch alone is only a lag.
+# Depends on this node's session. When the session is lost, what was read from etcd may be outdated, so it is forgotten;
+# the next session begins by reading everything afresh. A lost watch alone is only a lag.
 
 
 log = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ RETRY_S = 1.0
 BATCHES_MAX = 256
 """Batches of news taken in before the directory is built: a flood must not delay it for ever."""
 OWN_MARKS_MAX = 1024
-"""Limit on this node's own clears that it may still hear of."""
+"""Limit on this node's own clears that its watch may still report."""
 REST = 4
 """Wait this multiple of the last build time before rebuilding: with many peers there is always news."""
 
@@ -206,7 +206,8 @@ class PeerFollower:
     """``directory`` is always the newest there is. ``own`` is this node's address, whose digests are left out.
 
     ``on_cleared`` is called for each namespace cleared since its last call, and at the start for all that ever were, in
-    the follower's thread: it must not raise, and while it runs nothing else is heard. ``roster`` is looked after.
+    the follower's thread: it must not raise, and while it runs no other event is received. The thread also calls
+    ``look_after`` of ``roster``.
     """
 
     def __init__(
@@ -235,7 +236,7 @@ class PeerFollower:
         self._own_marks: deque[bytes] = deque(maxlen=OWN_MARKS_MAX)
         # Only the thread uses the fields below.
         self._followed: Session | None = None
-        self._told = PeerReports(own, limits.prints_max)
+        self._reports = PeerReports(own, limits.prints_max)
         self._show_at_s = 0.0
 
     def start(self) -> None:
@@ -257,12 +258,12 @@ class PeerFollower:
             watch.close()  # wakes the thread
 
     def expect_cleared(self, mark: bytes) -> None:
-        """Notes that this node is about to report a clear itself, which it need not hear of."""
+        """Notes the mark of a clear that this node is about to report, so that its watch can ignore it."""
         with self._changed:
             self._own_marks.append(mark)
 
     def step(self, wait_s: float) -> bool:
-        """Takes in new events, waiting up to ``wait_s`` for them; False if nothing can be heard at the moment."""
+        """Takes in new events, waiting up to ``wait_s`` for them; False if it cannot receive any at the moment."""
         session = self._session
         if session is None:
             self._followed = None
@@ -271,7 +272,7 @@ class PeerFollower:
             if session is not self._followed or self._watch is None:
                 self._read_afresh(session)
             else:
-                self._hear_batches(self._watch, min(wait_s, self._rest_s()) if self._told.is_changed else wait_s)
+                self._take_batches(self._watch, min(wait_s, self._rest_s()) if self._reports.is_changed else wait_s)
         except WatchLost as lost:
             log.info("peers.watch_lost %s", lost)
             self._drop_watch()
@@ -302,27 +303,27 @@ class PeerFollower:
                 watch.close()
                 return
             self._watch = watch
-        self._followed, self._told = session, PeerReports(self._own, self._limits.prints_max)
-        self._hear((each.key, each) for each in snapshot.items)
+        self._followed, self._reports = session, PeerReports(self._own, self._limits.prints_max)
+        self._take((each.key, each) for each in snapshot.items)
         self._counters.add(NodeCount.PEERS_READS_AFRESH)
 
-    def _hear_batches(self, watch: Watch, wait_s: float) -> None:
+    def _take_batches(self, watch: Watch, wait_s: float) -> None:
         batch = watch.next(wait_s)
         for _ in range(BATCHES_MAX):
             if not batch:
                 break
-            self._hear((event.key, event.kv) for event in batch)
+            self._take((event.key, event.kv) for event in batch)
             batch = watch.next(0.0)
 
-    def _hear(self, keys: Iterable[tuple[str, KeyValue | None]]) -> None:
+    def _take(self, keys: Iterable[tuple[str, KeyValue | None]]) -> None:
         for key, found in keys:
             news = self._digests.read(key, found)
             if isinstance(news, ClearedTold):
-                self._hear_cleared(news)
+                self._take_cleared(news)
             elif news is not None:
-                self._told.hear(news)
+                self._reports.hear(news)
 
-    def _hear_cleared(self, news: ClearedTold) -> None:
+    def _take_cleared(self, news: ClearedTold) -> None:
         with self._changed:
             is_new = self._marks.get(news.namespace) != news.mark and news.mark not in self._own_marks
             self._marks[news.namespace] = news.mark
@@ -330,11 +331,11 @@ class PeerFollower:
             self._on_cleared(news.namespace)
 
     def _show(self, session: Session) -> None:
-        """Replaces the directory as a whole, unless the session has ended meanwhile."""
-        if not self._told.is_changed or self._rest_s():
+        """Replaces the directory as a whole, unless the session has ended."""
+        if not self._reports.is_changed or self._rest_s():
             return
         began_s = self._clock.monotonic_s()
-        directory = self._told.directory()
+        directory = self._reports.directory()
         now_s = self._clock.monotonic_s()
         self._show_at_s = now_s + REST * (now_s - began_s)
         with self._changed:
@@ -351,13 +352,13 @@ class PeerFollower:
             watch.close()
 
     def _turn(self) -> None:
-        hears = self.step(self._limits.follow_s)
+        is_followed = self.step(self._limits.follow_s)
         self._roster.look_after(self.directory.numbers)
-        if not hears:
+        if not is_followed:
             self._wait(self._session)
 
     def _wait(self, session: Session | None) -> None:
-        """Waits until there may be something to hear: a new session, or after a while the same one."""
+        """Waits until there may be new events: in a new session, or after ``RETRY_S`` in the same one."""
         with self._changed:
             self._changed.wait_for(lambda: self._loop.closed or self._session not in (None, session), timeout=RETRY_S)
 
@@ -409,7 +410,7 @@ class Peers:
         self._clearing = Tasks("kvstore-peers-clear", 1, CLEARED_MAX)
 
     def start(self, address: str | None) -> None:
-        """Follows others from now on, and tells them where they can read this node's memory; None: nowhere."""
+        """Starts to follow peers, and announces ``address`` as that of this node's memory; None: it is not served."""
         assert self._follower is None, "peers are started once"
         follower = self._follower = PeerFollower(
             self._digests, address, self.limits, self._counters, self._clock, self._clear_soon, self._roster
@@ -478,9 +479,9 @@ class Peers:
         """See ``Tier``. Does nothing: prints do not name their namespace, so the peers' own digests have to change."""
 
     def tell_cleared(self, namespace: NamespaceDigest) -> None:
-        """Tells all nodes that a namespace was cleared here, and drops the chunks that came from them meanwhile.
+        """Announces that a namespace was cleared here, and drops the chunks that peers gave in the meantime.
 
-        Raises Unavailable if they may not have heard it.
+        Raises Unavailable if the announcement may not have reached etcd.
         """
         mark = os.urandom(16)
         if self._follower is not None:
@@ -488,7 +489,7 @@ class Peers:
         try:
             self._digests.mark_cleared(namespace, mark, self.limits.meta_deadline_s)
         finally:
-            self._hear_cleared(namespace)
+            self._apply_clear(namespace)
 
     def stats(self) -> dict[str, int | float]:
         known = self._follower.directory if self._follower is not None else None
@@ -508,10 +509,10 @@ class Peers:
         self._roster.close()
 
     def _clear_soon(self, namespace: NamespaceDigest) -> None:
-        self._clearing.submit(lambda: self._hear_cleared(namespace))
+        self._clearing.submit(lambda: self._apply_clear(namespace))
 
-    def _hear_cleared(self, namespace: NamespaceDigest) -> None:
-        """Stops reads of a namespace, then drops it: a peer that has not heard of the clear must not give it back."""
+    def _apply_clear(self, namespace: NamespaceDigest) -> None:
+        """Stops reads of a namespace, then drops it: a peer that has not seen the clear must not give it back."""
         now_s = self._clock.monotonic_s()
         with self._lock:
             for old in [each for each, until_s in self._cleared.items() if until_s <= now_s]:

@@ -244,7 +244,7 @@ class _Tries:
         return _verdict(
             "a deleted file is gone, and its name is free",
             gone and free,
-            "gone at once",
+            "gone immediately",
             "still seen after its deletion",
             "evicted chunks look present for a while: reads of them are misses",
         )

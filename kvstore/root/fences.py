@@ -93,11 +93,11 @@ def restore(root: Root, entry: Name, shard_bits: int) -> bool:
         return False  # another process has put it back at the same moment
 
 
-# A little room that is kept on the root, so that chunks can still be deleted when nobody can write any more.
+# A small reserve on the root, so that chunks can still be deleted when the disk is full.
 #
-# A sweep needs a plan and a folder before it may delete anything, and a clear on one host tells others first. On a
-# full disk neither could begin. The first node of a folder makes the reserve, because the disk may be full before any
-# collector was there; collectors make it again.
+# A sweep writes a plan and a folder before it deletes anything, and a clear on one host informs other processes first.
+# On a full disk neither could begin. The first node of a folder makes the reserve, because the disk may fill up before
+# any collector runs; collectors make it again.
 
 
 T = TypeVar("T")
@@ -200,7 +200,7 @@ TWIN_BYTES_MAX = 1_500_000
 
 
 def write_twin(root: Root, owner: str, pin: bytes, content: bytes, *, ids: Ids, clock: Clock) -> None:
-    """Writes and syncs the twin of a new pin, whose id nobody used before. Raises the root's errors."""
+    """Writes and syncs the twin of a new pin, whose id is unused. Raises the root's errors."""
     won = publish_small(root, places.twin(owner, pin), content, ids=ids, clock=clock)
     assert won, "pin ids are never used again"
 

@@ -186,8 +186,7 @@ def publish_small(root: Root, name: Name, content: bytes, *, ids: Ids, clock: Cl
 def _create(root: Root, ids: Ids, shard_bits: int) -> RootIdentity:
     foreign = _foreign_entry(root)
     if foreign is not None:
-        # Look again, because FORMAT was missing before: another host may have made the root, and published chunks,
-        # meanwhile.
+        # Look again: another host may have made the root, and published chunks, since FORMAT was found missing.
         found = read_identity(root)
         if found is None:
             raise _holds_foreign(root, foreign)
@@ -230,7 +229,7 @@ def _not_a_format(content: bytes) -> RootMismatch:
 
 # The root's side of generations: one small file each, first writer wins, the highest number is the current one.
 #
-# These are files, not a field of ``FORMAT``, which never changes, so that nobody rewrites a file that others are
+# These are files, not a field of ``FORMAT``, which never changes, so that no process rewrites a file that others are
 # reading.
 
 
@@ -264,7 +263,7 @@ def publish(root: Root, generation: Generation, *, ids: Ids, clock: Clock) -> Ge
     return newest
 
 
-# The default bound of an embedded root, in the file ``bound`` beside ``FORMAT``: made once, for all processes.
+# The default bound of an embedded root, in the file ``bound`` next to ``FORMAT``: made once, for all processes.
 #
 # On the root and not in the metadata, because it must outlive these: a root whose metadata were lost and adopted
 # again is not to be bounded by another free space. An operator may write another number into the file, or remove it.

@@ -55,7 +55,7 @@ class Seen:
     """Its first bytes, as many as were asked for; fewer if the file is shorter."""
     tag: str | None
     """The store's name for this version (an ETag); None if versions have no names. On an object store without them, a
-    file that is replaced meanwhile may show the stat of one version and the prefix of another.
+    file that is replaced during the look may show the stat of one version and the prefix of another.
     """
 
 
@@ -140,7 +140,7 @@ class Root(Protocol):
     traits: Traits
 
     def stage(self, name: Name, pieces: Pieces, *, stamp_ns: int, durable: bool) -> None:
-        """Writes a new file that nobody else sees yet, with mtime ``stamp_ns``; ``durable`` syncs it.
+        """Writes a new file that no other process uses yet, with mtime ``stamp_ns``; ``durable`` syncs it.
 
         Makes the folder. The name must not have been used before (rule W2). After an error ``discard`` removes whatever
         is left of it.
@@ -175,10 +175,9 @@ class Root(Protocol):
         ...
 
     def move(self, source: Name, name: Name, *, make_folder: bool = True) -> bool:
-        """Renames a file to a name that nobody else uses; False if the source is gone.
+        """Renames a file to an unused name; False if the source is gone.
 
-        Makes the folder of ``name`` unless told not to; then it also returns False if the folder does not exist (rule
-        F1).
+        ``make_folder`` also makes the folder of ``name``; without it, returns False if the folder is missing (rule F1).
         """
         ...
 
@@ -193,8 +192,8 @@ class Root(Protocol):
     def remove_if(self, name: Name, seen: Seen) -> bool:
         """Deletes a file if it is still the one that ``look`` found there; False if another file has its name by now.
 
-        True says that ``seen`` is gone, whoever deleted it: object stores do not tell. Raises InvalidRequest if the
-        root cannot (``conditional_remove``).
+        True means that ``seen`` is gone, perhaps deleted by another client: object stores do not report which. Raises
+        InvalidRequest if the root cannot (``conditional_remove``).
         """
         ...
 

@@ -213,7 +213,7 @@ def error_of(action: str, path: str, cause: Exception) -> KVStoreError:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """The server's guarantees when several hosts act at once."""
+    """The server's guarantees when several hosts act concurrently."""
 
     create: bool
     """True if it creates a file only if the name is free (rule W1)."""
@@ -228,7 +228,7 @@ def try_conditions(remote: Remote, path: str, ids: Ids) -> Conditions:
     """
     if not remote.conditional:
         return Conditions(create=False, delete=False)
-    # Use a staging name of a session that nobody has: if this process dies here, fsck clears the file away.
+    # Use a staging name of a session that does not exist: if this process dies here, fsck deletes the file.
     key = f"{path}/{places.staged(ids.fresh(), 0)}"
     with translated("open", path):
         try:
@@ -252,7 +252,7 @@ def try_conditions(remote: Remote, path: str, ids: Ids) -> Conditions:
 
 
 def _creates(remote: Remote, key: str) -> bool:
-    """True if a second creation of ``key``, which holds b"1", is refused. ``rclone serve s3`` writes all the same."""
+    """True if a second creation of ``key``, which holds b"1", is refused. ``rclone serve s3`` writes anyway."""
     try:
         remote.create(key, b"2")
     except OSError:
@@ -263,7 +263,7 @@ def _creates(remote: Remote, key: str) -> bool:
 def _deletes(remote: Remote, key: str) -> bool:
     """True if deleting a replaced version of ``key`` is refused, and the current version is deleted.
 
-    AWS refuses. Ceph 16 and ``rclone serve s3`` delete all the same. So does every server with a botocore before
+    AWS refuses. Ceph 16 and ``rclone serve s3`` delete anyway. So does every server with a botocore before
     1.35.67, through which s3fs omits the condition.
     """
     old = remote.look(key, 1)
@@ -622,7 +622,7 @@ class ObjectReader:
             stop = min(end, start + RANGE_BYTES_MAX)
             with translated("read", self._path):
                 try:
-                    # Read into memory of its own: the network may take for ever, and the caller may leave meanwhile.
+                    # Read into separate memory: the network may take for ever, and the caller may leave before it ends.
                     content = memoryview(self._remote.read(self._path, start, stop))[: stop - start]
                 except OSError as cause:
                     if is_gone(cause):

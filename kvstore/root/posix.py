@@ -74,7 +74,7 @@ def sync_file_system(path: str) -> None:
 # Files that a client of NFS believes to be absent, and how it is made to ask the server again.
 #
 # A client remembers that a name was not there for as long as it believes to know the folder (``acdirmin``: 30 s by
-# default), so a chunk that another host stored meanwhile stays a miss. Opening the folder makes the client ask
+# default), so a chunk that another host stores in that time stays a miss. Opening the folder makes the client ask
 # whether it changed (one GETATTR), and if it did, the next look at the name asks the server. ``statx`` of the file
 # with AT_STATX_FORCE_SYNC does not help, as measured on Linux 6.1 with NFS 4.2.
 
@@ -94,7 +94,7 @@ def remembers_absence(mount: Mount) -> bool:
 
 
 class Absence:
-    """The folders of one root that the client asked for. Thread-safe: at worst two threads ask at once."""
+    """The folders of one root that the client asked for. Thread-safe: at worst two threads ask concurrently."""
 
     def __init__(self, path: str, monotonic_s: Callable[[], float] = time.monotonic) -> None:
         """``path`` is the root's folder."""
@@ -253,7 +253,7 @@ class PosixReader:
                 # device takes.
                 return memoryview(mmap.mmap(self._fd, self.stat.size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
             except ValueError:
-                return None  # the file became shorter: somebody damaged it meanwhile
+                return None  # the file was truncated after it was opened
             except OSError as cause:
                 if cause.errno in MISSING_ERRORS:
                     return None
@@ -284,7 +284,7 @@ def _scratch_buffer() -> bytearray:
 
 
 FILE_MODE, FOLDER_MODE = 0o660, 0o770
-"""KV tensors tell what was asked, so nobody else may read them. The umask takes away more: 022 leaves the group reading
+"""KV tensors reveal prompts, so other users may not read them. The umask takes away more: 022 leaves the group reading
 only. Native code has the same two."""
 
 
@@ -489,7 +489,7 @@ class PosixRoot:
                             continue
                         if cause.errno not in MISSING_ERRORS:
                             raise
-                        # Listed, but the look fails for the moment: it is there all the same.
+                        # The file is listed, so it exists, although the look fails at the moment.
                         yield FolderEntry(entry.name, Stat(0, 0))
                         continue
                     yield FolderEntry(entry.name, status and Stat(status.st_size, status.st_mtime_ns))
@@ -541,8 +541,8 @@ class PosixRoot:
     def _make_folder(self, path: str) -> None:
         """Makes the folder of a file, unless the root is no longer mounted.
 
-        Otherwise a write would begin to fill the bare mount point. A later mount would hide those files, and lose what
-        was acknowledged meanwhile.
+        Otherwise a write would begin to fill the bare mount point. A later mount would hide those files, and so lose
+        acknowledged puts.
         """
         self._check_mounted()
         folder = os.path.dirname(path)
@@ -557,7 +557,7 @@ class PosixRoot:
                 raise NotADirectoryError(errno.ENOTDIR, "it exists and is not a folder", folder) from None
 
     def _check_own(self, folder: str) -> None:
-        """Raises Unavailable if a folder of the root, or one above it, is a link, which leads to somebody else's."""
+        """Raises Unavailable if a folder of the root, or one above it, is a link, which may lead out of the root."""
         while len(folder) > len(self.path):
             if os.path.islink(folder):
                 raise Unavailable(f"{folder} is a symbolic link: the folders of a root must be its own")

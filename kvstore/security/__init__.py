@@ -1,1 +1,1 @@
-"""Authentication, authorisation and audit of callers. Rules: SECURITY.md beside this file."""
+"""Authentication, authorisation and audit of callers. Rules: SECURITY.md in this folder."""

@@ -93,14 +93,14 @@ PERMISSIONS: dict[str, Permission] = {
 
 # Quotas: each tenant's limits on one worker: calls and bytes a second, concurrent calls, pins.
 #
-# Bytes are counted when they have moved, because nobody knows their number before. So a tenant may run into debt by
+# Bytes are counted when they have moved, because their number is unknown before. So a tenant may run into debt by
 # its running calls, and begins no other call before the debt is paid (rule X9).
 
 
 BURST_S = 1.0
 """Unused tokens may be used later, up to what comes in this time."""
 TENANTS_MAX = 4096
-"""Limit on remembered tenants; the one not heard of for longest is forgotten, and starts again from zero."""
+"""Limit on remembered tenants; the least recently active one is forgotten, and starts again from zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class TenantUsage:
-    """A tenant's use of this worker since it was first heard of."""
+    """A tenant's use of this worker since its first call."""
 
     calls: int
     bytes_in: int
@@ -243,7 +243,7 @@ class Meters:
             current.inside = max(0, current.inside - 1)
 
     def usage(self, tenant: str) -> TenantUsage | None:
-        """Returns what a tenant has used here; None for one that was never heard of."""
+        """Returns a tenant's use of this worker; None for an unknown tenant."""
         with self._lock:
             meter = self._meters.get(tenant)
             return (
@@ -251,7 +251,7 @@ class Meters:
             )
 
     def tenants(self) -> list[str]:
-        """Returns the tenants heard of."""
+        """Returns the known tenants."""
         with self._lock:
             return list(self._meters)
 
@@ -332,7 +332,7 @@ _QUOTA = {each.name for each in fields(TenantQuota)}
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The content of an access file. Without identities nobody may do anything."""
+    """The content of an access file. Without identities every call is denied."""
 
     identities: Mapping[str, Mapping[str, Role]] = field(default_factory=dict)
     quotas: Mapping[str, TenantQuota] = field(default_factory=dict)
@@ -403,7 +403,7 @@ class DenialReason(enum.Enum):
     """The reasons of denials; each has a counter, ``denied_<value>``."""
 
     UNAUTHENTICATED = "unauthenticated"
-    """Neither a token nor a certificate that names anybody."""
+    """Neither a token nor a certificate that names an identity."""
     TOKEN_INVALID = "token_invalid"
     """Not one of our tokens: garbage, another key, another issuer, or changed."""
     TOKEN_EXPIRED = "token_expired"

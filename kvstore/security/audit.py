@@ -1,6 +1,6 @@
 """The audit log: one JSON line for each administrative act, each denial and each reload; rotated by size.
 
-Separate from the log of the worker, because it is evidence: it goes to a separate file that nobody else may read, and
+Separate from the log of the worker, because it is evidence: its file is readable only by the worker's account, and
 holds no token, no prompt and no key. A thread writes it, so that no call waits for a disk.
 """
 

@@ -37,10 +37,10 @@ from kvstore.security.tls import LOOK_S, WatchedFiles, read_secret, read_trusted
 
 # The account that a worker on loopback runs as: its clients prove that they run as it too (rule X12).
 #
-# A port of loopback is open to every account of a host, and TCP tells nobody whose the other end is. So workers and
-# clients of one account share a secret in a file that only this account can read. A client shows what follows from
-# the secret and the port or path that it calls: who listens there instead of the worker learns nothing for other
-# workers.
+# Every account of a host can connect to a loopback port, and TCP does not reveal the account of the other end. So
+# workers and clients of one account share a secret in a file that only this account can read. A client sends a proof
+# derived from the secret and the port or path that it calls: another program that listens there instead of the worker
+# learns nothing that other workers accept.
 
 
 HEADER = "kvstore-account"
@@ -117,7 +117,7 @@ def _make(path: Path) -> None:
             file.write(secrets.token_hex(SECRET_BYTES))
             file.flush()
             os.fsync(file.fileno())  # or a power cut could leave the name of an empty file
-        # A link, not a rename: of several processes that make it at once, all must use the first one's.
+        # A link, not a rename: if several processes make the secret concurrently, all must use the first one.
         with suppress(FileExistsError):
             os.link(new, path)
         new.unlink()
@@ -134,7 +134,7 @@ def _make(path: Path) -> None:
 ALGORITHM = "EdDSA"
 ISSUER = AUDIENCE = "kvstore"
 TTL_S_MAX = 7 * 86_400
-"""A token that lives longer is refused, whoever signed it: a stolen token must expire."""
+"""A token that lives longer is refused, even with a valid signature: a stolen token must expire."""
 TIME_S_MAX = 1 << 40
 """Beyond every time that makes sense."""
 SKEW_S = 60
@@ -253,7 +253,7 @@ def _claims(claims: dict[str, Any]) -> Claims:
         raise _invalid("its times must be numbers")
     # Python's JSON accepts NaN, which is never over a limit, and numbers that do not fit a float.
     if not all(abs(each) <= TIME_S_MAX for each in (issued_s, expires_s)):
-        raise _invalid("its times make no sense")
+        raise _invalid("its times are out of range")
     if expires_s - issued_s > TTL_S_MAX:
         raise _invalid(f"it lives over {TTL_S_MAX} s: expected a shorter life")
     # An unknown kind of binding must not pass as no binding.
@@ -315,7 +315,8 @@ def _imported(name: str) -> Any:
 log = logging.getLogger(__name__)
 
 REVOKED = "revoked.json"
-"""The file beside the access file with the ids of revoked tokens, each with the time at which it would have expired."""
+"""The file next to the access file with the ids of revoked tokens, each with the time at which it would have expired.
+"""
 ACCESS_BYTES_MAX = 16 << 20
 TOKENS_MAX = 4096
 """Limit on tokens whose signature is remembered as right."""

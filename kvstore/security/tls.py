@@ -49,7 +49,7 @@ LOOK_S = 1.0
 
 
 def read_secret(path: str | Path, what: str, bytes_max: int = FILE_BYTES_MAX) -> bytes:
-    """Returns the content of a file that nobody else may read. Raises InvalidRequest, which never shows the content.
+    """Returns the content of a file that other users cannot read. Raises InvalidRequest, which never has the content.
 
     The rule is PostgreSQL's: a file of ours gives no rights to group and others; a file of root's may be readable by
     its group, as Kubernetes and systemd hand secrets to processes that are not root.
@@ -58,7 +58,7 @@ def read_secret(path: str | Path, what: str, bytes_max: int = FILE_BYTES_MAX) ->
 
 
 def read_trusted(path: str | Path, what: str, bytes_max: int = FILE_BYTES_MAX) -> bytes:
-    """Returns the content of a file that everybody may read and nobody else may change: certificates, access files.
+    """Returns the content of a file that other users may read but not change: certificates, access files.
 
     Raises InvalidRequest.
     """

@@ -100,7 +100,7 @@ class RootTests:
         assert root.move(A, Name("quarantine/a")) is False
         assert list(root.list(Name("chunks/0001"))) == []
         assert root.remove_folder(Name("chunks/0001")) is True
-        root.discard(Name("staging/nobody/0.part"))
+        root.discard(Name("staging/unknown/0.part"))
 
     def test_published_content_is_seen_by_every_host(self, hosts: Hosts) -> None:
         content = bytes(range(256)) * 40
@@ -109,7 +109,7 @@ class RootTests:
             assert host.stat(A) is None and host.open(A) is None
         assert hosts.first.publish(staged, A, durable=False) is True
         for host in hosts.both:
-            assert eventually(lambda: content_of(host, A) == content)  # noqa: B023  called at once
+            assert eventually(lambda: content_of(host, A) == content)  # noqa: B023  called immediately
             stat = host.stat(A)
             assert stat is not None and stat.size_bytes == len(content)
         folder = Name("chunks/0001")
@@ -119,7 +119,7 @@ class RootTests:
 
     def test_staged_name_is_used_up_by_publishing(self, root: Root) -> None:
         with pytest.raises(KVStoreError):
-            root.publish(Name("staging/nobody/0.part"), A, durable=False)
+            root.publish(Name("staging/unknown/0.part"), A, durable=False)
         assert root.stat(A) is None
         for won in (True, False):
             staged = stage(root, b"content")
@@ -297,7 +297,7 @@ class RootTests:
         assert hosts.first.remove(A) is False
         assert eventually(lambda: names(hosts.second, "chunks/0001") == {"b"})
         for host in hosts.both:
-            assert eventually(lambda: host.open(A) is None and host.stat(A) is None)  # noqa: B023  called at once
+            assert eventually(lambda: host.open(A) is None and host.stat(A) is None)  # noqa: B023  called immediately
         time.sleep(TICK_S)
         assert publish(hosts.second, A, b"second") is True
         assert eventually(lambda: content_of(hosts.first, A) == b"second")
@@ -332,7 +332,7 @@ class RootTests:
             assert content_of(root, A) == b"first"
             return
         hosts.second.remove(A)
-        assert root.remove_if(A, seen) is True, "it is gone, whoever deleted it"
+        assert root.remove_if(A, seen) is True, "the file is gone, although another host deleted it"
         publish(hosts.second, A, b"newer")
         assert root.remove_if(A, seen) is False
         assert content_of(root, A) == b"newer"

@@ -122,7 +122,7 @@ def test_missing_etcd_names_the_package(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "etcd").chmod(0o755)
     assert find_etcd() == str(tmp_path / "etcd"), "before that of the package"
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    with pytest.raises(Unavailable, match=r"ended at once.*found on the path"):
+    with pytest.raises(Unavailable, match=r"ended immediately.*found on the path"):
         EmbeddedEtcd(tmp_path).start()
 
 

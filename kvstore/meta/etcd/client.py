@@ -415,7 +415,7 @@ class EtcdWatch:
             return None
 
     def close(self) -> None:
-        """Waits for the thread to end, which it does at once."""
+        """Waits for the thread to end, which it does immediately."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

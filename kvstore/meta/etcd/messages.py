@@ -72,7 +72,7 @@ _TEXTS: tuple[tuple[str, Effect, str], ...] = (
     ("duplicate key given in txn", Effect.INVALID, "name each key once"),
     ("trying to send message larger", Effect.INVALID, "store less in one key"),
     ("grpc: received message larger", Effect.INVALID, "store less in one key, or raise etcd's --max-request-bytes"),
-    ("larger than max", Effect.TOO_LARGE, "ask for less at once"),
+    ("larger than max", Effect.TOO_LARGE, "request less at a time"),
     ("too large lease ttl", Effect.INVALID, "ask for a shorter lease"),
     (
         "database space exceeded",
@@ -120,7 +120,7 @@ def fault_of(error: grpc.RpcError) -> Fault:
 
 
 def _plain(code: grpc.StatusCode, details: str) -> str:
-    """Returns etcd's own words, or what failed in ours: gRPC's help nobody."""
+    """Returns etcd's own message, or our description of the failure: gRPC's messages do not help users."""
     if "etcdserver" in details:
         return details
     if code is grpc.StatusCode.UNAVAILABLE:
