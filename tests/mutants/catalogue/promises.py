@@ -46,9 +46,15 @@ MUTANTS: list[Mutant] = [
     mutant("events-publish-parts", at(INVENTORY, "lack", giving(None)), "events/test_parts.py"),
     mutant("events-no-removals", at(INVENTORY, "settle", _nothing_removed), "events/test_inventory.py"),
     mutant("events-listing-clears-all", at(INVENTORY, "listed", _every_range), "events/test_inventory.py"),
-    mutant("events-topics-mix", at(f"{EVENTS}.publisher:PublishScope", "topic", giving("kv-events")), "events/test_speaker.py"),
+    mutant(
+        "events-topics-mix",
+        at(f"{EVENTS}.publisher:PublishScope", "topic", giving("kv-events")),
+        "events/test_speaker.py",
+    ),
     mutant("events-numbers-restart", at(f"{EVENTS}.stream", "TopicLog", _restart), "events/test_speaker.py"),
-    mutant("events-replay-with-a-hole", at(f"{EVENTS}.stream:TopicLog", "since", _with_a_hole), "events/test_speaker.py"),
+    mutant(
+        "events-replay-with-a-hole", at(f"{EVENTS}.stream:TopicLog", "since", _with_a_hole), "events/test_speaker.py"
+    ),
     mutant(
         "events-two-speakers",
         at(f"{EVENTS}.publisher:Fence", "term", lambda real, self: real(self) or 1),
