@@ -30,7 +30,7 @@ from kvstore.core.write_mode import WriteMode
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, Overloaded, StoreClosed, Unavailable
 from kvstore.transport.channel import LinkLate
 from kvstore.transport.messages import namespace_message, sealed
-from kvstore.transport.status import BrokenTransfer, Failure, UnknownNamespace, WorkerBusy, WorkerDraining, failure
+from kvstore.transport.status import BrokenTransfer, Busy, Draining, Failure, UnknownNamespace, failure
 from kvstore.transport.watchdog import StreamWatchdog
 from kvstore.v1 import kvstore_pb2 as pb
 
@@ -438,13 +438,13 @@ class Caller:
 
 def _is_out(failed: Failure) -> bool:
     """True if this failure shows that the worker takes no calls at the moment."""
-    return isinstance(failed.error, WorkerDraining) or not (failed.answered or isinstance(failed.error, WorkerBusy))
+    return isinstance(failed.error, Draining) or not (failed.answered or isinstance(failed.error, Busy))
 
 
 def _helps_elsewhere(failed: Failure) -> bool:
     """True if another worker may do better: false for a wrong request and for a full root."""
     kind = type(failed.error)
-    return issubclass(kind, (Unavailable, WorkerBusy)) and not issubclass(kind, HoldBroken)
+    return issubclass(kind, (Unavailable, Busy)) and not issubclass(kind, HoldBroken)
 
 
 def _failure_of(error: grpc.RpcError, address: str, within_s: float) -> Failure:

@@ -62,7 +62,7 @@ from kvstore.transport.messages import (
     unpack_tokens,
     write_message,
 )
-from kvstore.transport.status import BrokenTransfer, UnknownNamespace, WorkerBusy
+from kvstore.transport.status import BrokenTransfer, Busy, UnknownNamespace
 from kvstore.v1 import control_pb2 as control
 from kvstore.v1 import kvstore_pb2 as pb
 
@@ -590,7 +590,7 @@ class RemoteRun:
         if wait_s or began_s - self._seen_s > FRESH_S:
             try:
                 self._call("GetOperation", control.GetOperationRequest(id=self.status.id, wait_s=wait_s), wait_s)
-            except WorkerBusy:
+            except Busy:
                 pass  # the operation continues
             spent_s = time.monotonic() - began_s
             if spent_s < wait_s and not self.status.state.ended:

@@ -42,11 +42,11 @@ class BrokenTransfer(Unavailable):
     """Bytes changed between client and worker, or a worker's answer is invalid. Repeat the call."""
 
 
-class WorkerDraining(Unavailable):
+class Draining(Unavailable):
     """The worker is about to stop and takes no new calls. Nothing was done; turn to another worker."""
 
 
-class WorkerBusy(Overloaded):
+class Busy(Overloaded):
     """The worker has as many calls or bytes in flight as it allows. Nothing was done; back off, or turn to another."""
 
 
@@ -61,9 +61,9 @@ STATUSES: dict[type[KVStoreError], grpc.StatusCode] = {
     Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     StoreFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    WorkerBusy: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Busy: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
-    WorkerDraining: grpc.StatusCode.UNAVAILABLE,
+    Draining: grpc.StatusCode.UNAVAILABLE,
     BrokenTransfer: grpc.StatusCode.DATA_LOSS,
     HoldBroken: grpc.StatusCode.ABORTED,
     SessionLost: grpc.StatusCode.ABORTED,
@@ -72,7 +72,7 @@ STATUSES: dict[type[KVStoreError], grpc.StatusCode] = {
 
 _BY_NAME = {error.__name__: error for error in STATUSES}
 _BY_CODE = {code: error for error, code in reversed(STATUSES.items())}
-_NOTHING_DONE = (WorkerDraining, WorkerBusy)
+_NOTHING_DONE = (Draining, Busy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def failure(
         return Failure(Unavailable(said), False, False)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and message.startswith("Concurrent RPC limit"):
         return Failure(
-            WorkerBusy(f"worker {where} has too many concurrent calls: back off"), True, True
+            Busy(f"worker {where} has too many concurrent calls: back off"), True, True
         )  # gRPC itself says so
     kind, said = _BY_CODE.get(code, Unavailable), _SAID.get(code) or message or "it gave no reason; see its log"
     return Failure(kind(f"worker {where}: {said}"), code is grpc.StatusCode.INTERNAL, False)

@@ -37,7 +37,7 @@ from kvstore.security.authentication import HEADER
 from kvstore.security.guard import AccessGuard, ServerSecurity, Visit
 from kvstore.transport.channel import Channel, LinkLate
 from kvstore.transport.messages import unpack_descents, unpack_keys, unpack_sizes, unpack_tokens
-from kvstore.transport.status import BrokenTransfer, Refusal, UnknownNamespace, WorkerBusy, WorkerDraining, refusal
+from kvstore.transport.status import BrokenTransfer, Busy, Draining, Refusal, UnknownNamespace, refusal
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.worker.limits import WorkerLimits
 
@@ -71,11 +71,9 @@ class Gate:
         with self._changed:
             if not light:
                 if self._draining:
-                    raise WorkerDraining("the worker is draining and takes no new calls: use another worker")
+                    raise Draining("the worker is draining and takes no new calls: use another worker")
                 if self._inside >= self.calls_max:
-                    raise WorkerBusy(
-                        f"the worker has {self.calls_max} calls in progress: back off, or use another worker"
-                    )
+                    raise Busy(f"the worker has {self.calls_max} calls in progress: back off, or use another worker")
                 self._inside += 1
         try:
             yield
@@ -121,13 +119,13 @@ class BytesInFlight:
                 most = max(1, self.bytes_max // 2)
                 needed, count = count, min(count, most)
                 if self._by_tenant[tenant] and self._by_tenant[tenant] + count > most:
-                    raise WorkerBusy(
+                    raise Busy(
                         f"this call needs {size(needed)}, which with the calls of tenant {tenant!r} in "
                         f"progress exceeds its share of {size(most)}: back off, or use another worker"
                     )
             if self.count and self.count + count > self.bytes_max:
                 # Do not say how many are free: a reader of one tenant could watch by it what the others do (rule X7).
-                raise WorkerBusy(
+                raise Busy(
                     f"this call needs {size(count)}, which with the calls in progress exceeds the worker's "
                     f"limit of {size(self.bytes_max)}: back off, or use another worker"
                 )
@@ -424,7 +422,7 @@ class Calls:
                     self.add(WorkerCount.CALLS_IDLE)
                 if context.is_active():
                     code = refused.code
-                    if isinstance(error, (WorkerBusy, WorkerDraining)):
+                    if isinstance(error, (Busy, Draining)):
                         self.add(WorkerCount.CALLS_REFUSED)
                     elif isinstance(error, BrokenTransfer):
                         self.add(WorkerCount.WIRE_DAMAGED)

@@ -32,7 +32,7 @@ from kvstore.meta.workers import WorkerRecord, WorkerRegistry
 from kvstore.security.guard import AccessGuard, ServerSecurity
 from kvstore.transport.credentials import server_credentials
 from kvstore.transport.limits import CONTROL, SERVER_OPTIONS, SERVICE
-from kvstore.transport.status import WorkerBusy, refusal
+from kvstore.transport.status import Busy, refusal
 from kvstore.transport.watchdog import StreamWatchdog
 from kvstore.worker.admin import About, ControlService, Drain
 from kvstore.worker.context import DaemonThreads, abort, presented_by, request_of
@@ -123,9 +123,7 @@ class AuthInterceptor:
         if not strangers.acquire(blocking=False):
             abort(
                 context,
-                refusal(
-                    WorkerBusy("too many health checks without a token are in progress: back off, or show a token")
-                ),
+                refusal(Busy("too many health checks without a token are in progress: back off, or show a token")),
             )
         if not context.add_callback(strangers.release):
             strangers.release()  # the call has already ended

@@ -233,13 +233,13 @@ def test_without_its_socket_file_a_worker_is_reached_another_way(served: Served)
 _CLIENT = """
 import os, sys, time, signal
 import numpy as np, kvstore
-from kvstore.client import fetching
+from kvstore.client import fetch
 from tests.kit.transports import MEDIUM, tokens_and_kv
 store = kvstore.connect(sys.argv[1], bulk=sys.argv[2], write="behind")
 cache = store.namespace("m", MEDIUM)
 tokens, kv = tokens_and_kv(100)
 cache.put(tokens, kv)
-fetching.ImageReceiver = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+fetch.ImageReceiver = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 print("reading", flush=True)
 cache.get(tokens)
 """

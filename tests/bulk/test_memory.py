@@ -297,6 +297,7 @@ def test_r1_chunks_of_the_local_disk_alone_are_read(on_files: Served, tmp_root: 
     node.tiers.add_disk(str(tmp_path / "disk"), 64 << 20)
     disk, memory = node.tiers.disk, memory_of(on_files)
     assert disk is not None
+    eventually(lambda: not disk.stats()["disk_refilling"], "its folder is taken in")
     with memory.refer(chain, 0, COUNT) as slots:
         for entry, image in zip(slots.referred, slots.images(0, COUNT), strict=True):
             assert disk.add(memory.place(entry), image, entry.hints)

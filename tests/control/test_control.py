@@ -12,7 +12,7 @@ from kvstore.core.results import LimitValue
 from kvstore.engine.settings import Limits
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.transport.status import WorkerBusy
+from kvstore.transport.status import Busy
 from kvstore.v1 import control_pb2 as pb
 from kvstore.worker.server import Worker
 from tests.kit.administration import TOKENS, raw_control, steering, value
@@ -84,7 +84,7 @@ def test_a_changed_limit_holds_for_the_next_call() -> None:
         with raw_control(served) as stub:
             request = pb.LookupRequest(namespace=cache.namespace.digest, tokens=packed(TOKENS))
             code, _, kind = refused(lambda: list(stub.Lookup(request, timeout=WAIT_S)))
-            assert (code, kind) == (grpc.StatusCode.RESOURCE_EXHAUSTED, WorkerBusy.__name__)
+            assert (code, kind) == (grpc.StatusCode.RESOURCE_EXHAUSTED, Busy.__name__)
         control.set_limits({"calls_max": 2})
         other = threads.submit(lambda: cache.match(TOKENS))
         eventually(lambda: served.worker.service.gate.inside_count == 2, "two are")

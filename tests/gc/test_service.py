@@ -119,7 +119,7 @@ def test_a_single_round_gives_up_on_a_root_that_hangs(place: Place, monkeypatch:
 
 HANGING = """
 import sys, threading
-from kvstore.meta.memory import MemoryMeta
+from kvstore.meta.memory import MemoryMetadata
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
 from kvstore.root.identity import create_or_open
 from kvstore.root.memory import MemoryRoot
@@ -132,7 +132,7 @@ root = MemoryRoot()
 identity = create_or_open(root, RandomIds())
 hang = Hang()
 faulty = FaultyRoot(root, [Rule("list", hang)])
-collector = Collector(Site(faulty, identity, MemoryMeta()), Config(), lambda pause_s: hang.reached.wait(pause_s))
+collector = Collector(Site(faulty, identity, MemoryMetadata()), Config(), lambda pause_s: hang.reached.wait(pause_s))
 collector.serve(1.0, None, print, print)
 sys.exit("it did not end")
 """

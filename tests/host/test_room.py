@@ -15,8 +15,8 @@ from kvstore.host.tables import HoldTable, Number, Own, Shared, live_tables
 from tests.kit.host_parts import Parts, child_of
 
 RESERVING = """
-from kvstore.host.room import Room
-room = Room(Shared(folder), HoldTable(folder), lambda: None, lambda **_: None)
+from kvstore.host.room import HostRoom
+room = HostRoom(Shared(folder), HoldTable(folder), lambda: None, lambda **_: None)
 reserved = room.reserve(100)
 room.wrote(30)"""
 

@@ -96,9 +96,9 @@ def test_a1_another_process_reads_what_is_written_and_changes_nothing() -> None:
 
 WRITER = """
 import socket, sys, time
-from kvstore.tiers.arena import Arena
+from kvstore.tiers.arena import SealedArena
 with socket.socket(fileno=int(sys.argv[1])) as link:
-    arena = Arena(int(sys.argv[2])).open()
+    arena = SealedArena(int(sys.argv[2])).open()
     arena.memory[-4:] = b"left"
     socket.send_fds(link, [b"x"], [arena.fd])
     link.recv(1)

@@ -37,7 +37,7 @@ from kvstore.security.audit import AuditLog
 from kvstore.security.authentication import SKEW_S, Authenticator, PublicKey, issue, new_key, verified
 from kvstore.security.guard import AccessGuard
 from kvstore.security.tls import WatchedFiles, read_secret, read_trusted
-from kvstore.transport.status import WorkerBusy
+from kvstore.transport.status import Busy
 from kvstore.worker.context import BytesInFlight, ClientHolds
 from tests.kit.cases import for_each
 from tests.kit.stores import SMALL
@@ -262,13 +262,13 @@ def test_one_tenant_leaves_half_of_the_memory_to_others() -> None:
     in_flight = BytesInFlight(100)
     with ExitStack() as reserved:
         reserved.enter_context(in_flight.reserved(1000, "acme"))  # alone among its own: a large chunk must be reachable
-        with pytest.raises(WorkerBusy, match="of tenant 'acme'"), in_flight.reserved(1, "acme"):
+        with pytest.raises(Busy, match="of tenant 'acme'"), in_flight.reserved(1, "acme"):
             pass
         reserved.enter_context(in_flight.reserved(30, "globex"))
-        with pytest.raises(WorkerBusy, match="of tenant 'globex'"), in_flight.reserved(30, "globex"):
+        with pytest.raises(Busy, match="of tenant 'globex'"), in_flight.reserved(30, "globex"):
             pass
         assert in_flight.count == 80
-        with pytest.raises(WorkerBusy), in_flight.reserved(30):
+        with pytest.raises(Busy), in_flight.reserved(30):
             pass
     assert in_flight.count == 0
     with in_flight.reserved(1000):

@@ -238,7 +238,7 @@ def put_holds_parent() -> Iterator[None]:
         def release(self) -> None:
             pass
 
-    with patch.object(writer, "Guard", Open):
+    with patch.object(writer, "PutGuard", Open):
         yield
 
 

@@ -17,7 +17,7 @@ from kvstore.engine.settings import Limits
 from kvstore.errors import HoldBroken, Overloaded
 from kvstore.format.keyset import ChunkKeys
 from kvstore.meta.keys import Keys
-from kvstore.transport.status import WorkerBusy, WorkerDraining
+from kvstore.transport.status import Busy, Draining
 from kvstore.worker.context import BytesInFlight, ClientHolds, Gate
 from tests.kit.fake_meta import FakeClock
 from tests.kit.stores import SMALL
@@ -30,7 +30,7 @@ def test_no_more_calls_at_once_than_allowed() -> None:
     with ExitStack() as inside:
         for _ in range(2):
             inside.enter_context(gate.passing(light=False))
-        with pytest.raises(WorkerBusy), gate.passing(light=False):
+        with pytest.raises(Busy), gate.passing(light=False):
             pass
         with gate.passing(light=True):
             assert gate.inside_count == 2
@@ -41,14 +41,14 @@ def test_no_more_calls_at_once_than_allowed() -> None:
 def test_a_closed_worker_takes_no_calls() -> None:
     gate = Gate(2)
     gate.close()
-    with pytest.raises(WorkerDraining), gate.passing(light=False):
+    with pytest.raises(Draining), gate.passing(light=False):
         pass
 
 
 def test_no_more_bytes_in_flight_than_allowed() -> None:
     in_flight = BytesInFlight(100)
     with in_flight.reserved(60):
-        with pytest.raises(WorkerBusy), in_flight.reserved(41):
+        with pytest.raises(Busy), in_flight.reserved(41):
             pass
         with in_flight.reserved(40):
             pass
