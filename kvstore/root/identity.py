@@ -149,12 +149,6 @@ def create_or_open(
     return found
 
 
-def check_usable(root: Root) -> None:
-    """Raises RootMismatch unless this is a root, or a folder that can become one."""
-    if read_identity(root) is None and (foreign := _foreign_entry(root)) is not None:
-        raise _holds_foreign(root, foreign)
-
-
 def read_small(root: Root, name: Name, bytes_max: int) -> bytes | None:
     """Returns a small file; None if there is none. Reads up to ``bytes_max`` + 1 bytes, so that excess shows."""
     reader = root.open(name)
