@@ -112,7 +112,8 @@ def test_client_with_few_descriptors_keeps_its_hits(tmp_root: Path, holding: obj
         )
         hits, errors, fds = json.loads(child.stdout)
         assert hits and errors == []
-        assert fds[1] <= fds[0] + 4, f"descriptors after each turn: {fds}"
+        # A connection more may be open, with its arena and ledger. If each call leaked one, they were 18 more.
+        assert fds[1] <= fds[0] + 12, f"descriptors after each turn: {fds}"
         damage = {name: count for name, count in served.member.stats().items() if "damage" in name and count}
         assert not damage
 
