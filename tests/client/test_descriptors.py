@@ -57,7 +57,8 @@ with kvstore.connect(sys.argv[1], bulk=sys.argv[3]) as store:
             each.start()
         for each in threads:
             each.join()
-        fds.append(len(os.listdir("/proc/self/fd")))
+        links = [os.path.join("/proc/self/fd", each) for each in os.listdir("/proc/self/fd")]
+        fds.append([os.readlink(each) for each in links if os.path.islink(each)])
 print(json.dumps([all(hits), errors, fds]))
 """
 
@@ -112,8 +113,13 @@ def test_client_with_few_descriptors_keeps_its_hits(tmp_root: Path, holding: obj
         )
         hits, errors, fds = json.loads(child.stdout)
         assert hits and errors == []
-        # A connection more may be open, with its arena and ledger. If each call leaked one, they were 18 more.
-        assert fds[1] <= fds[0] + 12, f"descriptors after each turn: {fds}"
+        for turn in fds:
+            connections = sum("kvstore-ledger" in each for each in turn)
+            arenas, sockets = (sum(kind in each for each in turn) for kind in ("kvstore-arena", "socket:"))
+            assert connections <= 6 and arenas <= 2 * connections and sockets <= connections + 2, turn
+            assert not [each for each in turn if "/chunks/" in each], turn
+        others = [[each for each in turn if "kvstore-" not in each and "socket:" not in each] for turn in fds]
+        assert len(others[1]) <= len(others[0]), others
         damage = {name: count for name, count in served.member.stats().items() if "damage" in name and count}
         assert not damage
 
