@@ -135,7 +135,7 @@ class _Writer:
     keys: deque[int]
     earlier: list[tuple[int, int]] = field(default_factory=list)
     """Aliases and values that documents before this one defined."""
-    told: list[tuple[int, int, Kind]] = field(default_factory=list)
+    facts: list[tuple[int, int, Kind]] = field(default_factory=list)
     """Key, value and kind of all statements that can be asked about."""
     meanings: dict[int, int] = field(default_factory=dict)
 
@@ -160,7 +160,7 @@ class _Writer:
                 if kind is not Kind.LITERAL:
                     alias, value = self.chance.choice(sources[kind])
                     token, self.meanings[at] = REFER + key * ALIASES + alias, value
-                self.told.append((key, value, kind))
+                self.facts.append((key, value, kind))
             tokens.append(token)
         self.earlier += own
         return tokens
@@ -176,7 +176,7 @@ def sample(chance: random.Random, shape: Shape) -> Prompt:
         writer.document(_ordered(chance, shape, number > 0), 1 + number * shape.document_tokens)
         for number in range(shape.documents)
     ]
-    picked = _picked(chance, writer.told, shape.questions)
+    picked = _picked(chance, writer.facts, shape.questions)
     questions = [ASK, *(token for key, value, _ in picked for token in (QUESTION + key, value))]
     return Prompt(documents, questions, [kind for _, _, kind in picked], writer.meanings)
 
@@ -193,11 +193,11 @@ def _ordered(chance: random.Random, shape: Shape, has_earlier: bool) -> list[Kin
     return kinds
 
 
-def _picked(chance: random.Random, told: list[tuple[int, int, Kind]], count: int) -> list[tuple[int, int, Kind]]:
+def _picked(chance: random.Random, facts: list[tuple[int, int, Kind]], count: int) -> list[tuple[int, int, Kind]]:
     """Returns statements to ask about: of each kind in turn."""
-    chance.shuffle(told)
-    by = [[each for each in told if each[2] is kind] for kind in ASKED]
-    turns = [each for row in range(len(told)) for group in by for each in group[row : row + 1]]
+    chance.shuffle(facts)
+    by = [[each for each in facts if each[2] is kind] for kind in ASKED]
+    turns = [each for row in range(len(facts)) for group in by for each in group[row : row + 1]]
     picked = turns[:count]
     chance.shuffle(picked)
     return picked
@@ -258,11 +258,11 @@ TWO_HOPS = Recipe(
 )
 """The same, and references to an alias that stands for one of an earlier document."""
 
-Told = Callable[[int, float, float], None]
+Progress = Callable[[int, float, float], None]
 """Gets step, loss and running accuracy."""
 
 
-def trained(recipe: Recipe, seed: int, told: Told = lambda *_: None) -> Any:
+def trained(recipe: Recipe, seed: int, report: Progress = lambda *_: None) -> Any:
     """Returns the model that ``recipe`` gives from ``seed``, in evaluation mode.
 
     Some beginnings never learn the second hop, because questions look at references before those are resolved: they
@@ -270,13 +270,13 @@ def trained(recipe: Recipe, seed: int, told: Told = lambda *_: None) -> Any:
     """
     beginning, last = seed, seed + 1_000 * (ATTEMPTS - 1)
     model = fresh(recipe, beginning)
-    while not _learns(recipe, model, random.Random(beginning), told, must=beginning == last):
+    while not _learns(recipe, model, random.Random(beginning), report, must=beginning == last):
         beginning += 1_000
         model = fresh(recipe, beginning)
     return model.eval()
 
 
-def _learns(recipe: Recipe, model: Any, chance: random.Random, told: Told, *, must: bool) -> bool:
+def _learns(recipe: Recipe, model: Any, chance: random.Random, report: Progress, *, must: bool) -> bool:
     """Trains a model; False as soon as the first stage has ended without promise, unless it ``must`` go on."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.rate, betas=(0.9, 0.98), weight_decay=0.01)
     step = 0
@@ -295,7 +295,7 @@ def _learns(recipe: Recipe, model: Any, chance: random.Random, told: Told, *, mu
                 group["lr"] = recipe.rate * share
             loss, right = _step(model, optimizer, chance, stage)
             running += 0.0 if cooling else SMOOTH * (right - running)
-            told(step, loss, right)
+            report(step, loss, right)
         if stage is recipe.stages[0] and running < PROMISING and not must:
             return False
     return True
@@ -480,7 +480,7 @@ def gate_table(decoder: Decoder, recipe: Recipe, title: str, count: int) -> Tabl
     said = verdict.measured
     return Table(
         title,
-        ("outcome", "tried", "work, told", "lost %, told", "agreement %, told", "KL, told", *COLUMNS),
+        ("outcome", "tried", "work, facts", "lost %, facts", "agreement %, facts", "KL, facts", *COLUMNS),
         [
             [
                 "holds" if verdict.holds else "refused" if choice.is_chosen else "refused; the nearest",
