@@ -5,8 +5,8 @@
         --engine http://127.0.0.1:8002=tcp://127.0.0.1:5559,tcp://127.0.0.1:5560
 
 Each engine is its URL, and the endpoint and the replay endpoint of its KV events (``--kv-events-config``, see
-kvstore/connectors/README.md). What it tells of its own memory counts for it alone. What it tells of STORAGE counts for
-all engines, since all can load it.
+docs/vllm.md). Events of an engine's own memory count for that engine alone. Events of STORAGE count for all engines,
+because all can load those blocks.
 Needs pyzmq and msgspec. An example to read: it has no TLS, no health checks and no retries.
 """
 

@@ -147,7 +147,7 @@ def _settings(engine: EngineSupport, given: dict[str, Any]) -> tuple[Diagnosis, 
     try:
         settings = kind.of(given)
     except InvalidRequest as wrong:
-        return Diagnosis("settings", FAILED, str(wrong), "connectors/README.md lists the settings"), None
+        return Diagnosis("settings", FAILED, str(wrong), f"docs/{engine.package}.md lists the settings"), None
     place = f"root {settings.root}" if settings.root else f"worker {settings.connect}"
     if not settings.fingerprint:
         advice = "give the revision of the weights as fingerprint, if the connector cannot read their files"

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-import kvstore.connectors
+import kvstore
 from kvstore.client import Store
 from kvstore.connectors import common
 from kvstore.connectors.common import OPAQUE_LAYOUT, EngineSettings, LazyStore
@@ -54,16 +54,16 @@ def test_settings_that_make_no_sense_are_refused_with_the_key(given: dict[Any, A
 
 
 TABLES: tuple[tuple[str, type[EngineSettings]], ...] = (
-    ("vLLM", VllmSettings),
-    ("LMCache", LMCacheSettings),
-    ("SGLang", EngineSettings),
+    ("vllm", VllmSettings),
+    ("lmcache", LMCacheSettings),
+    ("sglang", EngineSettings),
 )
 
 
 @for_each("engine, settings", TABLES)
 def test_the_page_has_every_setting_and_the_default_of_each_number(engine: str, settings: type[EngineSettings]) -> None:
-    page = Path(kvstore.connectors.__file__).with_name("README.md").read_text()
-    section = page.partition(f"\n## {engine}\n")[2].partition("\n## ")[0]
+    page = (Path(__file__).parents[2] / "docs" / f"{engine}.md").read_text()
+    section = page.partition("\n## Settings\n")[2].partition("\n## ")[0]
     told: dict[str, str] = {}
     for names, defaults in re.findall(r"^\| (`.+?`) \| (.*?) ?\|", section, re.MULTILINE):
         keys = re.findall(r"`(\w+)`", names)

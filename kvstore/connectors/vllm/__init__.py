@@ -1,6 +1,6 @@
 """vLLM's KV connector: a request's prefix is loaded from the store, and the blocks it computes are stored.
 
-Named on vLLM's command line; ``kvstore/connectors/README.md`` says how.  Needs vLLM 0.32 or newer.
+Named on vLLM's command line; ``docs/vllm.md`` shows how.  Needs vLLM 0.32 or newer.
 """
 
 from __future__ import annotations
