@@ -156,7 +156,7 @@ class Grace:
                 content = read_twin(self._root, name)
                 if content is None:
                     if name in list_twins(self._root):
-                        raise RootMismatch(f"{name} cannot be read as a pin's twin: see gc/RUNBOOK.md")
+                        raise RootMismatch(f"{name} cannot be read as a pin's twin: see deploy/RUNBOOK.md")
                     continue  # removed since it was listed: its pin has ended
                 packed = StoredPin.from_bytes(content, name).packed
             found[name] = packed

@@ -58,7 +58,8 @@ def fsck(root: RootPlace, checks: Checks, etcd: EtcdAccess | None, as_json: bool
 
     --adopt is for an etcd that was wiped, restored from a snapshot or exchanged, and for a root that was copied or
     restored: it ends all sessions (living nodes begin new ones), puts back what unfinished garbage collection took,
-    records the namespaces and the pins in etcd, and gives both the same generation. Safe to repeat. See gc/RUNBOOK.md.
+    records the namespaces and the pins in etcd, and gives both the same generation. Safe to repeat.
+    See deploy/RUNBOOK.md.
 
     It also says if etcd is not the root's any more, so that --adopt is needed.
 

@@ -169,7 +169,7 @@ class NodeTwins:
                 try:
                     yield Ref.from_bytes(content, name)
                 except RootMismatch as mismatch:
-                    raise RootMismatch(f"{mismatch} What it protects is unknown (gc/RUNBOOK.md)") from mismatch
+                    raise RootMismatch(f"{mismatch} What it protects is unknown (deploy/RUNBOOK.md)") from mismatch
 
 
 class Coordination(Enum):
@@ -310,7 +310,7 @@ class ClusterMember:
             if hold.born is None:
                 raise Unavailable(
                     "this node protects nothing at the moment (no session, or etcd is not this root's: see its log and "
-                    "gc/RUNBOOK.md), so it cannot pin: try again later"
+                    "deploy/RUNBOOK.md), so it cannot pin: try again later"
                 )
             if not len(wanted):
                 return _no_pin(owner, namespace, node.clock.now_s())

@@ -196,7 +196,7 @@ class _Adoption:
                 if places.twin(record.owner, record.id) != name:
                     raise RootMismatch(f"{name} is the twin of pin {record.owner}/{record.id.hex()}")
             except (RootMismatch, InvalidRequest) as error:
-                self._done.refused.append(f"{error} It stops collectors: see gc/RUNBOOK.md")
+                self._done.refused.append(f"{error} It stops collectors: see deploy/RUNBOOK.md")
                 continue
             left_s = math.ceil(record.expires_s - self._clock.now_s())
             if left_s <= 0:

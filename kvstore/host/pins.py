@@ -108,7 +108,7 @@ def _records(
             try:
                 record = StoredPin.from_bytes(content, name)
             except RootMismatch as mismatch:
-                raise RootMismatch(f"{mismatch} What it protects is unknown (gc/RUNBOOK.md)") from mismatch
+                raise RootMismatch(f"{mismatch} What it protects is unknown (deploy/RUNBOOK.md)") from mismatch
         if record.expires_s > now_s:
             found.append((name, record))
         elif removes_ended:

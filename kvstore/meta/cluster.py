@@ -88,7 +88,7 @@ LOOKS_MAX = 2
 """Both sides cannot be read at one moment. If they differ while one is being written, they agree at the second look."""
 ADVICE = (
     "etcd was wiped, restored, or is another cluster's. Chunks are served, but nothing is protected and nothing "
-    "collected until `kvstore fsck ROOT --adopt --etcd ENDPOINTS` was run (gc/RUNBOOK.md)"
+    "collected until `kvstore fsck ROOT --adopt --etcd ENDPOINTS` was run (deploy/RUNBOOK.md)"
 )
 
 

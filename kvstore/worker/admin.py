@@ -153,7 +153,7 @@ def problems_of(found: pb.HealthResponse) -> list[str]:
             etcd.used and not etcd.session_alive,
             "the session in etcd is lost: holds protect nothing, and pins are refused, until it is back",
         ),
-        (etcd.used and not etcd.protected, "collectors ignore the holds and pins of this worker (gc/RUNBOOK.md)"),
+        (etcd.used and not etcd.protected, "collectors ignore the holds and pins of this worker (deploy/RUNBOOK.md)"),
         (worker.draining, "the worker is draining: it ends soon"),
         (not worker.serving and not worker.draining, "the worker reports NOT_SERVING"),
         (free_share < FREE_SHARE_MIN, f"the root has {free_share:.1%} of its room left"),

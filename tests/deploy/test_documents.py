@@ -32,13 +32,13 @@ def commands(page: Path) -> list[str]:
 
 
 def test_every_alert_has_a_section_in_the_runbook_and_every_section_an_alert() -> None:
-    sections = re.findall(r"^## (\w+)$", (DEPLOY / "RUNBOOK.md").read_text(), re.MULTILINE)
+    sections = re.findall(r"^### (KVStore\w+)$", (DEPLOY / "RUNBOOK.md").read_text(), re.MULTILINE)
     assert len(ALERTS) >= 20
     assert sorted(sections) == sorted(ALERTS)
 
 
 def test_every_section_of_the_runbook_says_what_it_means_and_what_to_do() -> None:
-    for section in re.split(r"^## ", (DEPLOY / "RUNBOOK.md").read_text(), flags=re.MULTILINE)[1:]:
+    for section in re.findall(r"^### KVStore.*?(?=^##)", (DEPLOY / "RUNBOOK.md").read_text(), re.MULTILINE | re.DOTALL):
         assert re.search(r"^\*\*Means\*\* ", section, re.MULTILINE), section
         assert re.search(r"^\*\*(Do|Look)\*\* and |^\*\*Do\*\* ", section, re.MULTILINE), section
 

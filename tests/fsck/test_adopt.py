@@ -360,7 +360,7 @@ def test_c5_wrong_twins_are_named() -> None:
     write(cluster.root, Name(f"{places.PINS}/notes.txt"), b"")
     adopted = cluster.adopt()
     assert [one.id for one in cluster.pins()] == [good.id] and adopted.pins_restored_count == 1
-    assert len(adopted.refused) == 3 and all("gc/RUNBOOK.md" in line for line in adopted.refused)
+    assert len(adopted.refused) == 3 and all("deploy/RUNBOOK.md" in line for line in adopted.refused)
     assert any(places.twin("torn", bytes(16)) in line for line in adopted.refused)
     assert any("pins/notes.txt" in line for line in adopted.refused), "a link to a folder of twins looks like this too"
     assert isinstance(join_root(cluster.meta, cluster.root, cluster.keys), Agreed), "collectors stop by themselves"

@@ -221,7 +221,7 @@ def test_c5_clear_keeps_what_only_a_twin_pins_and_refuses_where_one_cannot_be_re
         staged = places.staged(RandomIds().fresh(), 0)
         root.stage(staged, [memoryview(b"torn")], stamp_ns=0, durable=True)
         root.publish(staged, places.twin("torn", bytes(16)), durable=True)
-        with pytest.raises(RootMismatch, match=r"pins/torn/0+ is not a ref.*gc/RUNBOOK.md"):
+        with pytest.raises(RootMismatch, match=r"pins/torn/0+ is not a ref.*deploy/RUNBOOK.md"):
             cache.clear()
         root.remove(places.twin("torn", bytes(16)))
         assert store.unpin(pin.record.id), "by its id, although etcd knows nothing of it"
@@ -316,7 +316,7 @@ def _refuses(cache: Cache) -> bool:
 
 @pytest.mark.slow
 def test_c6_an_etcd_restored_from_a_snapshot_has_pins_of_before_and_after_it(tmp_root: Path, tmp_path: Path) -> None:
-    """Follows gc/RUNBOOK.md with an etcdctl of 3.5.1, which can neither bump revisions nor mark them compacted."""
+    """Follows deploy/RUNBOOK.md with an etcdctl of 3.5.1, which can neither bump revisions nor mark them compacted."""
     root, folder, snapshot = str(tmp_root), tmp_path / "etcd", tmp_path / "snapshot.db"
     program = packaged_etcd()
     assert program is not None
@@ -355,7 +355,7 @@ def test_c6_an_etcd_restored_from_a_snapshot_has_pins_of_before_and_after_it(tmp
 
 @pytest.mark.slow
 def test_c6_a_copy_of_a_root_becomes_a_root_of_its_own(tmp_root: Path, tmp_path: Path) -> None:
-    """Follows gc/RUNBOOK.md: another id in FORMAT, then adoption."""
+    """Follows deploy/RUNBOOK.md: another id in FORMAT, then adoption."""
     with running_etcd(tmp_path / "etcd") as etcd:
         first, copy = tmp_root / "first", tmp_root / "copy"
         with kvstore.open(str(first), etcd=etcd.endpoints) as store:

@@ -424,7 +424,7 @@ class World:
         return True
 
     def _spoil(self, keys: Iterable[str]) -> None:
-        """The twins of some pins become unreadable; an operator writes them again in the end (gc/RUNBOOK.md)."""
+        """The twins of some pins become unreadable; an operator writes them again in the end (deploy/RUNBOOK.md)."""
         lost = {key.rpartition("/")[2] for key in keys if key.startswith(self.keys.refs)}
         for name in list(list_twins(self.root)):
             file = self.root.files.find(name)
