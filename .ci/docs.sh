@@ -9,6 +9,7 @@ cd "$(dirname "$0")/.."
 
 locked_venv docs "mkdocs"
 .venv/bin/python .ci/commands.py
+.venv/bin/python .ci/api.py
 .venv/bin/python .ci/stage_docs.py .cache/docs/pages
 # The theme warns of its end of life in May 2027 at each build.
 NO_MKDOCS_2_WARNING=1 $venv/bin/python -m mkdocs build --quiet --strict --config-file docs/mkdocs.yml "$@"

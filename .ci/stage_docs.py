@@ -1,6 +1,6 @@
 """Copies all documents and the files that they link to into one folder, from which mkdocs builds the site.
 
-Guides lie beside the code they are about, and mkdocs reads one folder. The copies keep their places, so that links
+Guides are next to the code they are about, and mkdocs reads one folder. The copies keep their places, so that links
 between documents mean the same in the repository and on the site.
 """
 
@@ -27,6 +27,11 @@ def linked(page: Path) -> list[Path]:
     return [target for target in targets if target.is_file() and target.is_relative_to(SOURCE)]
 
 
+def with_docstrings(text: str) -> str:
+    """Replaces each entry of docs/api.md by the directive for which mkdocs shows the whole docstring."""
+    return re.sub(r"^### (kvstore\.\S+)\n.*?(?=^##|\Z)", r"::: \1\n\n", text, flags=re.MULTILINE | re.DOTALL)
+
+
 def stage(folder: Path) -> None:
     """Makes the folder anew."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -34,6 +39,8 @@ def stage(folder: Path) -> None:
         copy = folder / path.relative_to(SOURCE)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
+    api = folder / "docs" / "api.md"
+    api.write_text(with_docstrings(api.read_text()))
 
 
 if __name__ == "__main__":
