@@ -104,7 +104,13 @@ class BaseHold(Generic[G, C]):
         self._released = False
 
     def release(self) -> None:
-        """Ends the protection; idempotent, never raises. Does nothing in a forked child: the hold is its parent's."""
+        """Ends the protection; idempotent, never raises. Does nothing in a forked child: the hold is its parent's.
+
+        Examples
+        --------
+        >>> hold = cache.hold(tokens)
+        >>> hold.release()
+        """
         self._released = True
         if self._owner.is_here:
             self._held.release()
@@ -141,7 +147,16 @@ PIN_TTL_S_MAX = 30 * 86_400
 
 
 class Pin:
-    """A leased refcount on a stored prefix; ends by ``release``, as a context, or with its lease."""
+    """A leased refcount on a stored prefix; ends by ``release``, as a context, or with its lease.
+
+    Examples
+    --------
+    >>> with cache.pin(tokens, ttl=600) as pin:
+    ...     pin.tokens, cache.refcount(tokens)
+    (96, 1)
+    >>> cache.refcount(tokens)
+    0
+    """
 
     def __init__(self, record: PinRecord, port: Transport) -> None:
         self.record = record
@@ -149,16 +164,36 @@ class Pin:
 
     @property
     def id(self) -> str:
-        """The id for ``kvstore unpin``; empty if nothing was pinned."""
+        """The id for ``kvstore unpin``; empty if nothing was pinned.
+
+        Examples
+        --------
+        >>> cache.pin([1, 2, 3]).id
+        ''
+        """
         return self.record.id
 
     @property
     def tokens(self) -> int:
-        """Number of leading tokens pinned."""
+        """Number of leading tokens pinned.
+
+        Examples
+        --------
+        >>> with cache.pin(tokens) as pin:
+        ...     pin.tokens
+        96
+        """
         return self.record.tokens
 
     def release(self) -> bool:
-        """Removes the pin; False if it had already ended. Raises Unavailable if etcd does not answer."""
+        """Removes the pin; False if it had already ended. Raises Unavailable if etcd does not answer.
+
+        Examples
+        --------
+        >>> pin = cache.pin(tokens)
+        >>> pin.release(), pin.release()
+        (True, False)
+        """
         return bool(self.record.id) and self._port.unpin(self.record.id)
 
     def __repr__(self) -> str:
@@ -503,7 +538,19 @@ class Cache:
     """KV of one namespace, by tokens. Thread-safe. Made by ``Store.namespace``.
 
     ``tokens`` is any sequence of ints or an integer array, 0 <= id < 2**32, at most 4,194,304 of them. All methods
-    raise InvalidRequest for wrong arguments. A miss is a value, never an exception.
+    raise InvalidRequest for invalid arguments. A miss is a value, never an exception.
+
+    Attributes
+    ----------
+    namespace, layout
+        What the cache was opened with.
+    blocks
+        The ``BlockCache`` of the same namespace, for blocks that an engine hashed.
+
+    Examples
+    --------
+    >>> cache.match(tokens)  # six full chunks of 16 tokens are stored
+    96
     """
 
     def __init__(self, port: Transport, namespace: Namespace, write: WriteMode | None = None) -> None:
@@ -531,24 +578,53 @@ class Cache:
     ) -> PutResult:
         """Stores the KV of ``tokens``; only full chunks are stored.
 
-        ``kv`` has shape ``(layers, 2, len(tokens) - prefix, kv_heads, head_dim)``, K then V. It need not be
-        C-contiguous, and no reference to it is kept. The first ``prefix`` tokens, a multiple of chunk_tokens, are in
-        the store already; if one of their chunks is missing nothing is stored, and ``tokens_present`` says how far the
-        store goes. First writer wins: an existing chunk is never replaced.
+        The first writer wins: an existing chunk is never replaced. No reference to ``kv`` is kept.
 
-        Retention: ``priority`` is 0 to 100 (35 by default), and lower ones go first when room is needed. ``ttl`` is in
-        seconds since the last use; after it chunks may go even if there is room (default: never). It is rounded up to 5
-        min, 30 min, 2 h, 12 h, 3 days or 30 days. ``preset`` sets both: chat, analytics, rag or batch
-        (``kvstore.core.recency.PRESETS``); explicit values win. Chunks that exist already, the prefix included, are
-        raised to these values, never lowered. They protect nothing; pins do.
+        Parameters
+        ----------
+        tokens
+            The whole prompt.
+        kv
+            Array of shape ``(layers, 2, len(tokens) - prefix, kv_heads, head_dim)``, K then V. It need not be
+            C-contiguous.
+        prefix
+            Leading tokens that ``kv`` leaves out, a multiple of chunk_tokens. If one of their chunks is missing,
+            nothing is stored.
+        priority
+            0 to 100, 35 by default: chunks with a lower one are deleted first.
+        ttl
+            Seconds since the last use after which chunks may be deleted even if there is space; never by default.
+            Rounded up to 5 min, 30 min, 2 h, 12 h, 3 days or 30 days.
+        preset
+            Sets both: "chat", "analytics", "rag" or "batch" (``kvstore.core.recency.PRESETS``); explicit values win.
+            Chunks that exist, the prefix included, are raised to these values, never lowered.
+        write
+            "behind" returns once memory has the chunks, which are lost if the node is killed before the root has them.
+            "through" returns once the root has them, with a copy in memory. By default the namespace's, or else the
+            node's.
+        cache
+            False writes through without the copy in memory.
+        required
+            Raise Overloaded if the store refuses a part.
 
-        On a node with memory ``write`` says when this returns: "behind" once memory has the chunks, which are written
-        to the root soon after and lost if the node is killed before that; "through" once the root has them, with a copy
-        in memory. The default is the namespace's, or else the node's. ``cache=False`` writes through without the copy.
+        Returns
+        -------
+        PutResult
+            ``tokens_present`` leading tokens are in the store. If the store refused a part (no space, or too much
+            load), ``reason`` says why; for a cache that is an ordinary outcome.
 
-        A put that the store refuses (no space, or too much load) is an ordinary outcome: ``reason`` says why, and
-        ``tokens_present`` what the store has. ``required=True`` raises Overloaded instead. Raises PermissionDenied,
-        Unavailable (not in time: retry).
+        Raises
+        ------
+        PermissionDenied, Unavailable
+            The latter if the store did not answer in time: retry.
+
+        Examples
+        --------
+        >>> cache.put(tokens, kv).tokens_present
+        96
+        >>> longer = tokens + list(range(60))
+        >>> cache.put(longer, np.zeros(layout.shape(64), np.float16), prefix=96, preset="chat").tokens_present
+        160
         """
         hints = Hints.of(priority, ttl, preset)
         ids = token_array(tokens)
@@ -582,8 +658,17 @@ class Cache:
     def match(self, tokens: Tokens, *, counts: bool = True) -> int:
         """Returns the number of leading tokens in the store, a multiple of chunk_tokens.
 
-        Each look-up counts in the hit ratio: a match, a hold, and a get without a hold. ``counts=False`` leaves this
-        one out, as before a get or hold of the same prompt.
+        Parameters
+        ----------
+        tokens
+            The prompt.
+        counts
+            False leaves this look-up out of the hit ratio, as before a get or hold of the same prompt.
+
+        Examples
+        --------
+        >>> cache.match(tokens), cache.match(tokens[:40] + [7])
+        (96, 32)
         """
         counts, ids = checked_flag("counts", counts), token_array(tokens)
         with tracing.span("kvstore.match", tokens=len(ids)):
@@ -592,8 +677,13 @@ class Cache:
     def match_each(self, prompts: Iterable[Tokens]) -> list[int]:
         """Returns ``match`` of each prompt, from a few calls to the store; the hit ratio leaves them out.
 
-        Prompts that begin alike should follow one another: the store hashes only once what they share. A prompt that
-        the store does not answer for, or not within a minute, counts as not stored.
+        Prompts with a common prefix should follow one another: the store hashes the prefix only once. A prompt without
+        an answer within a minute counts as not stored.
+
+        Examples
+        --------
+        >>> cache.match_each([tokens, tokens[:40], [1, 2, 3]])
+        [96, 32, 0]
         """
         left, size = map(token_array, checked_prompts(prompts)), self.layout.chunk_tokens
         counts, call, tokens, following = list[int](), list[TokenArray](), 0, next(left, None)
@@ -622,10 +712,27 @@ class Cache:
     def get(self, tokens: Tokens, out: KvArray | None = None) -> tuple[int, KvArray] | int:
         """Reads the longest stored prefix, every byte verified.
 
-        Without ``out`` it returns ``(n, array)``; the array has shape ``(layers, 2, n, kv_heads, head_dim)``. With
-        ``out``, of shape ``(layers, 2, m, kv_heads, head_dim)``, it reads at most m tokens straight into it and returns
-        n; the content behind the first n tokens is undefined. ``out`` is not touched after the return. It is filled
-        fastest if it begins at a page.
+        Parameters
+        ----------
+        tokens
+            The prompt.
+        out
+            Array of shape ``(layers, 2, m, kv_heads, head_dim)`` to read at most m tokens into, without a copy. It is
+            filled fastest if it begins at a page, and not touched after the return.
+
+        Returns
+        -------
+        n, array
+            The number of tokens read, and without ``out`` an array ``(layers, 2, n, kv_heads, head_dim)``. The content
+            of ``out`` after the first n tokens is undefined.
+
+        Examples
+        --------
+        >>> count, found = cache.get(tokens + [7, 8, 9])
+        >>> count, np.array_equal(found, kv[:, :, :96])
+        (96, True)
+        >>> cache.get(tokens, out=np.empty(layout.shape(32), np.float16))
+        32
         """
         ids = token_array(tokens)
         layout = self.layout
@@ -645,10 +752,29 @@ class Cache:
         return count, array[:, :, :count]
 
     def hold(self, tokens: Tokens, ttl: float | None = None, *, counts: bool = True) -> Hold:
-        """Holds the longest stored prefix: protects it from garbage collection until released, at most ``ttl`` seconds.
+        """Holds the longest stored prefix: protects it from garbage collection until released.
 
-        Use it as a context. ``counts=False`` leaves this look-up out of the hit ratio. Raises Overloaded if too many
-        holds are alive.
+        Use it as a context, and read through it.
+
+        Parameters
+        ----------
+        tokens
+            The prompt.
+        ttl
+            Seconds after which the hold ends by itself, at most 300.
+        counts
+            False leaves this look-up out of the hit ratio.
+
+        Raises
+        ------
+        Overloaded
+            Too many holds are alive.
+
+        Examples
+        --------
+        >>> with cache.hold(tokens) as hold:
+        ...     hold.tokens, hold.read_into(np.empty(layout.shape(96), np.float16))
+        (96, 96)
         """
         ttl_s = None if ttl is None else checked_hold_ttl(ttl)
         counts, ids = checked_flag("counts", counts), token_array(tokens)
@@ -659,9 +785,34 @@ class Cache:
         """Pins the longest stored prefix: a leased refcount, visible to the cluster, that ends after ``ttl`` seconds.
 
         In a cluster, and in a folder on a disk of this host, it outlives this process. Any other store that was opened
-        without etcd forgets it on close, and no other process sees it. ``pin.tokens`` says how much is pinned; 0
-        where nothing is stored.
-        Raises Unavailable where etcd does not answer, SessionLost where the node's session just ended.
+        without etcd forgets it on close, and no other process sees it.
+
+        Parameters
+        ----------
+        tokens
+            The prompt.
+        ttl
+            1 second to 30 days.
+        owner
+            Shown by ``kvstore ls --pins``.
+
+        Returns
+        -------
+        Pin
+            ``pin.tokens`` is the number of tokens pinned; 0 if nothing is stored.
+
+        Raises
+        ------
+        Unavailable
+            etcd does not answer.
+        SessionLost
+            The node's session just ended.
+
+        Examples
+        --------
+        >>> with cache.pin(tokens, ttl=600, owner="job-7") as pin:
+        ...     pin.tokens
+        96
         """
         check_pin(ttl, owner)
         ids = token_array(tokens)
@@ -669,35 +820,89 @@ class Cache:
             return Pin(self._port.pin(self.namespace, ids, float(ttl), owner), self._port)
 
     def refcount(self, tokens: Tokens) -> int:
-        """Returns the number of live pins that cover all full chunks of ``tokens``."""
+        """Returns the number of live pins that cover all full chunks of ``tokens``.
+
+        Examples
+        --------
+        >>> with cache.pin(tokens):
+        ...     cache.refcount(tokens)
+        1
+        """
         return self._port.refcount(self.namespace, token_array(tokens))
 
     def prefetch(self, tokens: Tokens, tier: TierName = "memory", worker: str | None = None) -> Operation:
         """Begins to bring the longest stored prefix into memory, or onto the local disk (``tier="disk"``).
 
-        Returns an operation that counts tokens. It uses only free space: nothing in use is evicted for it. Of several
-        workers, ``worker`` is the address of the one that does it; by default the one that would serve the prompt.
-        Raises InvalidRequest if the node has no such tier, Overloaded if too many operations are unfinished,
-        Unavailable.
+        It uses free space only.
+
+        Parameters
+        ----------
+        tokens
+            The prompt.
+        tier
+            "memory" or "disk".
+        worker
+            Address of the worker that does it; by default the one that would serve the prompt.
+
+        Returns
+        -------
+        Operation
+            It counts tokens.
+
+        Raises
+        ------
+        InvalidRequest
+            The node has no such tier.
+        Overloaded
+            Too many operations are unfinished.
+        Unavailable
+            No worker answers.
+
+        Examples
+        --------
+        >>> operation = cache.prefetch(tokens)
+        >>> operation.wait(timeout=60), operation.done
+        (True, 96)
         """
         ids, tier = token_array(tokens), checked_tier(tier)
         return self._port.prefetch(self.namespace, ids, tier, checked_worker(worker))
 
     def evict_first(self, tokens: Tokens) -> None:
-        """Hints that a prompt is not needed soon: its chunks go first when memory or the local disk needs space.
+        """Hints that a prompt is not needed soon: memory and the local disk evict its chunks first.
 
         Nothing is lost, and the next use of a chunk ends it. On the root the chunks keep their rank (``supersede``).
         Raises Unavailable if no worker answers.
+
+        Examples
+        --------
+        >>> cache.evict_first(tokens)
         """
         self._port.evict_first(self.namespace, token_array(tokens))
 
     def supersede(self, tokens: Tokens, kept: int, *, unused: float = 0.0) -> None:
-        """Says that ``tokens`` is an abandoned branch behind its first ``kept`` tokens: that part goes first.
+        """Marks everything after the first ``kept`` tokens as an abandoned branch, which is deleted first.
 
-        Give all of the branch. Chunks that hold one of the ``kept`` tokens stay as they are. ``unused`` is how many
-        seconds ago you used the branch last: a chunk that any client used later stays as it is, as do those before it.
-        The next use of a chunk ends it. Deletes and protects nothing, and leaves hints as they are. Returns before it
-        is done. Raises Unavailable if no worker answers.
+        Deletes and protects nothing, and leaves hints as they are. The next use of a chunk ends it. Returns before it
+        is done.
+
+        Parameters
+        ----------
+        tokens
+            All of the branch.
+        kept
+            Leading tokens that other prompts continue. Chunks with one of them stay as they are.
+        unused
+            Seconds since you used the branch last. A chunk that any client used later stays as it is, as do those
+            before it.
+
+        Raises
+        ------
+        Unavailable
+            No worker answers.
+
+        Examples
+        --------
+        >>> cache.supersede(tokens, kept=32)
         """
         ids, unused_s = token_array(tokens), checked_unused_s(unused)
         if not is_whole(kept) or not 0 <= kept <= len(ids):
@@ -717,10 +922,25 @@ class Cache:
     ) -> Plan:
         """Plans a batch: groups of prompts that share a prefix, and the order that computes the fewest tokens.
 
-        ``memory_tokens`` is the KV of prefixes that the engine keeps, in tokens; 0: it keeps none. ``decode_tokens``
-        are the expected output tokens of each prompt (None: not known), or of every one: of equals, those that decode
-        more go first. Prompts share whole chunks. What the store holds is asked for in a few calls, and counts as free;
-        a store that does not answer holds nothing. kvstore/planning/PLANNING.md has the algorithm and its bounds.
+        Stored prefixes count as free; a store that does not answer holds nothing. kvstore/planning/PLANNING.md has the
+        algorithm and its bounds.
+
+        Parameters
+        ----------
+        prompts
+            The prompts of the batch; they share full chunks.
+        memory_tokens
+            KV of prefixes that the engine keeps, in tokens; 0: it keeps none.
+        decode_tokens
+            Expected output tokens of each prompt (None: not known), or of every one. Among equals, those that decode
+            more run first.
+
+        Examples
+        --------
+        >>> first, second = list(range(64)), list(range(500, 564))
+        >>> plan = cache.plan([first + [1], second + [2], first + [3], second + [4]], memory_tokens=1000)
+        >>> plan.order, plan.tokens_total, plan.tokens_to_compute
+        ([0, 2, 1, 3], 260, 132)
         """
         with tracing.span("kvstore.plan"):
             size = self.layout.chunk_tokens
@@ -734,11 +954,30 @@ class Cache:
             )
 
     def segments(self, rope: Rope, *, chunk_tokens: int = CHUNK_TOKENS) -> Segments:
-        """Returns the segments of this model: KV computed alone, for reuse anywhere in a prompt behind a verdict.
+        """Returns the segments of this model: KV computed alone, for reuse anywhere in a prompt after a verdict.
 
-        They are apart from this cache and never hits of it (kvstore/segments/SEGMENTS.md). ``rope`` has the RoPE
-        settings (``kvstore.segments.Rope.of``), ``chunk_tokens`` the tokens of a stored piece. Raises InvalidRequest if
-        keys of this layout cannot be rotated, Unavailable.
+        Segments are separate from this cache and never hits of it (kvstore/segments/SEGMENTS.md).
+
+        Parameters
+        ----------
+        rope
+            RoPE settings (``kvstore.segments.Rope.of``).
+        chunk_tokens
+            Tokens of a stored piece.
+
+        Raises
+        ------
+        InvalidRequest
+            Keys of this layout cannot be rotated.
+        Unavailable
+            The store does not answer.
+
+        Examples
+        --------
+        >>> from kvstore.segments import Rope
+        >>> rope = Rope.of({"rope_theta": 10000.0, "head_dim": 64, "max_position_embeddings": 4096})
+        >>> cache.segments(rope, chunk_tokens=16).find(tokens)
+        []
         """
         return Segments(self.namespace, rope, chunk_tokens, self._opened, self._port.shared)
 
@@ -746,6 +985,11 @@ class Cache:
         """Deletes the stored chunks of this namespace, except those pinned in this store's metadata.
 
         Readers in progress get a miss. A store opened without etcd knows only its own pins.
+
+        Examples
+        --------
+        >>> cache.clear().chunks
+        6
         """
         return self._port.clear(self.namespace)
 
@@ -767,7 +1011,19 @@ class Cache:
 
 
 class Hold(BaseHold[PortHold, Cache]):
-    """A stored prefix, protected until released. Use it as a context, in one thread."""
+    """A stored prefix, protected until released. Use it as a context, in one thread.
+
+    Attributes
+    ----------
+    tokens
+        Number of leading tokens held, a multiple of chunk_tokens.
+
+    Examples
+    --------
+    >>> with cache.hold(tokens) as hold:
+    ...     hold.tokens
+    96
+    """
 
     def __init__(self, held: PortHold, cache: Cache) -> None:
         super().__init__(held, cache)
@@ -778,9 +1034,22 @@ class Hold(BaseHold[PortHold, Cache]):
     def read_into(self, array: KvArray) -> int:
         """Reads the held tokens into ``array``, of shape ``(layers, 2, m, kv_heads, head_dim)`` with m >= ``tokens``.
 
-        Returns the number of leading tokens read and verified; fewer than held only if a chunk was lost. Raises
-        HoldBroken if the hold has ended or its worker does not answer: the first ``tokens_valid`` tokens of ``array``
-        are good then.
+        Returns
+        -------
+        int
+            Number of leading tokens read and verified; fewer than held only if a chunk was lost.
+
+        Raises
+        ------
+        HoldBroken
+            The hold has ended, or its worker does not answer. The first ``tokens_valid`` tokens of ``array`` are valid
+            then.
+
+        Examples
+        --------
+        >>> with cache.hold(tokens) as hold:
+        ...     hold.read_into(np.empty(layout.shape(hold.tokens), np.float16))
+        96
         """
         self._owner.check()
         target = target_array(array, self._layout)
@@ -798,10 +1067,16 @@ class Hold(BaseHold[PortHold, Cache]):
     def view(self) -> list[npt.NDArray[Any]]:
         """Returns the held chunks as read-only, verified arrays ``(layers, 2, chunk_tokens, kv_heads, head_dim)``.
 
-        Without a copy if a worker on this host has them in memory, or this process has the root mounted as a file
-        system. kvstore never changes or truncates a chunk file. If another program changes one, an array mapped in this
-        process shows the change after verification. If it truncates one, a process that touches the missing part is
-        killed (SIGBUS). ``get`` has no such risk.
+        They are not copied if a worker on this host has them in memory, or if this process has the root mounted as a
+        file system. kvstore never changes or truncates a chunk file. If another program changes one, an array mapped in
+        this process shows the change after verification. If it truncates one, a process that touches the missing part
+        is killed (SIGBUS). ``get`` has no such risk.
+
+        Examples
+        --------
+        >>> with cache.hold(tokens) as hold:
+        ...     [chunk.shape for chunk in hold.view()][:1]
+        [(4, 2, 16, 2, 64)]
         """
         self._owner.check()
         return self._held.view()
@@ -811,12 +1086,27 @@ class Hold(BaseHold[PortHold, Cache]):
 
         In this process the next layers are read while you use one. A worker sends all chunks before the first layer.
 
-        With ``out``, arrays of shape ``(2, m, kv_heads, head_dim)`` with m >= ``tokens``, the layers are read into them
-        in turn: of n arrays, a layer stays where it is until the one n - 2 behind it is asked for. Give three or more,
-        or one for each layer. With one for each, or without ``out``, up to 32 MiB of layers are read together, and
-        twice as much ahead.
+        Parameters
+        ----------
+        out
+            Arrays of shape ``(2, m, kv_heads, head_dim)`` with m >= ``tokens``, used in turn: of n arrays, a layer
+            stays until the layer n - 2 after it is requested. Give three or more, or one for each layer. With one for
+            each, or without ``out``, up to 32 MiB of layers are read together, and twice as much ahead.
 
-        Raises HoldBroken if a chunk is lost on the way; the first ``tokens_valid`` tokens are unaffected.
+        Raises
+        ------
+        HoldBroken
+            A chunk is lost on the way; the first ``tokens_valid`` tokens are unaffected.
+
+        Examples
+        --------
+        >>> with cache.hold(tokens) as hold:
+        ...     for layer, k, v in hold.layers():
+        ...         print(layer, k.shape)
+        0 (96, 2, 64)
+        1 (96, 2, 64)
+        2 (96, 2, 64)
+        3 (96, 2, 64)
         """
         self._owner.check()
         layout, shape = self._layout, (2, self.tokens, self._layout.kv_heads, self._layout.head_dim)

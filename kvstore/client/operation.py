@@ -38,6 +38,13 @@ class Operation:
 
     ``state``, ``done``, ``total``, ``message`` and ``counts`` are current. At a worker they cost a short call, which
     raises Unavailable if the worker does not answer.
+
+    Examples
+    --------
+    >>> operation = cache.prefetch(tokens)
+    >>> if operation.wait(timeout=60):
+    ...     print(operation.done, "of", operation.total, "tokens")
+    96 of 96 tokens
     """
 
     def __init__(self, source: OperationSource) -> None:
@@ -51,44 +58,97 @@ class Operation:
 
     @property
     def last(self) -> OperationStatus:
-        """All that is known of it, as last seen; makes no call."""
+        """The status as last seen; makes no call.
+
+        Examples
+        --------
+        >>> cache.prefetch(tokens).last.unit
+        'tokens'
+        """
         return self._last
 
     @property
     def id(self) -> str:
-        """The id for ``kvstore ops cancel``."""
+        """The id for ``kvstore ops cancel``.
+
+        Examples
+        --------
+        >>> operation = cache.prefetch(tokens)
+        >>> operation.id in [each.id for each in store.operations()]
+        True
+        """
         return self._last.id
 
     @property
     def state(self) -> OperationState:
-        """The state: "waiting", "running", "done", "failed" or "cancelled"."""
+        """The state: "waiting", "running", "done", "failed" or "cancelled".
+
+        Examples
+        --------
+        >>> operation = cache.prefetch(tokens)
+        >>> operation.wait(), operation.state == "done"
+        (True, True)
+        """
         return self._poll(0.0).state
 
     @property
     def done(self) -> int:
-        """Tokens prefetched, or shards visited; less than ``total`` at the end if it did not do all (``message``)."""
+        """Tokens prefetched, or shards visited; at the end less than ``total`` if a part failed (``message``).
+
+        Examples
+        --------
+        >>> operation = cache.prefetch(tokens)
+        >>> operation.wait(), operation.done
+        (True, 96)
+        """
         return self._poll(0.0).done
 
     @property
     def total(self) -> int:
-        """Tokens stored, or shards of the root; 0 while unknown."""
+        """Tokens stored, or shards of the root; 0 while unknown.
+
+        Examples
+        --------
+        >>> operation = cache.prefetch(tokens)
+        >>> operation.wait(), operation.total
+        (True, 96)
+        """
         return self._poll(0.0).total
 
     @property
     def message(self) -> str:
-        """The reason why it failed, was cancelled, or did not do all; else empty."""
+        """The reason why it failed, was cancelled, or did a part only; else empty.
+
+        Examples
+        --------
+        >>> operation = cache.prefetch(tokens)
+        >>> operation.wait(), operation.message
+        (True, '')
+        """
         return self._poll(0.0).message
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """The results so far by name, such as the chunks and bytes that a clear has deleted."""
+        """The results so far by name, such as the chunks and bytes that a clear has deleted.
+
+        Examples
+        --------
+        >>> operation = store.clear(kvstore.Selection(namespace=cache.namespace.digest))
+        >>> operation.wait(), operation.counts["chunks"]
+        (True, 6)
+        """
         return self._poll(0.0).counts
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until it has ended, at most ``timeout`` seconds; returns True if it has. Ends nothing.
+        """Waits until it has ended, at most ``timeout`` seconds; returns True if it has.
 
-        A failed operation does not raise. Raises Unavailable if the worker does not answer, InvalidRequest in a forked
-        child.
+        A wait that times out ends nothing, and a failed operation does not raise. Raises Unavailable if the worker does
+        not answer, InvalidRequest in a forked child.
+
+        Examples
+        --------
+        >>> cache.prefetch(tokens).wait(timeout=60)
+        True
         """
         seconds = checked_timeout(timeout)
         ends_s = float("inf") if seconds is None else time.monotonic() + seconds
@@ -103,6 +163,13 @@ class Operation:
         """Cancels it; what is done stays. Idempotent; does not wait for the end. Does nothing in a forked child.
 
         Raises Unavailable if the worker does not answer.
+
+        Examples
+        --------
+        >>> operation = cache.prefetch(tokens)
+        >>> operation.cancel()
+        >>> operation.wait(timeout=60)
+        True
         """
         if self._owner.is_here and not self._last.state.ended:
             self._update(self._source.cancel)

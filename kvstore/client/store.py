@@ -28,9 +28,17 @@ if TYPE_CHECKING:
 
 
 class Store:
-    """A store, in this process or behind workers. Close it, or use it as a context. Thread-safe.
+    """A store, in this process or behind workers. Thread-safe.
 
-    A store that is dropped without that is closed, with a ResourceWarning, once its last cache, hold and pin are gone.
+    ``kvstore.open`` and ``kvstore.connect`` return one. Close it, or use it as a context; a store that is dropped is
+    closed with a ResourceWarning, once its last cache, hold and pin are gone.
+
+    Examples
+    --------
+    >>> import kvstore
+    >>> with kvstore.open("memory://") as example:
+    ...     example.namespaces()
+    []
     """
 
     def __init__(self, port: Transport, when_dropped: finalize[..., Transport] | None = None) -> None:
@@ -50,10 +58,35 @@ class Store:
     ) -> Cache:
         """Returns the cache of one model's KV.
 
-        ``fingerprint`` is a digest of the weights. ``attributes`` are further settings that change the bytes (RoPE
-        scaling, quantisation, parallel rank and size). Caches that differ in any of these share nothing. ``write`` is
-        the default write mode of this cache's puts (``Cache.put``); None is the node's. Raises LayoutMismatch if
-        ``name`` exists for this tenant with another layout, Unavailable.
+        Caches that differ in any argument share nothing.
+
+        Parameters
+        ----------
+        name
+            Name of the model, up to 256 bytes of UTF-8.
+        layout
+            Shape of the KV, and tokens per chunk.
+        fingerprint
+            Digest of the weights. Always give one: without it, other weights under this name share chunks.
+        tenant
+            Tenants share nothing.
+        attributes
+            Further settings that change the bytes, such as RoPE scaling, quantisation, parallel rank and size.
+        write
+            Default write mode of this cache's puts; None is the node's.
+
+        Raises
+        ------
+        LayoutMismatch
+            The name exists for this tenant with another layout.
+        Unavailable
+            The store does not answer.
+
+        Examples
+        --------
+        >>> llama = kvstore.Layout(layers=32, kv_heads=8, head_dim=128)
+        >>> store.namespace("llama-3.1-8b", llama, fingerprint="sha256 of the weights").layout.chunk_tokens
+        256
         """
         if not isinstance(layout, Layout):
             raise InvalidRequest(f"layout is {kind_of(layout)}: expected kvstore.Layout")
@@ -64,15 +97,40 @@ class Store:
         return Cache(self._port, namespace, mode)
 
     def namespaces(self) -> list[Namespace]:
-        """Returns all namespaces ever used on this store."""
+        """Returns all namespaces ever used on this store.
+
+        Examples
+        --------
+        >>> [each.name for each in store.namespaces()]
+        ['my-model']
+        """
         return self._port.namespaces()
 
     def pins(self) -> list[PinRecord]:
-        """Returns all live pins."""
+        """Returns all live pins.
+
+        Examples
+        --------
+        >>> with cache.pin(tokens, owner="job-7"):
+        ...     [(pin.owner, pin.tokens) for pin in store.pins()]
+        [('job-7', 96)]
+        """
         return self._port.pins()
 
     def unpin(self, pin_id: str) -> bool:
-        """Releases a pin by its id; False if there is none."""
+        """Releases a pin by its id.
+
+        Returns
+        -------
+        bool
+            False if there is no such pin.
+
+        Examples
+        --------
+        >>> pin = cache.pin(tokens)
+        >>> store.unpin(pin.id), store.unpin(pin.id)
+        (True, False)
+        """
         if not isinstance(pin_id, str):
             raise InvalidRequest(f"pin id is {kind_of(pin_id)}: expected the text that pin gave")
         return pin_id.isascii() and self._port.unpin(pin_id)
@@ -80,14 +138,39 @@ class Store:
     def clear(
         self, selection: Selection, *, dry_run: bool = False, pinned: bool = False, worker: str | None = None
     ) -> Operation:
-        """Begins to delete selected chunks (``kvstore.Selection``) on the root and in all memories and disks.
+        """Begins to delete selected chunks on the root, and in all memories and disks.
 
-        A selection names chunks by namespace, tenant, fingerprint, age, or who wrote them and when. Pinned chunks stay,
-        and are counted, unless ``pinned``. ``dry_run`` only counts. The operation counts shards; its ``counts`` are
-        "chunks", "bytes", "pinned", "failed" (clear again) and "unconfirmed" (nodes that did not answer). First stop
-        all writers of such chunks: chunks written during the operation stay. Clearing twice is harmless. ``worker`` is
-        the address of the worker that does it; by default the best one. Raises InvalidRequest for a selection of
-        nothing, Overloaded, Unavailable.
+        First stop all writers of such chunks: chunks written during the operation stay. Clearing twice is harmless.
+
+        Parameters
+        ----------
+        selection
+            Chunks by namespace, tenant, fingerprint, age, or who wrote them and when.
+        dry_run
+            Only count.
+        pinned
+            Delete pinned chunks as well; by default they stay and are counted.
+        worker
+            Address of the worker that does it; by default the best one.
+
+        Returns
+        -------
+        Operation
+            It counts shards. Its ``counts`` are "chunks", "bytes", "pinned", "failed" (clear again) and "unconfirmed"
+            (nodes that did not answer).
+
+        Raises
+        ------
+        InvalidRequest
+            The selection is empty.
+        Overloaded, Unavailable
+            Retry later.
+
+        Examples
+        --------
+        >>> operation = store.clear(kvstore.Selection(namespace=cache.namespace.digest), dry_run=True)
+        >>> operation.wait(timeout=60), operation.counts["chunks"]
+        (True, 6)
         """
         chosen = checked_selection(selection)
         dry_run, pinned = checked_flag("dry_run", dry_run), checked_flag("pinned", pinned)
@@ -97,22 +180,51 @@ class Store:
         """Returns the operations of this process, or of all workers that answer: unfinished, and lately finished ones.
 
         The newest are first. Raises Unavailable if no worker answers.
+
+        Examples
+        --------
+        >>> cache.prefetch(tokens).wait(timeout=60)
+        True
+        >>> store.operations()[0].state == "done"
+        True
         """
         return self._port.operations()
 
     def stats(self) -> dict[str, int | float]:
-        """Returns the counters of this node, or of the workers behind it; ``kvstore.core.metrics`` describes each."""
+        """Returns the counters of this node, or of the workers behind it.
+
+        ``kvstore.core.metrics`` describes each of them.
+
+        Examples
+        --------
+        >>> store.stats()["chunks_written"]
+        6
+        """
         return self._port.stats()
 
     def stats_each(self) -> dict[str, dict[str, int | float] | KVStoreError]:
-        """Returns ``stats`` of each worker by address, or its error without an answer; "" is this process's node."""
+        """Returns ``stats`` of each worker by address, or its error without an answer.
+
+        The address "" is the node of this process.
+
+        Examples
+        --------
+        >>> store.stats_each()[""]["chunks_written"]
+        6
+        """
         return self._port.stats_each()
 
     @property
     def control(self) -> Control:
-        """Returns the control of the workers behind this store: places, drain, limits, health.
+        """The control of the workers behind this store: places, drain, limits, health.
 
         Raises InvalidRequest on a store that was opened in this process.
+
+        Examples
+        --------
+        >>> with kvstore.connect(address) as connected:
+        ...     [health["healthy"] for health in connected.control.health().values()]
+        [True]
         """
         return self._port.control()
 
@@ -120,7 +232,16 @@ class Store:
         return f"<kvstore.Store {self._port.place}>"
 
     def close(self) -> None:
-        """Ends holds, session, threads and connections. Idempotent."""
+        """Ends holds, session, threads and connections. Idempotent.
+
+        Examples
+        --------
+        >>> example = kvstore.open("memory://")
+        >>> example.close()
+        >>> example.namespaces()
+        Traceback (most recent call last):
+        kvstore.errors.StoreClosed: ...
+        """
         if self._when_dropped is not None:
             self._when_dropped.detach()
         self._is_closed = True
@@ -149,16 +270,38 @@ def connect(
 ) -> Store:
     """Connects to workers (``host:port``, one or several), or to those that etcd lists.
 
-    Calls are spread over the live workers; one that dies is skipped until it is back. ``root`` is the root's id,
-    required only if etcd knows several. ``bulk`` is the path of chunk bytes: ``shared`` (memory and files of the same
-    host), ``tcp`` (a separate connection), ``grpc``, or ``auto`` (the default): the first of these that works.
-    ``write`` is the default write mode of puts: ``"behind"`` returns once a worker's memory has the bytes (without
-    memory it is ``"through"``), ``"through"`` once the root has them; None is the worker's default.
+    Calls are spread over the live workers; one that does not answer is skipped until it is back.
 
-    ``tls=kvstore.ClientTls(ca_file, cert_file, key_file, server_name)`` is for workers with TLS, ``token_file=PATH``
-    for those that require a token. Both are reloaded when their files change.
+    Parameters
+    ----------
+    workers
+        Addresses; none with ``etcd``.
+    etcd, etcd_tls, etcd_user
+        Endpoints of an etcd that lists the workers, and the access to it.
+    root
+        The root's id, required only if etcd knows several.
+    limits
+        Deadlines, and limits on connections and memory of this client.
+    bulk
+        Transport of chunk bytes: ``"shared"`` (memory and files of the same host), ``"tcp"`` (a separate connection),
+        ``"grpc"``, or ``"auto"`` (the default): the first of these that works.
+    write
+        Default write mode of puts: ``"behind"`` returns once a worker's memory has the bytes (without memory it is
+        ``"through"``), ``"through"`` once the root has them; None is the worker's default.
+    tls, token_file
+        ``kvstore.ClientTls(ca_file, cert_file, key_file, server_name)`` for workers with TLS, and a file with a token
+        for those that require one. Both are reloaded when their files change.
 
-    Raises InvalidRequest. If a worker does not answer, a read is a miss and anything else raises Unavailable.
+    Raises
+    ------
+    InvalidRequest
+        An argument is invalid. If a worker does not answer, a read is a miss, and other calls raise Unavailable.
+
+    Examples
+    --------
+    >>> with kvstore.connect(address) as connected:
+    ...     connected.namespace("my-model", layout).match(tokens)
+    0
     """
     from kvstore.client.remote import remote_port  # gRPC only where it is used
 
