@@ -166,3 +166,8 @@ bench-check: $(READY) ## fails when a path has lost a third of its speed relativ
 results: $(READY) ## measures everything and writes benchmarks/RESULTS.md, draws plots (ARGS=--quick for some minutes)
 	@$(BIN)/python -m benchmarks all --save benchmarks/results $(ARGS)
 	@$(BIN)/python -m benchmarks.harness.report
+
+performance: $(READY) ## measures and draws docs/performance.md and the picture of the README (needs vLLM's environment; half an hour)
+	@for name in serving throughput competitors steady; do \
+		$(BIN)/python -m benchmarks $$name --save benchmarks/results $(ARGS) || exit 1; done
+	@$(BIN)/python -m benchmarks.harness.report

@@ -601,7 +601,7 @@ def _prompts(options: Options, arguments: argparse.Namespace | None) -> tuple[li
         "engines in one process each, one thread to compute; CPU s: the engine's and its worker's, until all is stored",
         *(f"{name}: {ABOUT[name]}" for name in names),
     ]
-    return conditions, [_table("Cold", names, cold), _table("Warm", names, warm)]
+    return conditions, [_first_tokens(names, cold, warm), _table("Cold", names, cold), _table("Warm", names, warm)]
 
 
 Rounds = list[dict[str, Took]]
@@ -618,6 +618,14 @@ def measured(ways: list[Way], tokens: int, rounds: int) -> tuple[Rounds, Rounds]
         cold.append({way.name: way.cold(asked, stored) for way in order})
         warm.append({way.name: way.warm(prompts[max(0, number - 1)], stored) for way in order})
     return cold[1:], warm[1:]
+
+
+def _first_tokens(names: list[str], cold: Rounds, warm: Rounds) -> Table:
+    """Medians of both kinds of requests, for a picture."""
+    rows: list[list[Cell]] = [
+        [name, *(median(each[name].first_token_s for each in rounds) for rounds in (cold, warm))] for name in names
+    ]
+    return Table("Time to first token", ("way", "new prompt s", "stored prompt s"), rows)
 
 
 def _table(title: str, names: list[str], rounds: Rounds) -> Table:

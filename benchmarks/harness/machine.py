@@ -38,6 +38,7 @@ def describe() -> dict[str, Any]:
         "fio": fio_version() or "not installed",
         "native": _native(),
         "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
         "load_before": round(load, 2),
         "quiet": load < SHARED_LOAD,
     }

@@ -1,6 +1,9 @@
-"""The results page and its plots, from the raw figures that ``python -m benchmarks --save`` kept.
+"""The results page, its plots, and docs/performance.md, from the figures that ``python -m benchmarks --save`` kept.
 
     python -m benchmarks.harness.report [FOLDER]
+
+``make results`` and ``make performance`` end with it. Only docs/performance.md and the README show pictures that are
+committed: one small SVG for each.
 
 matplotlib is imported where a picture is drawn: most commands draw none, and its import takes as long as they do.
 """
@@ -11,11 +14,12 @@ import argparse
 import io
 import json
 import re
+import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness.result import Cell, Plot, Result, Table, markdown
 
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
 INCHES = (7.6, 3.6)
 BARS_SHARE = 0.8
 TICKS_MAX = 12
+NAMES_CHARACTERS_MAX = 60
+"""Names of bars that are longer together are slanted."""
 
 
 @dataclass(frozen=True)
@@ -109,12 +115,15 @@ def _draw_bars(axes: Axes, lines: Sequence[Line], names: Sequence[Cell]) -> None
     for number, line in enumerate(lines):
         offset = (number - (len(lines) - 1) / 2) * width
         axes.bar([names.index(x) + offset for x, _ in line.points], [y for _, y in line.points], width, label=line.name)
-    axes.set_xticks(range(len(names)), [str(name) for name in names])
+    slanted = {"rotation": 30, "ha": "right"} if sum(len(str(name)) for name in names) > NAMES_CHARACTERS_MAX else {}
+    axes.set_xticks(range(len(names)), [str(name) for name in names], **slanted)
 
 
 HERE = Path(__file__).parents[1]
 RESULTS = HERE / "results"
-ORDER = ("throughput", "memcpy", "engine", "match", "steady", "competitors", "gpu", "blending", "segments")
+DOCS = HERE.parent / "docs"
+README = HERE.parent / "README.md"
+ORDER = ("serving", "throughput", "memcpy", "engine", "match", "steady", "competitors", "gpu", "blending", "segments")
 HEAD = """\
 # Results
 
@@ -136,6 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     write(results, asked.folder)
     draw(results, asked.folder / "plots")
+    if asked.folder == RESULTS:
+        write_performance(results)
     return 0
 
 
@@ -184,6 +195,146 @@ def _section(result: Result) -> str:
             lines += [f"{table.note.rstrip('.')}.\n"]
     lines += [f"- Not measured: {line}" for line in result.skipped]
     return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One picture of docs/performance.md: a table of a benchmark, and the question that it answers."""
+
+    name: str
+    question: str
+    benchmark: str
+    table: str
+    """How the title of the table begins."""
+    plot: Plot
+    about: str
+
+
+FASTER = Picture(
+    "time-to-first-token",
+    "How long until the first token?",
+    "serving",
+    "Time to first token",
+    Plot("way", ("new prompt s", "stored prompt s"), unit="s"),
+    "The real vLLM on a CPU: `none` is vLLM without a store, `async` the connector, `worker` the connector through a\n"
+    "worker with the KV in memory, `fs` vLLM's own tier of files.\n"
+    "A stored prompt is read instead of computed.",
+)
+FASTER_ON_GPU = Picture(
+    "time-to-first-token-gpu",
+    "How long until the first token, on a GPU?",
+    "gpu",
+    "Time to first token",
+    Plot("tokens", ("no store s", "cold, storing behind s", "warm, root s"), unit="s", log_x=True),
+    "transformers on an H200, with the shape of Llama-3.1-8B and a root on tmpfs.\n"
+    "`cold` computes and stores the prompt, `warm` reads it from the root.",
+)
+PICTURES = (
+    FASTER,
+    FASTER_ON_GPU,
+    Picture(
+        "paths",
+        "How fast is each path?",
+        "throughput",
+        "Ways to a worker",
+        Plot(
+            "path",
+            ("aggregate write GiB/s", "fio write GiB/s", "aggregate read GiB/s", "fio read GiB/s"),
+            unit="GiB/s",
+        ),
+        "One client and one worker on one host, 2 MiB chunks in the page cache, with fio in the same minute.\n"
+        "`shared` is shared memory and open files, `tcp` goes over loopback, `grpc` is the last resort.",
+    ),
+    Picture(
+        "peers",
+        "How fast are other stores?",
+        "competitors",
+        "Competitors: 2 MiB",
+        Plot("contender", ("put GiB/s", "get GiB/s"), unit="GiB/s"),
+        "128 chunks of 2 MiB, two threads, tmpfs, all in one run.\n"
+        "`memcpy` and plain files verify nothing, and neither do LMCache's file back ends.",
+    ),
+    Picture(
+        "workers",
+        "What do more processes gain?",
+        "throughput",
+        "Workers",
+        Plot(
+            "workers",
+            ("aggregate write GiB/s", "fio write GiB/s", "aggregate read GiB/s", "fio read GiB/s"),
+            unit="GiB/s",
+            log_x=True,
+        ),
+        "1 to 32 processes that open one root on two cores, with as many jobs of fio.\n"
+        "The cores are the limit, so the sum stays level.",
+    ),
+    Picture(
+        "full-store",
+        "How fast is a full store?",
+        "steady",
+        "A full store",
+        Plot("prompt MiB", ("of unlimited",), series="way", unit="of an unlimited store"),
+        "Every put evicts: the rate of a store at its capacity, as a share of an unlimited one.",
+    ),
+)
+PERFORMANCE = """\
+# Performance
+
+`make performance` measures this page and writes it with its pictures; do not edit it.
+It takes half an hour on two quiet cores.
+It needs fio, vLLM (`.ci/engines.sh --setup vllm`) and the other stores (`python -m benchmarks competitors --setup`).
+Each picture names its machine and commit.
+[Results](../benchmarks/RESULTS.md) has the tables; [performance notes](performance-notes.md) explain the limits.
+"""
+FIRST, LAST = "<!-- picture -->\n", "<!-- end of picture -->\n"
+
+
+def write_performance(results: Sequence[Result]) -> None:
+    """Writes docs/performance.md, its pictures, and the picture of the README."""
+    folder = DOCS / "images"
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob("*.svg"):
+        old.unlink()
+    page, shown = [PERFORMANCE], list[Picture]()
+    for picture in PICTURES:
+        page.append(f"\n## {picture.question}\n\n{picture.about}\n")
+        for result, table in _tables_of(results, picture):
+            (folder / f"{picture.name}.svg").write_text(svg(replace(table, plot=picture.plot)))
+            page.append(f"\n![{picture.question}](images/{picture.name}.svg)\n\n{_origin(result)}\n")
+            shown.append(picture)
+            break
+        else:
+            page.append(f"\nNot measured yet: `python -m benchmarks {picture.benchmark}`.\n")
+    (DOCS / "performance.md").write_text("".join(page))
+    text = README.read_text()
+    if FIRST in text:
+        first = next((each for each in (FASTER, FASTER_ON_GPU) if each in shown), None)
+        before, after = text.partition(FIRST)[0], text.partition(LAST)[2]
+        image = f"![{first.question}](docs/images/{first.name}.svg)\n" if first else ""
+        README.write_text(before + FIRST + image + LAST + after)
+
+
+def _tables_of(results: Sequence[Result], picture: Picture) -> Iterator[tuple[Result, Table]]:
+    for result in results:
+        for table in result.tables if result.benchmark == picture.benchmark else ():
+            if table.title.startswith(picture.table) and len(table.rows) > 1:
+                yield result, table
+
+
+def _origin(result: Result) -> str:
+    """When, where and of which commit a picture is."""
+    machine = result.machine
+    state = "quiet" if machine["quiet"] else "shared with other work"
+    return f"{machine['cores']} cores, {machine['cpu']}, {state}. Commit {machine['commit']}{_date(machine)}."
+
+
+def _date(machine: dict[str, Any]) -> str:
+    """The day of a run; for runs that did not record one the day of the commit, if it is known here."""
+    if "date" in machine:
+        return f", {machine['date']}"
+    asked = ("git", "-C", str(HERE), "log", "-1", "--format=%cs", str(machine["commit"]))
+    found = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=False)
+    return f" of {found.stdout.strip()}" if found.returncode == 0 else ""
 
 
 def _is_drawable(table: Table) -> bool:

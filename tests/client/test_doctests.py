@@ -58,6 +58,6 @@ def public_methods() -> Iterator[tuple[str, Any]]:
                 yield f"{kind.__name__}.{name}", member
 
 
-@pytest.mark.parametrize("name, member", public_methods(), ids=lambda each: each if isinstance(each, str) else "")
+@pytest.mark.parametrize("name, member", list(public_methods()), ids=lambda each: each if isinstance(each, str) else "")
 def test_public_method_has_an_example(name: str, member: Any) -> None:
     assert "\nExamples\n" in (doctest.inspect.getdoc(member) or ""), name

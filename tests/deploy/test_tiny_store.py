@@ -30,7 +30,8 @@ def test_get_after_put_returns_the_full_chunks(store: Any) -> None:
 def test_get_of_a_corrupt_chunk_misses_until_the_next_put(store: Any) -> None:
     store.put(TOKENS, KV)
     path = store.chunks / store.addresses(TOKENS)[2].hex()
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert store.get(TOKENS)[0] == store.match(TOKENS) == 32
     store.put(TOKENS, KV)
     assert np.array_equal(store.get(TOKENS)[1], KV[:, :, :96])
