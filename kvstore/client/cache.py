@@ -14,6 +14,8 @@ from weakref import finalize
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.batch import KeyStorage, Plan, PromptSet, TokenStorage, make_plan
+from kvstore.batch.prompts import checked_prompts
 from kvstore.client.operation import Operation
 from kvstore.client.transport import PortBlockHold, PortHold, Protecting, Transport
 from kvstore.core import tracing
@@ -50,8 +52,6 @@ from kvstore.core.validate import (
 from kvstore.core.write_mode import WriteMode, WriteModeName
 from kvstore.errors import InvalidRequest, Overloaded, StoreFull, WrongSize
 from kvstore.format.header import DESCENT_BYTES_MAX, Ancestry, Descent
-from kvstore.planning import KeyStorage, Plan, PromptSet, TokenStorage, make_plan
-from kvstore.planning.prompts import checked_prompts
 from kvstore.segments import CHUNK_TOKENS, Rope, Segments
 from kvstore.transport.limits import BLOCK_BYTES_MAX, BLOCKS_MAX, DESCENTS_BYTES_MAX
 
@@ -720,7 +720,7 @@ class Cache:
         ``memory_tokens`` is the KV of prefixes that the engine keeps, in tokens; 0: it keeps none. ``decode_tokens``
         are the expected output tokens of each prompt (None: not known), or of every one: of equals, those that decode
         more go first. Prompts share whole chunks. What the store holds is asked for in a few calls, and counts as free;
-        a store that does not answer holds nothing. kvstore/planning/PLANNING.md has the algorithm and its bounds.
+        a store that does not answer holds nothing. kvstore/batch/PLANNING.md has the algorithm and its bounds.
         """
         with tracing.span("kvstore.plan"):
             size = self.layout.chunk_tokens

@@ -79,7 +79,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "planning-group-is-lost",
-        at("kvstore.planning.run:GroupStates", "give_back", lambda real, self, index: self.done(index)),
-        "planning/test_handing.py",
+        at("kvstore.batch.run:GroupStates", "give_back", lambda real, self, index: self.done(index)),
+        "batch/test_handing.py",
     ),
 ]
