@@ -41,10 +41,10 @@ from benchmarks.harness.load import QWEN_7B
 from benchmarks.harness.machine import in_turns
 from benchmarks.harness.report import svg
 from benchmarks.harness.result import Cell, Plot, Table, markdown
+from kvstore.batch import Group, Plan, PromptSet, Storage, make_plan
 from kvstore.client.cache import Cache
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
-from kvstore.planning import Group, Plan, PromptSet, Storage, make_plan
 from kvstore.replay.trace import BLOCK_TOKENS, load_trace
 
 Ids = npt.NDArray[np.uint32]

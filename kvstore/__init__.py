@@ -23,6 +23,7 @@ from kvstore import errors
 from kvstore.version import VERSION
 
 if TYPE_CHECKING:
+    from kvstore.batch import Group, Plan, Run
     from kvstore.census.selection import Selection
     from kvstore.client.cache import BlockCache, BlockHold, Cache, Hold, Pin
     from kvstore.client.limits import ClientLimits
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from kvstore.engine.settings import Limits
     from kvstore.format.header import Descent
     from kvstore.meta.etcd import EtcdTls, EtcdUser
-    from kvstore.planning import Group, Plan, Run, SharedRun
     from kvstore.security.tls import ClientTls
     from kvstore.segments import Held, Segments
 
@@ -76,7 +76,6 @@ __all__ = [
     "Run",
     "Segments",
     "Selection",
-    "SharedRun",
     "Store",
     "StoredBlocks",
     "WriteMode",
@@ -100,7 +99,7 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every 
         "kvstore.meta.etcd": ("EtcdTls", "EtcdUser"),
         "kvstore.core.namespace": ("Namespace",),
         "kvstore.engine.settings": ("Limits",),
-        "kvstore.planning": ("Group", "Plan", "Run", "SharedRun"),
+        "kvstore.batch": ("Group", "Plan", "Run"),
         "kvstore.core.results": ("Cleared", "PinRecord", "PutResult", "StoredBlocks"),
         "kvstore.security.tls": ("ClientTls",),
         "kvstore.segments": ("Held", "Segments"),

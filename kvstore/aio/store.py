@@ -10,16 +10,15 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import ParamSpec, overload
 
-from kvstore import client, planning
+from kvstore import batch, client
 from kvstore.aio.threads import STEP_S, Lease, Opening, Threads, Twin, awaited, wrapped
+from kvstore.batch import Group
+from kvstore.batch import run as runs
 from kvstore.client import cache, control, operation, store
 from kvstore.core.address import Tokens
 from kvstore.core.buffers import KvArray
 from kvstore.core.operations import OperationState, OperationStatus
 from kvstore.core.validate import checked_timeout
-from kvstore.planning import Group
-from kvstore.planning import run as runs
-from kvstore.planning.run import GroupServer
 from kvstore.segments import CHUNK_TOKENS, Match, Rope, segments
 
 P = ParamSpec("P")
@@ -78,7 +77,7 @@ class Operation(Twin[operation.Operation]):
 
 
 class Taken(Twin[runs.LeasedGroup]):
-    """As ``kvstore.planning.LeasedGroup``."""
+    """As ``kvstore.batch.LeasedGroup``."""
 
     @property
     def group(self) -> Group:
@@ -126,10 +125,6 @@ class Run(Twin[runs.Run]):
             async with taken:
                 yield taken.group
 
-    def share(self) -> GroupServer:
-        """As the synchronous one, with ``with``: it waits for nothing, but at its end for up to some seconds."""
-        return self._twin.share()
-
     close = awaited(runs.Run.close)
 
     async def __aenter__(self) -> Run:
@@ -146,16 +141,16 @@ def _given_back(taken: runs.LeasedGroup | None) -> None:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Plan(planning.Plan):
+class Plan(batch.Plan):
     """As ``kvstore.Plan``."""
 
     threads: Threads = field(compare=False)
     """The store's threads."""
 
     @classmethod
-    def of(cls, plan: planning.Plan, threads: Threads) -> Plan:
+    def of(cls, plan: batch.Plan, threads: Threads) -> Plan:
         """The twin of a plan."""
-        return cls(**{each.name: getattr(plan, each.name) for each in fields(planning.Plan)}, threads=threads)
+        return cls(**{each.name: getattr(plan, each.name) for each in fields(batch.Plan)}, threads=threads)
 
     def run(self, *, ahead: int = 2, attempts: int = 3) -> Run:  # type: ignore[override]  # the same, awaited
         """As the synchronous one: ``async with plan.run() as run: async for group in run: ...``."""

@@ -19,8 +19,9 @@ from kvstore.core.validate import shown
 from kvstore.errors import InvalidRequest, Unavailable
 
 if TYPE_CHECKING:
-    from kvstore.batches import RequestFile, Sent
-    from kvstore.planning import Plan
+    from kvstore.batch import Plan
+    from kvstore.batch.file import RequestFile
+    from kvstore.batch.upload import Sent
 
 BLOCK_TOKENS = 16
 """Tokens of a block where no store says otherwise: the default of vLLM."""
@@ -94,12 +95,11 @@ class Planned:
 def plan(batch: str, planned: Planned, access: Access, as_json: bool) -> None:
     """Put the requests of BATCH in the order that computes the fewest tokens, and report what that saves.
 
-    BATCH is an OpenAI batch file, ShareGPT-like JSON, or a trace as Mooncake publishes them. Prompts are token ids, or
-    text and --tokenizer. Requests stay as they are, custom_id included; only their order changes. With --namespace and
-    a store, what the store holds counts as free.
+    BATCH is an OpenAI batch file. Prompts are token ids, or text and --tokenizer. Requests stay as they are, custom_id
+    included; only their order changes. With --namespace and a store, what the store holds counts as free.
 
-    With --server the requests of an OpenAI batch are sent in this order, and each result is written as it comes. Run
-    the same command again to go on after a kill or an error: requests with a result are not sent again.
+    With --server the requests are sent in this order, and each result is written as it comes. Run the same command
+    again to go on after a kill or an error: requests with a result are not sent again.
 
     Exit codes: 0 done, 1 the server did not do some requests, or calls them wrong, 2 could not run.
 
@@ -110,7 +110,7 @@ def plan(batch: str, planned: Planned, access: Access, as_json: bool) -> None:
       kvstore plan batch.jsonl --memory-tokens 400000 --tokenizer Qwen/Qwen3-8B --server http://127.0.0.1:8000
       kvstore plan batch.jsonl --memory-tokens 400000 --namespace llama-3.1-8b --connect 10.0.0.7:7070 --dry-run
     """
-    from kvstore.batches import load_tokenizer, read_batch
+    from kvstore.batch.file import load_tokenizer, read_batch
 
     tokenizer = load_tokenizer(planned.tokenizer) if planned.tokenizer is not None else None
     with progress_to("reading, bytes") as moved:
@@ -130,12 +130,9 @@ def plan(batch: str, planned: Planned, access: Access, as_json: bool) -> None:
 
 
 def _sent(batch: RequestFile, plan: Plan, planned: Planned) -> Sent:
-    """Sends the batch. Raises InvalidRequest unless it is one of OpenAI's."""
-    from kvstore.batches import Results, Server, send
-    from kvstore.batches.file import Form
+    """Sends the batch."""
+    from kvstore.batch.upload import Results, Server, send
 
-    if batch.form is not Form.OPENAI:
-        raise InvalidRequest("--server takes an OpenAI batch file: requests with custom_id and body")
     assert planned.server is not None
     server = Server(planned.server, planned.timeout_s, os.environ.get("OPENAI_API_KEY"))
     path = Path(planned.results or f"{batch.path}.results.jsonl")
@@ -162,11 +159,9 @@ def _note(line: str) -> None:
 def _plan(batch: RequestFile, planned: Planned, access: Access) -> Plan:
     """The plan, with what a store holds if a namespace is named."""
     if planned.namespace is None:
-        from kvstore.planning import make_plan
+        from kvstore.batch import make_plan
 
         return make_plan(batch.prompts, memory_tokens=planned.memory_tokens, decode_tokens=batch.decode_tokens)
-    if batch.prompts.item_tokens != 1:
-        raise InvalidRequest("--namespace with a trace: it has no tokens to look for in a store")
     with access.open() as store:
         cache = open_cache(store, planned.namespace, planned.tenant, planned.fingerprint)
         prompts = (batch.prompts.tokens(at) for at in range(len(batch.prompts)))
@@ -186,7 +181,6 @@ def _values(batch: str, plan: Plan) -> dict[str, Any]:
         "tokens_one_level": plan.tokens_one_level,
         "tokens_arrival": plan.tokens_arrival,
         "saving": plan.saving,
-        "rest": asdict(plan.rest),
         "memory_tokens": plan.memory_tokens,
         "block_tokens": plan.block_tokens,
     }

@@ -14,6 +14,8 @@ from weakref import finalize
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.batch import KeyStorage, Plan, PromptSet, TokenStorage, make_plan
+from kvstore.batch.prompts import checked_prompts
 from kvstore.client.operation import Operation
 from kvstore.client.transport import PortBlockHold, PortHold, Protecting, Transport
 from kvstore.core import tracing
@@ -50,8 +52,6 @@ from kvstore.core.validate import (
 from kvstore.core.write_mode import WriteMode, WriteModeName
 from kvstore.errors import InvalidRequest, Overloaded, StoreFull, WrongSize
 from kvstore.format.header import DESCENT_BYTES_MAX, Ancestry, Descent
-from kvstore.planning import KeyStorage, Plan, PromptSet, TokenStorage, make_plan
-from kvstore.planning.prompts import checked_prompts
 from kvstore.segments import CHUNK_TOKENS, Rope, Segments
 from kvstore.transport.limits import BLOCK_BYTES_MAX, BLOCKS_MAX, DESCENTS_BYTES_MAX
 
@@ -922,7 +922,7 @@ class Cache:
     ) -> Plan:
         """Plans a batch: groups of prompts that share a prefix, and the order that computes the fewest tokens.
 
-        Stored prefixes count as free; a store that does not answer holds nothing. kvstore/planning/PLANNING.md has the
+        Stored prefixes count as free; a store that does not answer holds nothing. kvstore/batch/PLANNING.md has the
         algorithm and its bounds.
 
         Parameters

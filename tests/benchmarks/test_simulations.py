@@ -11,7 +11,7 @@ from benchmarks import segments
 from benchmarks.harness import page_cache
 from benchmarks.harness.load import WrongBytes
 from benchmarks.planning import BLOCK, Load, prefetching_main, saved, shared_by
-from kvstore.planning import PromptSet
+from kvstore.batch import PromptSet
 from kvstore.segments import Segments
 
 FEW = ["--groups", "3", "--prefix", "512", "--rounds", "1"]

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvstore.batch import run as storage
 from kvstore.client import Cache, Store
 from kvstore.client import cache as cache_module
 from kvstore.client.local import LocalTransport
-from kvstore.planning import storage
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.kit.stores import SMALL, kv_of, member_on
 from tests.kit.workers import connected, serving

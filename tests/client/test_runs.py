@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import pickle
-import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -21,16 +15,15 @@ import pytest
 
 import kvstore
 import kvstore.aio
-from kvstore import Group, Plan, Run, SharedRun
+from kvstore import Group, Plan, Run
+from kvstore.batch.run import LeasedGroup
 from kvstore.client import Cache, Store
 from kvstore.client.local import LocalTransport
 from kvstore.core.write_mode import WriteMode
 from kvstore.engine.settings import Limits
-from kvstore.errors import Unavailable
-from kvstore.planning.run import LeasedGroup
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.kit.cases import for_each
-from tests.kit.patience import PATIENCE_S, eventually, returns
+from tests.kit.patience import eventually, returns
 from tests.kit.stores import SMALL, kv_of, member_of, member_on
 from tests.kit.tiers import ROOM_CHUNKS, Acting, faulty
 from tests.kit.workers import connected, serving
@@ -118,72 +111,6 @@ def test_the_group_of_a_consumer_that_dies_goes_out_again(cache: Cache, step: in
             late.done()  # too late: somebody else ran it
         assert Counter(ran) == Counter(plan.groups)
         assert run.is_over and not run.failed
-
-
-def consume_in_process(shared: SharedRun, is_fatal: bool, ran: Connection) -> None:
-    """A consumer; with ``is_fatal`` it is killed in the middle of its first group."""
-    for group in shared:
-        if is_fatal:
-            ran.send(None)
-            os.kill(os.getpid(), signal.SIGKILL)
-        ran.send(group.members)
-
-
-@pytest.mark.slow
-def test_processes_share_a_run_and_the_group_of_one_that_is_killed_goes_to_another(tmp_path: Path) -> None:
-    spawn = get_context("spawn")
-    ran: list[tuple[int, ...]] = []
-    with (
-        kvstore.open(tmp_path) as store,
-        (plan := plan_of(store.namespace("m", SMALL))).run() as run,
-        run.share() as shared,
-    ):
-        links = [spawn.Pipe(duplex=False) for _ in range(3)]
-        processes = [
-            spawn.Process(target=consume_in_process, args=(shared, number == 0, ours))
-            for number, (_, ours) in enumerate(links)
-        ]
-        processes[0].start()
-        assert returns(links[0][0].recv) is None, "it has a group"
-        for process in processes[1:]:
-            process.start()
-        for process, (theirs, ours) in zip(processes, links, strict=True):
-            ours.close()
-            process.join(PATIENCE_S)
-            with suppress(EOFError):
-                while True:
-                    ran.append(theirs.recv())
-        assert [process.exitcode for process in processes] == [-signal.SIGKILL, 0, 0]
-        assert sorted(ran) == sorted(group.members for group in plan.groups)
-        assert run.is_over and not run.failed
-
-
-@for_each("step", range(GROUPS))
-def test_a_shared_group_is_done_when_the_next_is_asked_for_and_comes_again_if_not(cache: Cache, step: int) -> None:
-    plan = plan_of(cache)
-    with plan.run() as run, run.share() as shared:
-        assert "kvstore-run-" in shared.path and os.stat(os.path.dirname(shared.path)).st_mode & 0o77 == 0
-        groups = iter(shared)
-        ran = [next(groups) for _ in range(step + 1)]
-        assert ran == list(plan.groups[: step + 1]), "values, as the plan has them"
-        groups.close()  # type: ignore[attr-defined]  # a generator
-        again = [*returns(lambda: list(pickle.loads(pickle.dumps(shared))))]
-        assert Counter(ran[:-1] + again) == Counter(plan.groups)
-        assert run.is_over and not run.failed
-    assert not os.path.exists(os.path.dirname(shared.path))
-
-
-def test_a_run_that_is_shared_no_more_is_an_error_for_its_consumers(cache: Cache) -> None:
-    plan = plan_of(cache)
-    with plan.run() as run:
-        with run.share() as shared:
-            groups = iter(shared)
-            first = next(groups)
-        with pytest.raises(Unavailable, match="shared no more"):
-            next(groups)
-        with pytest.raises(Unavailable, match="no run is shared at"):
-            next(iter(shared))
-        assert next(iter(run)) == first, "it was given back"
 
 
 def taken_of(run: Run) -> LeasedGroup:

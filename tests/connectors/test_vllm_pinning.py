@@ -10,6 +10,7 @@ import pytest
 from kvstore.connectors.vllm.blocks import GroupKind, LayerGroups
 from kvstore.core.results import PinRecord
 from kvstore.errors import Overloaded
+from tests.kit.cases import for_each
 from tests.kit.vllm_connector import Request, cache, halves, store
 
 
@@ -85,6 +86,17 @@ def test_states_that_are_not_stored_at_every_block_are_not_waited_for(make: Call
     ended(half, pin="system")
     assert drained(half)
     assert sorted(pin.tokens for pin in pins(half)) == [1, 3]
+
+
+@for_each("hints", [{"priority": "high"}, {"pin": "a name"}, {"pin_ttl": 0}, {"preset": 7}, {"left": True}])
+def test_invalid_hints_are_ignored_with_a_warning(
+    make: Callable[..., Any], caplog: pytest.LogCaptureFixture, hints: dict[str, Any]
+) -> None:
+    half = make()
+    store(half, Request("stored", 12), 3)
+    ended(half, **{"pin": "system", **hints})
+    assert drained(half) and pins(half) == []
+    assert "the hints of request r0 are ignored" in caplog.text
 
 
 def test_a_store_that_refuses_pins_fails_no_request(

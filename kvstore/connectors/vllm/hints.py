@@ -1,4 +1,4 @@
-"""What a request says of its KV: how long it is worth keeping, its session, and pins.
+"""What a request says of its KV: how long it is worth keeping, and pins.
 
 vLLM passes on two things that it does not look into: ``kv_transfer_params`` of a request, and ``kv_hints`` of an
 orchestrator (``vllm/v1/kv_hints``). What it schedules by, a request's ``priority``, counts where these do not say more.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -18,15 +18,13 @@ from zlib import crc32
 import msgspec
 
 from kvstore.client.cache import BlockCache, Pin, check_pin
-from kvstore.connectors.common import Abandoned, Branch, LazyStore, RecentMap, Sessions
+from kvstore.connectors.common import LazyStore, RecentMap
 from kvstore.connectors.vllm.adapters import Check
 from kvstore.connectors.vllm.blocks import BlockHashes, GroupKind, Runs
 from kvstore.connectors.vllm.lookups import Lookup
-from kvstore.connectors.vllm.metrics import EngineCount, EngineCounts
 from kvstore.core.executor import Tasks
 from kvstore.core.recency import PRIORITY_DEFAULT, Hints, Preset
 from kvstore.errors import KVStoreError
-from kvstore.transport.limits import BLOCKS_MAX
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +32,6 @@ NAME = "kvstore"
 """The entry of ``kv_transfer_params``, and the ``action_type`` of a hint."""
 URGENCY_MAX = 25
 """The most that vLLM's own priority raises or lowers ours."""
-SESSION_CHARS_MAX = 256
 PIN_TTL_S = 3600.0
 PinName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,64}\Z")]
 
@@ -45,10 +42,6 @@ class RequestHints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     priority: int | None = None
     ttl: float | None = None
     preset: Preset | None = None
-    session: Annotated[str, msgspec.Meta(max_length=SESSION_CHARS_MAX)] = ""
-    """Its session; empty if it has none."""
-    supersede: bool | None = None
-    """True: its session has left all its other branches. False: they stay, and this one too."""
     pin: PinName = ""
     """The name under which its prompt is pinned; empty: it is not."""
     pin_ttl: float = PIN_TTL_S
@@ -71,9 +64,6 @@ NOTHING = RequestHints()
 def said_of(request: Any) -> RequestHints:
     """Returns the hints of a request; if those for kvstore are invalid, only those for vLLM itself."""
     own: dict[str, Any] = {"priority": _priority_of(request)}
-    session = getattr(request, "session_id", None)
-    if isinstance(session, str) and len(session) <= SESSION_CHARS_MAX:
-        own["session"] = session
     said = _said(request)
     try:
         if isinstance(said, Mapping):
@@ -142,72 +132,6 @@ class RequestState:
         if self.lookup is not None:
             self.lookup.abandoned = True
         self.lookup = self.answered_s = None
-
-
-# Branches that sessions have abandoned: a separate thread reports them to the store, so the scheduler never waits.
-#
-# A hint alone: what fails here, or comes while too many wait, leaves a branch to age as any other KV.
-
-
-BRANCHES_WAITING_MAX = 256
-SETTLE_S = 10.0
-"""A request's last blocks come into the store up to this long after its end. Who used a branch later still uses it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Chain:
-    """The blocks of a request by name. What vLLM hashed alike has other names under another ending."""
-
-    named: BlockHashes
-
-    def __len__(self) -> int:
-        return len(self.named.hashes)
-
-    def __getitem__(self, at: int, /) -> tuple[bytes, bytes]:
-        return self.named.hashes[at], self.named.ending
-
-
-class Branches:
-    """Superseding for one engine. Called by the scheduler's thread alone."""
-
-    def __init__(self, store: LazyStore, runs: Runs, counts: EngineCounts) -> None:
-        self._store = store
-        self._runs = runs
-        self._counts = counts
-        self._sessions = Sessions()
-        self._thread = Tasks("kvstore-vllm-branches", 1, BRANCHES_WAITING_MAX)
-
-    def ended(self, tracked: RequestState, named: BlockHashes, running: Iterable[BlockHashes]) -> None:
-        """Notes the end of a request, while ``running`` go on."""
-        if not tracked.said.session:
-            return
-        prompt = tracked.request.num_prompt_tokens // self._runs.hash_tokens
-        branch = Branch(_Chain(BlockHashes(tuple(named.hashes), named.ending)), prompt, time.monotonic())
-        found = self._sessions.ended(tracked.said.session, branch, tracked.said.supersede, map(_Chain, running))
-        for each in found:
-            self._thread.submit(partial(self._supersede, each))
-
-    def close(self) -> None:
-        """Drops what waits."""
-        self._thread.close(0.0)
-
-    def _supersede(self, branch: Abandoned) -> None:
-        caches = self._store.caches()
-        if caches is None:
-            return
-        assert isinstance(branch.names, _Chain)
-        named, first = branch.names.named, branch.first * self._runs.hash_tokens
-        unused_s = max(0.0, time.monotonic() - branch.used_s - SETTLE_S)
-        try:
-            for number, cluster in enumerate(self._runs.clusters):
-                whole = -(-first // cluster.block_tokens) * cluster.block_tokens
-                keys = self._runs.keys(named, number, whole, self._runs.known_tokens(named))
-                for stop in range(len(keys), 0, -BLOCKS_MAX):
-                    for cache in caches:
-                        cache.supersede(keys[max(0, stop - BLOCKS_MAX) : stop], unused=unused_s)
-                self._counts.add(EngineCount.SUPERSEDED_BLOCKS, len(keys))
-        except KVStoreError as error:
-            log.info("kvstore: an abandoned branch stays as it is: %s", error)
 
 
 # Prompts that requests pin by name: pinned on threads of their own, once their blocks are in the store.

@@ -23,7 +23,6 @@ class EngineCount(Counter):
     STORED_BYTES = "Bytes that were given to the store"
     STORE_FAILED_BLOCKS = "Blocks that the store did not take"
     STORE_SHED_BLOCKS = "Blocks not stored because too many were being stored"
-    SUPERSEDED_BLOCKS = "Blocks of branches that their sessions have abandoned, which go first in the store"
     SKIPPED_LORA_REQUESTS = (
         "Requests with an adapter that share nothing: its files may be others than those that vLLM loaded"
     )

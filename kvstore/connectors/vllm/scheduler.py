@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore.connectors.common import LazyStore, RecentMap
 from kvstore.connectors.vllm.adapters import Adapters, Check
 from kvstore.connectors.vllm.blocks import BlockHashes, BlockRange, GroupKind, ReuseBoundaries, Runs, State, Tail
-from kvstore.connectors.vllm.hints import Branches, Pinning, RequestState, said_of
+from kvstore.connectors.vllm.hints import Pinning, RequestState, said_of
 from kvstore.connectors.vllm.lookups import Lookup, LookupResult, Lookups
 from kvstore.connectors.vllm.messages import IDLE_S, Load, Orders, WorkerReport
 from kvstore.connectors.vllm.metrics import EngineCount, EngineCounts
@@ -69,7 +69,6 @@ class SchedulerHalf:
         self.counts = EngineCounts()
         self._store = LazyStore(settings.looking_only(), namespaces)
         self._lookups = Lookups(settings, self._store, self.counts)
-        self._branches = Branches(self._store, self._runs, self.counts)
         self._pinning = Pinning(self._store, self._runs, settings.store_timeout_s)
         self._tracked: dict[str, RequestState] = {}
         self._new_loads: list[Load] = []
@@ -290,9 +289,7 @@ class SchedulerHalf:
         if tracked is not None:
             tracked.abandon()
             self._loaded(tracked)
-            named = self._named(tracked)
-            self._branches.ended(tracked, named, map(self._named, self._tracked.values()))
-            self._pinning.ended(tracked, named)
+            self._pinning.ended(tracked, self._named(tracked))
 
     def reset(self) -> None:
         """Implements ``reset_cache``, which vLLM calls when weights were replaced in memory.
@@ -307,7 +304,6 @@ class SchedulerHalf:
     def close(self) -> None:
         """Ends the threads and closes the store."""
         self._lookups.close()
-        self._branches.close()
         self._pinning.close()
         self._adapters.close()
         self._store.close()

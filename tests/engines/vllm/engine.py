@@ -1,8 +1,7 @@
 """A vLLM engine as a child process: requests as JSON lines on standard input, answers on a given file descriptor.
 
 ``{"prompts": [[token, ...], ...], "tokens": n, "adapter": [name, number, path]}`` generates greedily (with the model
-alone for ``null``), with vLLM's ``"priority"``; or, with ``"session"`` and ``"said"``, as requests of that session,
-with these ``kv_transfer_params``.
+alone for ``null``), with vLLM's ``"priority"``, and with ``"hints"`` as ``kv_transfer_params``.
 ``{"reset": true, "connector": false}`` forgets the engine's own cache, ``{"stats": true}`` gives vLLM's metrics.
 """
 
@@ -44,12 +43,10 @@ def serve(settings: dict[str, Any], answers: Any) -> None:
             adapter = LoRARequest(*request["adapter"]) if request["adapter"] else None
             prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in request["prompts"]]
             began_s = time.monotonic()
-            if request.get("session"):
-                sampling.extra_args = {"kv_transfer_params": request["said"]} if request["said"] else None
-                outputs = in_session(engine, prompts, sampling, request["session"])
-            else:
-                priority = [request.get("priority", 0)] * len(prompts)
-                outputs = engine.generate(prompts, sampling, use_tqdm=False, lora_request=adapter, priority=priority)
+            if request.get("hints"):
+                sampling.extra_args = {"kv_transfer_params": request["hints"]}
+            priority = [request.get("priority", 0)] * len(prompts)
+            outputs = engine.generate(prompts, sampling, use_tqdm=False, lora_request=adapter, priority=priority)
             answer(
                 {
                     "seconds": time.monotonic() - began_s,
@@ -61,17 +58,6 @@ def serve(settings: dict[str, Any], answers: Any) -> None:
                     "reasons": [output.outputs[0].finish_reason for output in outputs],
                 }
             )
-
-
-def in_session(engine: LLM, prompts: list[Any], sampling: SamplingParams, session: str) -> list[Any]:
-    """Generates as vLLM's servers do for requests with a session, which ``generate`` does not take."""
-    numbers = [f"{session} {time.monotonic_ns()} {at}" for at in range(len(prompts))]
-    for number, prompt in zip(numbers, prompts, strict=True):
-        engine.llm_engine.add_request(number, prompt, sampling, session_id=session)
-    done: dict[str, Any] = {}
-    while engine.llm_engine.has_unfinished_requests():
-        done.update((each.request_id, each) for each in engine.llm_engine.step() if each.finished)
-    return [done[number] for number in numbers]
 
 
 if __name__ == "__main__":

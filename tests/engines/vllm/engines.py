@@ -175,11 +175,9 @@ class Engine:
         asked = {"prompts": list(prompts), "tokens": tokens, "adapter": adapter, "priority": priority}
         return Answer(**self._ask(asked))
 
-    def in_session(self, session: str, *prompts: list[int], said: dict[str, Any] | None = None) -> Answer:
-        """Greedy continuations as requests of a session, with what they say in ``kv_transfer_params``."""
-        params = None if said is None else {"kvstore": said}
-        asked = {"prompts": list(prompts), "tokens": 8, "adapter": None, "session": session, "said": params}
-        return Answer(**self._ask(asked))
+    def hinted(self, prompt: list[int], **hints: Any) -> Answer:
+        """A greedy continuation of a request with hints in ``kv_transfer_params``."""
+        return Answer(**self._ask({"prompts": [prompt], "tokens": 8, "adapter": None, "hints": {"kvstore": hints}}))
 
     def begin(self, *prompts: list[int], tokens: int = 8) -> None:
         """Asks without waiting for the answer."""

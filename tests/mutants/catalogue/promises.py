@@ -10,7 +10,6 @@ from tests.mutants.mutant import Mutant, mutant
 
 EVENTS = "kvstore.events"
 INVENTORY = f"{EVENTS}.inventory:NamespaceIndex"
-SESSIONS = "kvstore.connectors.common:Sessions"
 VLLM = "kvstore.connectors.vllm"
 SEGMENTS = "kvstore.segments"
 GATE = f"{SEGMENTS}.gate"
@@ -31,10 +30,6 @@ def _restart(real: Any, term: int, limits: Any) -> Any:
 
 def _with_a_hole(real: Any, self: Any, seq: int) -> Any:
     return real(self, seq) or []
-
-
-def _ignore_running(real: Any, self: Any, name: str, branch: Any, supersede: Any = None, running: Any = ()) -> Any:
-    return real(self, name, branch, supersede)
 
 
 MUTANTS: list[Mutant] = [
@@ -65,10 +60,6 @@ MUTANTS: list[Mutant] = [
         at(f"{EVENTS}.http:Answers", "answer", lambda real, self, question: real(self, replace(question, tenant=""))),
         "events/test_query.py",
     ),
-    mutant("branch-of-a-running-request", at(SESSIONS, "ended", _ignore_running), "connectors/test_sessions.py"),
-    mutant(
-        "branch-shares-nothing", at("kvstore.connectors.common", "shared", giving(0)), "connectors/test_sessions.py"
-    ),
     mutant(
         "adapter-seal-always-holds",
         at(f"{VLLM}.adapters:AdapterSnapshot", "holds", giving(True)),
@@ -88,7 +79,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "planning-group-is-lost",
-        at("kvstore.planning.run:GroupStates", "give_back", lambda real, self, index: self.done(index)),
-        "planning/test_handing.py",
+        at("kvstore.batch.run:GroupStates", "give_back", lambda real, self, index: self.done(index)),
+        "batch/test_handing.py",
     ),
 ]

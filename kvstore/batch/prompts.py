@@ -71,6 +71,8 @@ class PromptSet:
         packing = _PromptPacker()
         for tokens in checked_prompts(prompts):
             try:
+                if isinstance(tokens, list | tuple) and bool in set(map(type, tokens)):
+                    raise InvalidRequest("the tokens have a boolean among them: expected integers")
                 array = token_array(tokens)
             except InvalidRequest as cause:
                 raise InvalidRequest(f"prompt {packing.count}: {cause}") from cause

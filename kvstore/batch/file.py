@@ -1,31 +1,28 @@
 """A batch file: read once, line by line, and written again in another order. The lines themselves do not change.
 
 Kept of each request are its packed prompt, and the place and the checksum of its line: a file that changes later is
-noticed before a line of it is used. A file that is one JSON array is read whole, and its requests are kept.
+noticed before a line of it is used.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from array import array
 from codecs import BOM_UTF8
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 from zlib import crc32
 
-from kvstore.core.address import TOKENS_MAX, TokenArray, token_array
+from kvstore.batch.prompts import PromptSet
+from kvstore.core.address import TOKENS_MAX
 from kvstore.core.operations import Progress, unwatched
 from kvstore.core.validate import kind_of, parse_json
 from kvstore.errors import InvalidRequest
-from kvstore.planning import PromptSet
-from kvstore.replay.trace import BLOCK_TOKENS, parse_request
 
 # The file that a reordered batch is written to.
 
@@ -118,69 +115,30 @@ def _translated(what: str) -> Iterator[None]:
         raise InvalidRequest(f"{what}: {said}") from cause
 
 
-# The kinds of requests in a batch file, and what a plan needs of each: its prompt and its output tokens.
-#
-# - OpenAI: one request a line with ``custom_id`` and ``body``, which has ``prompt`` (text or token ids) or
-#   ``messages``.
-# - ShareGPT: ``conversations``, turns with ``from`` and ``value``; the prompt ends with the last turn of the human.
-# - Mooncake: ``input_length``, ``output_length`` and ``hash_ids``, no tokens (kvstore/replay/trace.py).
+# What a plan needs of each request: its prompt and its output tokens. A request is one of OpenAI's batch format, with
+# ``custom_id`` and ``body``, which has ``prompt`` (text or token ids) or ``messages``.
 
 
 CUSTOM_ID_CHARS_MAX = 1024
 OUTPUTS = ("max_completion_tokens", "max_tokens")
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _PATH = re.compile(r"/[!-~]*")
-
-
-class Form(Enum):
-    """A kind of request. The value is the field that identifies it."""
-
-    OPENAI = "body"
-    SHAREGPT = "conversations"
-    MOONCAKE = "hash_ids"
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
     """One request of a batch."""
 
-    tokens: TokenArray | None
-    """The prompt; None for a trace, which has only ``blocks``."""
-    blocks: Sequence[Hashable] = ()
-    length: int = 0
-    """Tokens of the prompt."""
-    decode_tokens: int | None = None
+    custom_id: str
+    tokens: Sequence[int]
+    """The prompt."""
+    decode_tokens: int | None
     """Output tokens at most; None if the request does not say."""
-    custom_id: str | None = None
 
 
-def form_of(record: Any) -> Form:
-    """The form of a request. Raises InvalidRequest."""
-    if isinstance(record, dict):
-        for form in Form:
-            if form.value in record:
-                return form
-    raise InvalidRequest(
-        "not a request of a batch: expected an object with custom_id and body (OpenAI), conversations (ShareGPT) or "
-        "hash_ids (Mooncake)"
-    )
-
-
-def asked(record: dict[str, Any], form: Form, tokenizer: Tokenizer | None) -> BatchRequest:
+def parse_request(record: Any, tokenizer: Tokenizer | None) -> BatchRequest:
     """The request in ``record``. Raises InvalidRequest."""
-    found = _READERS[form](record, tokenizer)
-    if not found.length:
-        raise InvalidRequest("the prompt is empty: expected 1 token or more")
-    return found
-
-
-def _of_mooncake(record: dict[str, Any], _: Tokenizer | None) -> BatchRequest:
-    request = parse_request(record, 0)
-    blocks = request.hash_ids[: request.full_blocks]
-    return BatchRequest(None, blocks, request.input_length, max(0, request.output_length))
-
-
-def _of_openai(record: dict[str, Any], tokenizer: Tokenizer | None) -> BatchRequest:
+    if not isinstance(record, dict) or "body" not in record:
+        raise InvalidRequest("not a request of a batch: expected an object with custom_id and body")
     body, custom_id = record["body"], record.get("custom_id")
     if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= CUSTOM_ID_CHARS_MAX:
         raise InvalidRequest(f"custom_id={custom_id!r}: expected text of 1 to {CUSTOM_ID_CHARS_MAX} characters")
@@ -194,54 +152,27 @@ def _of_openai(record: dict[str, Any], tokenizer: Tokenizer | None) -> BatchRequ
     output = next((body[name] for name in OUTPUTS if body.get(name) is not None), None)
     if output is not None and (type(output) is not int or not 0 <= output <= TOKENS_MAX):
         raise InvalidRequest(f"max_tokens={output!r}: expected a whole number up to {TOKENS_MAX}")
-    tokens = _prompt_of(body, tokenizer)
-    return BatchRequest(tokens, length=len(tokens), decode_tokens=output, custom_id=custom_id)
+    return BatchRequest(custom_id, _prompt_of(body, tokenizer), output)
 
 
-def _prompt_of(body: dict[str, Any], tokenizer: Tokenizer | None) -> TokenArray:
+def _prompt_of(body: dict[str, Any], tokenizer: Tokenizer | None) -> Sequence[int]:
     prompt, messages = body.get("prompt"), body.get("messages")
-    if isinstance(prompt, str):
-        return token_array(_named(tokenizer).text(prompt)) if prompt else token_array([])
     if isinstance(prompt, list):
-        return token_array(prompt)
-    if isinstance(messages, list) and all(isinstance(each, dict) for each in messages):
-        return _conversation(messages, tokenizer)
-    raise InvalidRequest("the body has no prompt: expected prompt (text or token ids), or messages (a list of objects)")
-
-
-def _of_sharegpt(record: dict[str, Any], tokenizer: Tokenizer | None) -> BatchRequest:
-    turns = record["conversations"]
-    if not isinstance(turns, list) or not all(
-        isinstance(turn, dict) and isinstance(turn.get("value"), str) and turn.get("from") in ROLES for turn in turns
-    ):
+        return prompt
+    is_chat = isinstance(messages, list) and all(isinstance(each, dict) for each in messages)
+    if not isinstance(prompt, str) and not is_chat:
         raise InvalidRequest(
-            f"conversations are not turns: expected objects with value (text) and from ({', '.join(ROLES)})"
+            "the body has no prompt: expected prompt (text or token ids), or messages (a list of objects)"
         )
-    messages = [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in turns]
-    end = max((at + 1 for at, each in enumerate(messages) if each["role"] == "user"), default=0)
-    tokens = _conversation(messages[:end], tokenizer)
-    answer = messages[end]["content"] if end < len(messages) else ""
-    output = len(_named(tokenizer).text(answer)) if answer else None
-    return BatchRequest(tokens, length=len(tokens), decode_tokens=output)
-
-
-def _conversation(messages: list[dict[str, Any]], tokenizer: Tokenizer | None) -> TokenArray:
-    return token_array(_named(tokenizer).chat(messages)) if messages else token_array([])
-
-
-def _named(tokenizer: Tokenizer | None) -> Tokenizer:
+    if not (prompt or messages):
+        return []
     if tokenizer is None:
         raise InvalidRequest("the prompt is text: give --tokenizer NAME, or token ids as the prompt")
-    return tokenizer
-
-
-_READERS = {Form.OPENAI: _of_openai, Form.SHAREGPT: _of_sharegpt, Form.MOONCAKE: _of_mooncake}
+    return tokenizer.text(prompt) if isinstance(prompt, str) else tokenizer.chat(messages or ())
 
 
 LINE_BYTES_MAX = 64 << 20
 PROGRESS_BYTES = 1 << 20
-ARRAY_BYTES_MAX = 2 << 30
-"""Limit on a file that is one JSON array."""
 
 
 @dataclass(slots=True)
@@ -249,16 +180,13 @@ class RequestFile:
     """The requests of a file. Made by ``read_batch``."""
 
     path: Path
-    form: Form
     prompts: PromptSet
     decode_tokens: list[int | None]
     """Output tokens of each request at most; None if it does not say."""
-    starts: array[int] = field(default_factory=lambda: array("q"))
-    """Where each request's line begins in the file; empty for a JSON array."""
-    checksums: array[int] = field(default_factory=lambda: array("I"))
+    starts: array[int]
+    """Where each request's line begins in the file."""
+    checksums: array[int]
     """CRC-32 of each of these lines without its end."""
-    records: list[Any] = field(default_factory=list)
-    """The requests of a JSON array."""
 
     def write(self, order: Iterable[int], output: Path) -> None:
         """Writes the requests in ``order``, as ``replace_file`` does.
@@ -266,17 +194,13 @@ class RequestFile:
         Raises InvalidRequest if ``output`` is the batch itself or cannot be written, or if the batch has changed.
         """
         try:
-            replace_file(output, self._ordered(order), self.path)
+            replace_file(output, (line + b"\n" for line in self._lines(order)), self.path)
         except OSError as cause:
             raise InvalidRequest(f"cannot write the output {str(output)!r}: {cause.strerror or cause}") from cause
 
     def requests(self, order: Iterable[int]) -> Iterator[Any]:
         """Yields the requests in ``order`` as JSON. Raises InvalidRequest if the batch has changed."""
-        if self.records:
-            yield from (self.records[index] for index in order)
-            return
-        for line in self._lines(order):
-            yield parse_json(line)
+        return map(parse_json, self._lines(order))
 
     def _lines(self, order: Iterable[int]) -> Iterator[bytes]:
         """Yields the lines of requests in ``order``, without their ends."""
@@ -293,16 +217,6 @@ class RequestFile:
                     raise changed
                 yield line
 
-    def _ordered(self, order: Iterable[int]) -> Iterator[bytes]:
-        if self.records:
-            for place, index in enumerate(order):
-                yield b",\n" if place else b"[\n"
-                yield _text(self.records[index])
-            yield b"\n]\n"
-            return
-        for line in self._lines(order):
-            yield line + b"\n"
-
 
 def read_batch(
     path: str | Path,
@@ -310,7 +224,7 @@ def read_batch(
     block_tokens: int = 16,
     progress: Progress = unwatched,
 ) -> RequestFile:
-    """Reads a batch whose prompts share blocks of ``block_tokens``; those of a trace share the trace's own blocks.
+    """Reads a batch whose prompts share blocks of ``block_tokens``.
 
     ``progress`` is called with bytes read and the size of the file.
     Raises InvalidRequest, naming the line, for a file that cannot be read, a line that is not a request, a prompt that
@@ -333,61 +247,35 @@ class _Reading:
         self._path = path
         self._progress = progress
         self._tokenizer = tokenizer
-        self._form: Form | None = None
         self._decode: list[int | None] = []
         self._starts = array("q")
         self._checksums = array("I")
-        self._records: list[Any] = []
         self._seen: dict[str, str] = {}
         self.where = ""
         """The request that is being read, for errors."""
 
     def batch(self, block_tokens: int) -> RequestFile:
         """Reads the file."""
-        requests = self._requests()
         if self._path.exists() and not self._path.is_file() and not self._path.is_dir():
             raise InvalidRequest("not a regular file, and a batch is read twice: write it to a file first")
-        first = next(requests, None)
-        if first is None or self._form is None:
+        prompts = PromptSet.of_tokens(self._prompts(), block_tokens)
+        if not len(prompts):
             self.where = ""
             raise InvalidRequest("it holds no requests")
-        prompts = self._prompts(first, requests, block_tokens)
-        return RequestFile(self._path, self._form, prompts, self._decode, self._starts, self._checksums, self._records)
+        return RequestFile(self._path, prompts, self._decode, self._starts, self._checksums)
 
-    def _prompts(self, first: BatchRequest, rest: Iterator[BatchRequest], block_tokens: int) -> PromptSet:
-        if first.tokens is None:
-            lengths = [first.length]
-            blocks = [first.blocks]
-            for each in rest:
-                lengths.append(each.length)
-                blocks.append(each.blocks)
-            return PromptSet.of_blocks(blocks, BLOCK_TOKENS, lengths)
-        every = (each.tokens for request in ([first], rest) for each in request)
-        return PromptSet.of_tokens((tokens for tokens in every if tokens is not None), block_tokens)
-
-    def _requests(self) -> Iterator[BatchRequest]:
+    def _prompts(self) -> Iterator[Sequence[int]]:
         for record in self._read():
-            form = form_of(record)
-            if self._form not in (None, form):
-                raise InvalidRequest(
-                    f"a request with {form.value} among others: expected one kind of requests in a file"
-                )
-            self._form = form
-            found = asked(record, form, self._tokenizer)
-            if found.custom_id is not None:
-                before = self._seen.setdefault(found.custom_id, self.where)
-                if before != self.where:
-                    raise InvalidRequest(f"custom_id {found.custom_id!r} is that of {before} too: expected each once")
+            found = parse_request(record, self._tokenizer)
+            before = self._seen.setdefault(found.custom_id, self.where)
+            if before != self.where:
+                raise InvalidRequest(f"custom_id {found.custom_id!r} is that of {before} too: expected each once")
             self._decode.append(found.decode_tokens)
-            yield found
+            yield found.tokens
 
     def _read(self) -> Iterator[Any]:
         """Yields the requests as JSON."""
         with open(self._path, "rb") as file:
-            if file.read(4096).removeprefix(BOM_UTF8).lstrip()[:1] == b"[":
-                yield from self._of_array()
-                return
-            file.seek(0)
             start = number = shown = 0
             size = os.fstat(file.fileno()).st_size
             while line := file.readline(LINE_BYTES_MAX + 1):
@@ -406,14 +294,6 @@ class _Reading:
                     shown = start
                     self._progress(start, size)
 
-    def _of_array(self) -> Iterator[Any]:
-        if self._path.stat().st_size > ARRAY_BYTES_MAX:
-            raise InvalidRequest(f"a JSON array of over {ARRAY_BYTES_MAX} bytes: write one request a line")
-        self._records = _parsed(self._path.read_bytes())
-        for number, record in enumerate(self._records, 1):
-            self.where = f"request {number}"
-            yield record
-
 
 def _parsed(text: bytes) -> Any:
     try:
@@ -422,10 +302,3 @@ def _parsed(text: bytes) -> Any:
         raise InvalidRequest(f"not text in UTF-8 ({cause.reason}): is the file compressed?") from cause
     except ValueError as cause:
         raise InvalidRequest(f"not JSON: {cause}") from cause
-
-
-def _text(record: Any) -> bytes:
-    try:
-        return json.dumps(record, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # half of a character, which only an escape can spell
-        return json.dumps(record).encode()

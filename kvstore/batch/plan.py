@@ -7,29 +7,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvstore.batch.order import PromptOrder, agreed, depth_first, serving_nodes, stored_tokens, tokens_found
+from kvstore.batch.prompts import Counts, Group, PromptSet, Trie
+from kvstore.batch.run import Run, Storage
 from kvstore.core.validate import brief, is_whole
 from kvstore.errors import InvalidRequest
-from kvstore.planning.order import PromptOrder, agreed, depth_first, serving_nodes, stored_tokens, tokens_found
-from kvstore.planning.prompts import Counts, Group, PromptSet, Trie
-from kvstore.planning.run import Run
-from kvstore.planning.storage import Storage
 
 COUNT_MAX = (1 << 63) - 1
 """Limit on a number of tokens that a caller names."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rest:
-    """The tokens that a plan computes, by reason; they sum to ``Plan.tokens_to_compute``."""
-
-    own: int
-    """In one prompt alone."""
-    shared_once: int
-    """In several prompts, computed once."""
-    part_blocks: int
-    """In several prompts, but not in a full block: computed by each."""
-    memory: int
-    """Computed again, because a prefix is longer than memory."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -52,7 +37,6 @@ class Plan:
     """Computed if members of a group shared its prefix, and nothing else were shared."""
     tokens_arrival: int | None
     """Computed in order of arrival, memory evicting what was used least recently; None if the trie is too deep."""
-    rest: Rest
     memory_tokens: int
     block_tokens: int
     storage: Storage = field(compare=False)
@@ -62,7 +46,7 @@ class Plan:
         """Runs the plan: ``with plan.run() as run: for group in run: ...``. Several runs are independent.
 
         ``ahead`` groups are brought into memory before their turn; a group goes out at most ``attempts`` times.
-        Consumers are threads of this process (``kvstore.aio`` has tasks), and processes of this host (``Run.share``).
+        Consumers are threads of this process (``kvstore.aio`` has tasks).
         """
         return Run(self, ahead, attempts)
 
@@ -137,16 +121,14 @@ class _Planning:
         order = depth_first(trie, self._serving, self._behind(trie.depth[trie.deepest]), edges, outputs)
         found = np.minimum(order.shared, self._memory_tokens // block * block)
         computed = self._lengths[order.positions] - np.maximum(found, self._stored[order.positions])
-        optimum = int(self._behind(trie.shared).sum())
         return Plan(
             groups=self._groups(order, computed),
             tokens_total=self._prompts.tokens_total,
             tokens_stored=int(self._stored.sum()),
             tokens_to_compute=int(computed.sum()),
-            tokens_optimum=optimum,
+            tokens_optimum=int(self._behind(trie.shared).sum()),
             tokens_one_level=self._one_level(),
             tokens_arrival=self._arrival(),
-            rest=self._rest(optimum, int(computed.sum())),
             memory_tokens=self._memory_tokens,
             block_tokens=block,
             storage=storage,
@@ -169,12 +151,6 @@ class _Planning:
         full = self._lengths // block * block
         found = tokens_found(self._trie, arrival, full, self._memory_tokens // block * block)
         return None if found is None else int(self._behind(found).sum())
-
-    def _rest(self, optimum: int, computed: int) -> Rest:
-        exact = self._trie.exact
-        distinct = int(self._behind(exact).sum())
-        own = int(np.maximum(0, self._behind(np.maximum(exact, np.append(exact[1:], 0)))).sum())
-        return Rest(own, distinct - own, optimum - distinct, computed - optimum)
 
     def _groups(self, order: PromptOrder, computed: Counts) -> tuple[Group, ...]:
         """The runs of prompts behind one open node; those that share nothing are alone."""

@@ -1,37 +1,155 @@
-"""A run of a plan: its groups, one after another, to any number of consumers, held in the store while they run.
+"""A run of a plan: its groups, one after another, to threads of this process, held in the store while they run.
 
-Consumers are threads of this process, or other processes of this host: each of those has a connection to a socket, and
-a thread here that takes groups for it. A process that ends, in whatever way, closes its connection, and so gives its
-group back (rule H3 of PLANNING.md).
-
-Such a process sends one message for each group that it requests, which also says that the one before is done. It
-receives the group, or None once every group is done or has failed.
+A thread that ends, in whatever way, gives its group back (rule H3 of PLANNING.md).
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from heapq import heappop, heappush
-from multiprocessing.connection import Client, Connection
-from typing import TYPE_CHECKING
+from itertools import takewhile
+from typing import TYPE_CHECKING, Protocol
 
+from kvstore.batch.prompts import Group, PromptSet
+from kvstore.core.address import TokenArray
 from kvstore.core.validate import brief, is_whole
-from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
-from kvstore.planning.prompts import Group
-from kvstore.planning.storage import GroupHold, Prefetch
+from kvstore.errors import InvalidRequest, KVStoreError
 
 if TYPE_CHECKING:
-    from kvstore.planning.plan import Plan
+    from kvstore.batch.plan import Plan
+    from kvstore.client.cache import BlockCache, Cache
+
+
+# The store's part in a plan and its runs: what it has of prompts, and a group's prefix brought into memory and held.
+#
+# All of it only saves time. What the store refuses is done without, so nothing that a run calls raises for it.
+
+
+MEMBERS_MAX = 8
+"""Members of a group that are brought into memory ahead; those behind them come as they are read."""
+KEYS_MAX = 16_384
+"""Keys of one call."""
+KEYS_S = 60.0
+"""Limit for all calls about keys; past it, the others count as not stored."""
+
+
+class GroupHold(Protocol):
+    """A hold."""
+
+    def release(self) -> None:
+        """Ends it; idempotent, never raises."""
+        ...
+
+
+class Prefetch(Protocol):
+    """A prefetch in progress."""
+
+    def cancel(self) -> None:
+        """Cancels it; idempotent, never waits."""
+        ...
+
+
+class Storage:
+    """No store: it has nothing. Thread-safe, as those that follow."""
+
+    def stored(self, wanted: list[tuple[int, int]]) -> list[int]:
+        """Returns how many of the leading chunks it has, of each prompt by index and number of chunks."""
+        return [0] * len(wanted)
+
+    def hold(self, group: Group) -> GroupHold | None:
+        """Holds what is stored of a group's prefix; None if there is nothing to hold."""
+        return None
+
+    def prefetch(self, group: Group) -> Sequence[Prefetch]:
+        """Begins to bring what is stored of a group's prefix, and of its first members, into memory."""
+        return ()
+
+    def retire(self, group: Group, still_needed: int) -> None:
+        """Marks a prefix to be evicted first, except for its ``still_needed`` leading tokens."""
+
+
+class TokenStorage(Storage):
+    """Prompts given as tokens."""
+
+    def __init__(self, cache: Cache, prompts: PromptSet) -> None:
+        self._cache = cache
+        self._prompts = prompts
+        self._has_memory = True
+
+    def stored(self, wanted: list[tuple[int, int]]) -> list[int]:
+        size = self._cache.layout.chunk_tokens
+        counts = self._cache.match_each(self._prompts.tokens(at, chunks * size) for at, chunks in wanted)
+        return [count // size for count in counts]
+
+    def hold(self, group: Group) -> GroupHold | None:
+        with suppress(KVStoreError):
+            return self._cache.hold(self._prefix(group)) if _leading(group) else None
+        return None
+
+    def prefetch(self, group: Group) -> Sequence[Prefetch]:
+        stored = dict(zip(group.members[:MEMBERS_MAX], group.stored, strict=False))
+        wanted = {index: count for index, count in stored.items() if count > group.prefix_tokens}
+        if not wanted and group.stored_tokens:
+            wanted = {group.members[0]: group.stored_tokens}
+        begun = (self._prefetch(self._prompts.tokens(index, count)) for index, count in wanted.items())
+        return [each for each in begun if each is not None]
+
+    def retire(self, group: Group, still_needed: int) -> None:
+        if not _leading(group) or not self._has_memory:
+            return
+        prefix = self._prefix(group)
+        with suppress(KVStoreError):
+            self._cache.evict_first(prefix)
+            if still_needed:
+                self._prefetch(prefix[:still_needed])  # a use, which ends the mark
+
+    def _prefix(self, group: Group) -> TokenArray:
+        return self._prompts.tokens(group.members[0], _leading(group))
+
+    def _prefetch(self, tokens: TokenArray) -> Prefetch | None:
+        try:
+            return self._cache.prefetch(tokens) if self._has_memory else None
+        except InvalidRequest:
+            self._has_memory = False  # a node without a memory tier: reads come from the root
+        except KVStoreError:
+            pass
+        return None
+
+
+class KeyStorage(Storage):
+    """Prompts given as keys of an engine's blocks of ``chunk_tokens`` tokens. They are held, and have no prefetch."""
+
+    def __init__(self, blocks: BlockCache, prompts: Sequence[Sequence[bytes]], chunk_tokens: int) -> None:
+        self._blocks = blocks
+        self._prompts = prompts
+        self._chunk_tokens = chunk_tokens
+
+    def stored(self, wanted: list[tuple[int, int]]) -> list[int]:
+        keys = list(dict.fromkeys(key for at, count in wanted for key in self._prompts[at][:count]))
+        present, ends_s = set[bytes](), time.monotonic() + KEYS_S
+        for start in range(0, len(keys), KEYS_MAX):
+            if time.monotonic() >= ends_s:
+                break
+            some = keys[start : start + KEYS_MAX]
+            present.update(key for key, found in zip(some, self._blocks.present(some), strict=True) if found)
+        return [sum(1 for _ in takewhile(present.__contains__, self._prompts[at][:count])) for at, count in wanted]
+
+    def hold(self, group: Group) -> GroupHold | None:
+        count = _leading(group) // self._chunk_tokens
+        with suppress(KVStoreError):
+            return self._blocks.hold(self._prompts[group.members[0]][:count]) if count else None
+        return None
+
+
+def _leading(group: Group) -> int:
+    """Tokens of the first member to hold: the prefix, or of a prompt that shares nothing what the store has."""
+    return group.prefix_tokens or group.stored[0]
 
 
 # Which group of a plan goes out next, while several consumers take, finish, and die. Decisions only, no threads.
@@ -146,12 +264,8 @@ class GroupStates:
 
 
 LOOK_S = 0.2
-"""Interval at which a consumer that waits looks for others that have died, and a thread whether its consumer has."""
+"""Interval at which a consumer that waits looks for others that have died."""
 AHEAD_MAX = 32
-NEXT = b"n"
-CONSUMERS_MAX = 1024
-"""Further connections are closed immediately."""
-CLOSE_S = 2.0
 
 
 @dataclass(slots=True)
@@ -248,15 +362,6 @@ class Run:
             raise
         return LeasedGroup(self._groups[index], lambda is_done: self._leave(index, taker, is_done=is_done))
 
-    def share(self) -> GroupServer:
-        """Shares the run with other processes of this host: ``with run.share() as shared: ...``.
-
-        ``shared`` can be sent to them, as an argument of multiprocessing, say; each takes groups by ``for group in
-        shared``. A process that dies gives its group back. Threads of this process may take groups as well.
-        """
-        self._check_process()
-        return GroupServer(self)
-
     def close(self) -> None:
         """Ends the run: releases what is held, and cancels what is being brought. Idempotent."""
         with self._changed:
@@ -278,7 +383,7 @@ class Run:
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():
-            raise InvalidRequest("the run was made before a fork: share it with the child (Run.share)")
+            raise InvalidRequest("the run was made before a fork: run the plan in the child")
 
     def _take(self, taker: _Taker) -> int | None:
         index = None if self._is_closed else self._handing.take()
@@ -353,122 +458,3 @@ class LeasedGroup:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._leave(kind is None)
-
-
-@dataclass(frozen=True, slots=True)
-class SharedRun:
-    """A run of another process of this host, made by ``Run.share``. Give it to consumers: it can be pickled.
-
-    ``for group in shared`` yields groups, as ``Run`` does: the one before is done when the next is asked for. If the
-    iterator is closed before that, or the process ends, the group goes out again. Raises Unavailable if the process of
-    the run has ended, or shares it no more.
-    """
-
-    path: str
-    """The socket. Only the account that shares the run reaches it."""
-
-    def __iter__(self) -> Iterator[Group]:
-        try:
-            link = Client(self.path, "AF_UNIX")
-        except OSError as cause:
-            raise Unavailable(
-                f"no run is shared at {self.path} ({cause.strerror or cause}): it ended, or belongs to another host "
-                "or account"
-            ) from cause
-        with link:
-            while True:
-                try:
-                    link.send_bytes(NEXT)
-                    group = link.recv()
-                except (EOFError, OSError) as cause:
-                    raise Unavailable(
-                        "the run is shared no more: its process ended, or left the context of share()"
-                    ) from cause
-                if group is None:
-                    return
-                yield group
-
-
-class GroupServer(AbstractContextManager[SharedRun]):
-    """Hands the groups of a run to other processes while its context lasts."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._folder = ""
-        self._ended = threading.Event()
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._threads: set[threading.Thread] = set()  # a plain set: each change is one step
-
-    def __enter__(self) -> SharedRun:
-        self._folder = tempfile.mkdtemp(prefix="kvstore-run-")  # of mode 0700
-        path = os.path.join(self._folder, "run")
-        try:
-            self._listener.bind(path)
-        except OSError as cause:
-            self.__exit__()
-            raise InvalidRequest(
-                f"cannot share a run at {path} ({cause.strerror or cause}): set TMPDIR to a short path"
-            ) from cause
-        self._listener.listen()
-        self._listener.settimeout(LOOK_S)
-        self._begin(self._accept)
-        return SharedRun(path)
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        for thread in list(self._threads):
-            thread.join(CLOSE_S)
-        self._listener.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _begin(self, work: Callable[[], None]) -> None:
-        thread = threading.Thread(target=work, name="kvstore-run", daemon=True)
-        self._threads.add(thread)
-        thread.start()
-
-    def _accept(self) -> None:
-        while not self._ended.is_set():
-            try:
-                connected, _ = self._listener.accept()
-            except TimeoutError:
-                continue
-            except OSError:
-                return  # out of descriptors: those that are connected go on
-            self._threads = {each for each in self._threads if each.is_alive()}
-            if len(self._threads) > CONSUMERS_MAX:
-                connected.close()
-            else:
-                self._begin(partial(self._serve, Connection(connected.detach())))
-
-    def _serve(self, link: Connection) -> None:
-        """The consumer of this process: takes groups for the one at the other end."""
-        with link, suppress(OSError):
-            is_asked = self._is_asked(link)
-            while is_asked and (taken := self._take(link)) is not None:
-                with taken:
-                    link.send(taken.group)
-                    is_asked = self._is_asked(link)
-                    if not is_asked:
-                        raise ConnectionError  # so the group goes out again
-            if self._run.is_over:
-                link.send(None)
-
-    def _take(self, link: Connection) -> LeasedGroup | None:
-        me = threading.current_thread()
-        # A consumer that waits sends nothing, so what there is to read is its end.
-        while not (self._run.is_over or self._ended.is_set() or link.poll()):
-            taken = self._run.try_take(LOOK_S, me.is_alive)
-            if taken is not None:
-                return taken
-        return None
-
-    def _is_asked(self, link: Connection) -> bool:
-        """Waits until the consumer asks for the next group; False if it has gone, or the run is shared no more."""
-        while not self._ended.is_set():
-            if link.poll(LOOK_S):
-                try:
-                    link.recv_bytes(len(NEXT))
-                except EOFError:
-                    return False
-                return True
-        return False

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvstore.batches.file import RequestFile
+from kvstore.batch.file import RequestFile
 from kvstore.core.validate import DEPTH_MAX, parse_json
 from kvstore.errors import InvalidRequest, Unavailable
 

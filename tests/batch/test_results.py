@@ -8,8 +8,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore.batches import Results
-from kvstore.batches.upload import ServerAnswer
+from kvstore.batch.upload import Results, ServerAnswer
 from tests.kit.cases import for_each
 
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvstore.planning import Group, GroupStates, PromptSet, make_plan
-from tests.planning.brute import common
+from kvstore.batch import Group, GroupStates, PromptSet, make_plan
+from tests.batch.brute import common
 
 ATTEMPTS = 3
 

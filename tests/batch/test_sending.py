@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from kvstore.batches import RequestFile, Results, Sent, Server, read_batch, send
-from kvstore.batches import upload as server
-from kvstore.batches.upload import ServerAnswer
+from kvstore.batch import upload as server
+from kvstore.batch.file import RequestFile, read_batch
+from kvstore.batch.upload import Results, Sent, Server, ServerAnswer, send
 from kvstore.cli.app import app
 from kvstore.errors import InvalidRequest, Unavailable
-from tests.batches.answering import DROPS, Answering, Body, Says, answering, completes, talking
+from tests.batch.answering import DROPS, Answering, Body, Says, answering, completes, talking
 from tests.cli.conftest import KVSTORE
 from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S, eventually

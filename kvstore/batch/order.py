@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.planning.prompts import Counts, PromptSet, Trie
+from kvstore.batch.prompts import Counts, PromptSet, Trie
 
 # Memory with least-recently-used eviction: what a batch saves in an unplanned order.
 #

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.batches import RequestFile, load_tokenizer, read_batch
+from kvstore.batch.file import RequestFile, load_tokenizer, read_batch
 from kvstore.errors import InvalidRequest
 from tests.kit.cases import for_each
 
@@ -28,10 +28,6 @@ class Letters:
 
 def openai(custom_id: str = "a", **body: Any) -> str:
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body})
-
-
-def trace(**changes: Any) -> str:
-    return json.dumps({"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1], **changes})
 
 
 def batch_of(folder: Path, *lines: str, **settings: Any) -> RequestFile:
@@ -59,22 +55,6 @@ def test_text_and_messages_are_tokenized(tmp_path: Path) -> None:
     )
     assert tokens_of(batch) == [list(map(ord, "hi")), list(map(ord, "<user>x"))]
     assert batch.decode_tokens == [None, 4]
-
-
-@for_each("is_array", [True, False])
-def test_a_conversation_ends_with_the_human_and_is_answered_next(tmp_path: Path, is_array: bool) -> None:
-    records = [
-        {"id": "1", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "bcd"}]},
-        {"id": "2", "conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "e"}]},
-    ]
-    path = tmp_path / "batch.json"
-    path.write_text(json.dumps(records, indent=1) if is_array else "\n".join(map(json.dumps, records)))
-    batch = read_batch(path, Letters())
-    assert tokens_of(batch) == [list(map(ord, "<user>a")), list(map(ord, "<system>s<user>e"))]
-    assert batch.decode_tokens == [3, None]
-    batch.write([1, 0], tmp_path / "out.json")
-    text = (tmp_path / "out.json").read_text()
-    assert (json.loads(text) if is_array else list(map(json.loads, text.splitlines()))) == records[::-1]
 
 
 def test_a_reordered_file_has_the_same_lines(tmp_path: Path) -> None:
@@ -126,14 +106,14 @@ def test_a_write_that_fails_leaves_the_output_as_it_was(tmp_path: Path) -> None:
         ("nonsense", "not JSON"),
         ("7", "not a request of a batch"),
         ("{}", "not a request of a batch"),
-        (trace(), "a request with hash_ids among others"),
         (openai("a", prompt=[1]), "custom_id 'a' is that of line 1 too"),
         (openai("", prompt=[1]), "custom_id=''"),
         (json.dumps({"body": {"prompt": [1]}}), "custom_id=None"),
         (json.dumps({"custom_id": "b", "body": 3}), "body is an int"),
-        (openai("b", prompt=[]), "the prompt is empty"),
-        (openai("b", prompt=""), "the prompt is empty"),
-        (openai("b", messages=[]), "the prompt is empty"),
+        (openai("b", prompt=[]), "prompt 1 is empty"),
+        (openai("b", prompt=""), "prompt 1 is empty"),
+        (openai("b", messages=[]), "prompt 1 is empty"),
+        (openai("b", prompt=[1, True, 3]), "a boolean among them"),
         (openai("b", prompt=[1, -2]), "token -2 at position 1"),
         (openai("b", prompt=[[1], [2]]), "one dimension"),
         (openai("b", prompt="text"), "the prompt is text: give --tokenizer NAME"),
