@@ -17,11 +17,11 @@ import numpy.typing as npt
 
 from kvstore.census.selection import NOTHING, ClearFilter, ClearOrder
 from kvstore.codec.image import Images, ImagesIn, Mask, take_images, verify_images
-from kvstore.core.address import Address, TokenArray
+from kvstore.core.address import Address
 from kvstore.core.buffers import BufferLoan, Sections
 from kvstore.core.clock import Clock
 from kvstore.core.metrics import Counters, NodeCount
-from kvstore.core.namespace import Namespace, NamespaceDigest
+from kvstore.core.namespace import NamespaceDigest
 from kvstore.core.recency import DEFAULT, Hints
 from kvstore.format.header import FIXED_BYTES, incarnation_at
 from kvstore.format.keyset import KeySet, leading
@@ -192,11 +192,6 @@ class MemoryTier:
         packed = wanted.packed_addresses
         with self._lock:
             return 0 if self._is_closed else self._inventory.leading(packed, first)
-
-    def leading_of(self, namespace: Namespace, tokens: TokenArray) -> int:
-        """Returns how many leading chunks of a prompt are in memory, by their tokens: nothing is hashed."""
-        with self._lock:
-            return 0 if self._is_closed else len(self._inventory.match(namespace.digest, tokens.data.cast("B")))
 
     def refer(self, wanted: KeySet, first: int, count: int) -> Slots:
         """Refers to ``count`` chunks from index ``first`` on; those in memory stay until the slots are released."""
