@@ -26,7 +26,7 @@ from kvstore.core.recency import DEFAULT, Hints
 from kvstore.format.header import FIXED_BYTES, incarnation_at
 from kvstore.format.keyset import KeySet, leading
 from kvstore.tiers.arena import Extents, SealedArena
-from kvstore.tiers.inventory import DROP_COUNT, Admission, ChunkIdentity, TierEntry, TierInventory
+from kvstore.tiers.inventory import DROP_COUNT, Admission, TierEntry, TierInventory
 
 # The memory tier's slots and references: room being filled, and chunks that stay in place while they are used.
 
@@ -376,10 +376,6 @@ class MemoryTier:
                 self._inventory.refer(entry)
             return Victims(self._readable, entries, self._let_go)
 
-    def place(self, entry: TierEntry) -> ChunkIdentity:
-        with self._lock:
-            return entry.place
-
     def evict(self, entries: Sequence[TierEntry]) -> None:
         """Evicts victims before their release, except those that are in use again, dirty or pinned (rule E2)."""
         evicted_count = 0
@@ -387,7 +383,7 @@ class MemoryTier:
             self._collect()
             for entry in entries:
                 is_needed = entry.references > 1 or entry.is_dirty or self._inventory.is_pinned(entry.address)
-                if not entry.is_gone and not is_needed and not entry.children_count:
+                if not entry.is_gone and not is_needed and self._inventory.is_leaf(entry):
                     self._inventory.drop(entry)
                     evicted_count += 1
         self._counters.add(NodeCount.MEMORY_EVICTED, evicted_count)
