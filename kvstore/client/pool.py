@@ -118,7 +118,7 @@ class Credentials:
 
     def account(self, address: str) -> Metadata:
         """Returns the proof of our account for a worker of this host; nothing if the account has no secret."""
-        if not is_loopback(address):
+        if not is_loopback(address) or address.startswith("unix:"):
             return ()
         try:
             return ((HEADER, proof(account_secret(), address)),)
