@@ -84,7 +84,6 @@ class Endpoint:
         self.address = address
         self.bulk = Links(address, bulk, limits, self._open_bulk, credentials, counters)
         """The bulk connections."""
-        self._calls_past_grpc = bulk in (Bulk.AUTO, Bulk.SHARED)
         self.connection_version = credentials.connection_version
         """Version of the certificate of its connections; with another version this endpoint must be replaced."""
         self._credentials = credentials
@@ -102,12 +101,12 @@ class Endpoint:
         self.probe_pause_s = 0.0
 
     def call(self, name: str, message: Message, timeout_s: float) -> bytes:
-        """Returns the answer to a call of SHORT_CALLS: over a bulk connection that is at hand, or else over gRPC.
+        """Returns the answer to a call of SHORT_CALLS: over a bulk connection, or else over gRPC.
 
         Raises what gRPC raises, BulkRefused, LinkLate.
         """
         ends_s = time.monotonic() + timeout_s
-        answer = self.bulk.call(name, message, timeout_s) if self._calls_past_grpc else None
+        answer = self.bulk.call(name, message, timeout_s)
         if answer is None:
             answer = self._stub(name, "unary_unary")(sealed(message), timeout=ends_s - time.monotonic())
         return answer
