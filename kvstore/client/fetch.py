@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client.endpoints import Endpoint
-from kvstore.client.failover import Caller, FileLanes
+from kvstore.client.failover import Caller, Endpoint, FileLanes
 from kvstore.client.pool import ClientLease, DataConnection, Leased
 from kvstore.codec.chunk_run import ChunkRun
 from kvstore.codec.image import ImagesIn, read_verified, take_images, verified

@@ -18,8 +18,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client.endpoints import Endpoint
-from kvstore.client.failover import Caller, FileLanes
+from kvstore.client.failover import Caller, Endpoint, FileLanes
 from kvstore.client.pool import DataConnection, UploadArena
 from kvstore.core.buffers import Pieces, Planes, Sections, grouped
 from kvstore.core.executor import Deadline, Executor
