@@ -141,15 +141,15 @@ class ServerAccess:
         audit.open()
         account = None
         if self.client_ca_file is None and authenticator is None and is_loopback(listen):
-            account = self._account()
+            account = self._account(listen)
         return ServerSecurity(tls, self.client_ca_file is not None, authenticator, audit, account)
 
-    def _account(self) -> Account | None:
+    def _account(self, listen: str) -> Account | None:
         if self.any_account:
             log.warning("worker.any_account every account of this host can read and write through this worker")
             return None
         try:
-            return Account(account_secret())
+            return Account(None if listen.startswith("unix:") else account_secret())
         except InvalidRequest as cause:
             raise InvalidRequest(
                 f"{cause}: the worker cannot tell its account's clients from others; give --any-account to serve every "

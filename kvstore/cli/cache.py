@@ -163,8 +163,8 @@ def lookup(prompt: Prompt, chunks_max: int, worker: str | None, access: Access, 
 
     Places are the root (with size, last use, encoding and writer), the memory and the local disk of a worker, and the
     memory of its peers. Also shows how many pins cover the chunk, and how many leading tokens each medium has, as
-    POST /query of the worker and of kvstore events answers. Reads headers only, and does not count as a use. Exit
-    code 1 if nothing is stored.
+    POST /query of kvstore events answers. Reads headers only, and does not count as a use. Exit code 1 if nothing is
+    stored.
 
     \b
     Examples:

@@ -12,8 +12,7 @@ from typing import Any, Protocol, TypeVar
 from google.protobuf.message import Message
 
 from kvstore.census.selection import Selection, checked_selection
-from kvstore.client.endpoints import Endpoint, WorkerEndpoints
-from kvstore.client.failover import Caller
+from kvstore.client.failover import Caller, Endpoint, WorkerEndpoints
 from kvstore.client.limits import ClientLimits
 from kvstore.client.routing import marks_of
 from kvstore.core.address import Address, Tokens, token_array

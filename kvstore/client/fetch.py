@@ -7,7 +7,6 @@ and gRPC is left for what came wrong. Every image is verified, and every chunk i
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
@@ -19,8 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client.endpoints import Endpoint
-from kvstore.client.failover import Caller, FileLanes
+from kvstore.client.failover import Caller, Endpoint, FileLanes
 from kvstore.client.pool import ClientLease, DataConnection, Leased
 from kvstore.codec.chunk_run import ChunkRun
 from kvstore.codec.image import ImagesIn, read_verified, take_images, verified
@@ -344,9 +342,6 @@ class Natively(NativeBatch):
             raise Damaged(Damage.SECTION_CHECKSUM)
 
 
-log = logging.getLogger(__name__)
-
-
 def received(
     stub: Any, request: bytes, watch: StreamWatchdog, idle_s: float, timeout_s: float
 ) -> Generator[pb.GetResponse]:
@@ -424,9 +419,7 @@ class RemoteRead(ABC):
             try:
                 is_right = self._receive_images(link, missing)
             except (LinkBroken, InvalidRequest) as error:
-                link.channel.alive = False
-                log.info("client.bulk_broken worker=%s why=%s", endpoint.address, error)
-                self._counters.add(ClientCount.BULK_BROKEN)
+                endpoint.bulk.note_broken(link, error)
                 return self._missing()
         if is_right:
             return ()

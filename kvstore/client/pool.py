@@ -118,7 +118,7 @@ class Credentials:
 
     def account(self, address: str) -> Metadata:
         """Returns the proof of our account for a worker of this host; nothing if the account has no secret."""
-        if not is_loopback(address):
+        if not is_loopback(address) or address.startswith("unix:"):
             return ()
         try:
             return ((HEADER, proof(account_secret(), address)),)
@@ -509,11 +509,6 @@ class Connector:
         self._no_link("; ".join(f"{way.value}: {why}" for way, why in reasons.items()), silent=silent)
         return None
 
-    def dial_here(self) -> Dialled | None:
-        """Dials the worker if it is on this host. Raises what goes wrong."""
-        answer = self._offer(self._step_s)
-        return self._dial_shared(answer) if answer is not None else None
-
     def check(self) -> None:
         """Raises NoBulkPath if the worker does not offer the required path, NoAnswer if it does and is silent."""
         if self._bulk is not Bulk.AUTO and (self._worked or self._is_silent):
@@ -605,10 +600,6 @@ class Connector:
         return used
 
 
-AHEAD_S = 60.0
-"""Time before another attempt to make a connection for short calls alone."""
-CALLS_MIN = 2
-"""A client that makes fewer short calls needs no connection for them."""
 NUMBER_MAX = 1 << 31
 """Requests per connection, before it is replaced: request numbers must not run out."""
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -756,11 +747,6 @@ class Links:
         self._open: set[DataConnection] = set()
         self._dialling = 0
         self._owner = Owner()
-        self._calls = 0
-        """Short calls that were made."""
-        self._calling: set[DataConnection] = set()
-        """The connections that short calls use now."""
-        self._ahead_at_s = 0.0
         self._retry_at_s = 0.0
         self._closed = False
 
@@ -782,31 +768,27 @@ class Links:
                 self._give(link)
 
     def call(self, name: str, message: Message, timeout_s: float) -> bytes | None:
-        """Makes a call of SHORT_CALLS; None if no connection is at hand, or it breaks.
+        """Makes a call of SHORT_CALLS; None if it has to go over gRPC: there is no connection, or it broke.
 
-        It waits for no connection, and half of them are left to bytes. A client that goes on asking, and moves no
-        bytes, gets one in the background. Raises BulkRefused, LinkLate.
+        Raises BulkRefused, LinkLate, and as ``link`` does.
         """
-        link = self._take_at_hand()
-        if link is None:
-            return None
-        try:
-            answer = link.call(name, message, timeout_s)
-        except (LinkBroken, InvalidRequest) as error:
-            link.channel.alive = False
-            log.info("client.bulk_broken worker=%s why=%s", self._address, error)
-            self._counters.add(ClientCount.BULK_BROKEN)
-            return None
-        except BaseException:
-            link.channel.alive = False  # it stopped in the middle
-            raise
-        finally:
-            with self._lock:
-                self._calling.discard(link)
-            self._give(link)
+        with self.link(timeout_s) as link:
+            if link is None:
+                return None
+            try:
+                answer = link.call(name, message, timeout_s)
+            except (LinkBroken, InvalidRequest) as error:
+                self.note_broken(link, error)
+                return None
         if isinstance(answer, BulkRefused):
             raise answer
         return answer
+
+    def note_broken(self, link: DataConnection, error: Exception) -> None:
+        """Gives a connection up, and counts that."""
+        link.channel.alive = False
+        log.info("client.bulk_broken worker=%s why=%s", self._address, error)
+        self._counters.add(ClientCount.BULK_BROKEN)
 
     def reserve_arena(self, link: DataConnection, size_bytes: int) -> int:
         """Reserves up to ``size_bytes`` for the arena of a connection; returns how many it may have.
@@ -832,52 +814,6 @@ class Links:
             link.close()
         for link in busy:
             link.channel.cut()
-
-    def _take_at_hand(self) -> DataConnection | None:
-        if not self._owner.is_here:
-            return None
-        with self._lock:
-            self._calls += 1
-            fit = [link for link in self._idle if link.is_shared]
-            if not fit and not self._open and not self._dialling:
-                self._begin_ahead()
-            if not fit or len(self._calling) > (self._limits.bulk_links_max - 1) // 2:
-                return None
-            link = next((each for each in reversed(fit) if each.arena is None), fit[-1])
-            self._idle.remove(link)
-            self._calling.add(link)
-        if link.channel.is_quiet() and link.credentials_version == self._credentials.version:
-            return link
-        with self._lock:
-            self._calling.discard(link)
-        self._drop(link)
-        return None
-
-    def _begin_ahead(self) -> None:
-        """Makes a connection in the background; called with the lock."""
-        now_s = time.monotonic()
-        if self._calls < CALLS_MIN or now_s < self._ahead_at_s or self._closed:
-            return
-        self._ahead_at_s = now_s + AHEAD_S
-        self._dialling += 1
-        try:
-            threading.Thread(target=self._dial_ahead, name="kvstore-dial", daemon=True).start()
-        except RuntimeError:  # no more threads
-            self._dialling -= 1
-
-    def _dial_ahead(self) -> None:
-        link: DataConnection | None = None
-        try:
-            dialled = self._dialler.dial_here()
-            link = DataConnection(dialled, self._address) if dialled is not None else None
-        except Exception as error:  # noqa: BLE001  # calls go over gRPC
-            log.debug("client.no_connection_ahead worker=%s why=%s", self._address, error)
-        with self._lock:
-            self._dialling -= 1
-            if link is not None:
-                self._open.add(link)
-        if link is not None:
-            self._give(link)
 
     def _take(self, timeout_s: float) -> DataConnection | None:
         if self._bulk is Bulk.GRPC:

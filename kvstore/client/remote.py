@@ -20,8 +20,7 @@ from google.protobuf.message import Message
 
 from kvstore.census.selection import Selection
 from kvstore.client.control import Control, selection_message
-from kvstore.client.endpoints import Endpoint, WorkerEndpoints, addresses_in, check_address
-from kvstore.client.failover import Caller, CallFailed
+from kvstore.client.failover import Caller, CallFailed, Endpoint, WorkerEndpoints, addresses_in, check_address
 from kvstore.client.fetch import BlockFetch, ChunkFetch, ReceivedViews, RemoteRead
 from kvstore.client.limits import ClientLimits, checked_limits
 from kvstore.client.operation import Operation

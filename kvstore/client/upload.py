@@ -5,7 +5,6 @@ Several lanes copy, past the caches and without the GIL.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -19,8 +18,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client.endpoints import Endpoint
-from kvstore.client.failover import Caller, FileLanes
+from kvstore.client.failover import Caller, Endpoint, FileLanes
 from kvstore.client.pool import DataConnection, UploadArena
 from kvstore.core.buffers import Pieces, Planes, Sections, grouped
 from kvstore.core.executor import Deadline, Executor
@@ -266,9 +264,6 @@ def _copy_step(_: object, to: Addresses, source: Addresses, spans: list[tuple[in
     return True
 
 
-log = logging.getLogger(__name__)
-
-
 def put_past_grpc(
     endpoint: Endpoint, start: pb.PutStart, cargo: UploadSource, caller: Caller, timeout_s: float
 ) -> pb.PutResponse | None:
@@ -280,9 +275,7 @@ def put_past_grpc(
         try:
             return _send_put(link, endpoint, start, cargo, caller, timeout_s)
         except (LinkBroken, InvalidRequest) as error:
-            link.channel.alive = False
-            log.info("client.bulk_broken worker=%s why=%s", endpoint.address, error)
-            caller.counters.add(ClientCount.BULK_BROKEN)
+            endpoint.bulk.note_broken(link, error)
     return None
 
 

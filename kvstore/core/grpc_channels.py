@@ -26,6 +26,7 @@ class UnreachableReason(enum.Enum):
 
     REFUSED = "nothing listens there", "connection refused"
     NO_SOCKET = "there is no such socket", "no such file"
+    NO_PERMISSION = "its socket is open to another account only", "permission denied"
     NO_ADDRESS = "its name has no address", "resolving", "resolution failed"
     OTHER_NAME = "its certificate is for another name", "hostname verification", "verify peer"
     TLS = "TLS failed", "handshake"

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from random import Random
 from typing import Any
 
-from kvstore.client.endpoints import SERVING, Endpoint
+from kvstore.client.failover import SERVING, Endpoint
 from kvstore.client.limits import ClientLimits
 from kvstore.client.pool import PLAIN, Bulk, Credentials
 from kvstore.core.clock import Clock

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from kvstore.client.endpoints import Endpoint
+from kvstore.client.failover import Endpoint
 from kvstore.client.pool import PLAIN, BulkRefused, Credentials, DataConnection
 from kvstore.core.address import Address
 from kvstore.core.clock import Clock

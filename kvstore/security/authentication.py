@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from kvstore.core.validate import parse_json
@@ -37,10 +38,10 @@ from kvstore.security.tls import LOOK_S, WatchedFiles, read_secret, read_trusted
 
 # The account that a worker on loopback runs as: its clients prove that they run as it too (rule X12).
 #
-# Every account of a host can connect to a loopback port, and TCP does not reveal the account of the other end. So
-# workers and clients of one account share a secret in a file that only this account can read. A client sends a proof
-# derived from the secret and the port or path that it calls: another program that listens there instead of the worker
-# learns nothing that other workers accept.
+# Every account of a host can connect to a loopback port, and neither TCP nor gRPC reveals the account of the other end.
+# So workers and clients of one account share a secret in a file that only this account can read. A client sends a proof
+# derived from the secret and the port that it calls: another program that listens there instead of the worker learns
+# nothing that other workers accept.
 
 
 HEADER = "kvstore-account"
@@ -49,56 +50,54 @@ SECRET_BYTES = 32
 
 
 class Account:
-    """The account of this worker. Thread-safe."""
+    """The account of this worker. Without ``secret`` only its clients can connect: to a unix socket of mode 0600."""
 
-    def __init__(self, secret: bytes) -> None:
-        self.name = ACCOUNT + _user()
+    def __init__(self, secret: bytes | None) -> None:
+        try:
+            user = pwd.getpwuid(os.geteuid()).pw_name
+        except KeyError:
+            user = str(os.geteuid())
+        self.name = ACCOUNT + user
         """The name of its clients."""
         self._secret = secret
-        self._proofs: tuple[bytes, ...] = ()
+        self._proof = secrets.token_bytes()
 
-    def serve(self, *addresses: str) -> None:
-        """Sets the addresses by which clients call the worker."""
-        self._proofs = tuple(proof(self._secret, address).encode() for address in addresses)
+    def serve(self, address: str) -> None:
+        """Sets the address by which clients call the worker."""
+        if self._secret is not None:
+            self._proof = proof(self._secret, address).encode()
 
     def is_proved_by(self, shown: str) -> bool:
         """True if a client that shows this runs as the same account."""
-        return any(hmac.compare_digest(shown.encode(errors="replace"), each) for each in self._proofs)
+        return self._secret is None or hmac.compare_digest(shown.encode(errors="replace"), self._proof)
 
 
 def proof(secret: bytes, address: str) -> str:
-    """Returns what a client of ``host:port`` or ``unix:path`` shows. A host has several names: only its port counts."""
-    if address.startswith("unix:"):
-        door = os.path.realpath(address.removeprefix("unix:").removeprefix("//"))
-    else:
-        door = address.rpartition(":")[2]
-    return hmac.new(secret, os.fsencode(door), sha256).hexdigest()
+    """Returns the proof that a client of ``host:port`` sends. A host has several names: only the port counts."""
+    return hmac.new(secret, address.rpartition(":")[2].encode(), sha256).hexdigest()
 
 
 def account_secret() -> bytes:
     """Returns the secret of the account that this process runs as, and makes it at first. Raises InvalidRequest."""
     path = _home() / ".local/state/kvstore/account.secret"
-    if not path.exists():
-        _make(path)
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with NamedTemporaryFile("w", dir=path.parent) as file, suppress(FileExistsError):  # of mode 0600
+                file.write(secrets.token_hex(SECRET_BYTES))
+                file.flush()
+                # A link, not a rename: if several processes make the secret concurrently, all must use the first one.
+                os.link(file.name, path)
+    except OSError as cause:
+        raise InvalidRequest(f"cannot write {path}: {cause.strerror or cause}") from cause
     content = read_secret(path, "secret of this account", 2 * SECRET_BYTES)
     with suppress(ValueError):
         secret = bytes.fromhex(content.decode())
-        if len(secret) == SECRET_BYTES:  # a shorter one could be guessed, an empty one is known to everybody
+        if (
+            len(secret) == SECRET_BYTES
+        ):  # a shorter one could be guessed, and an empty one after a power cut is no secret
             return secret
     raise InvalidRequest(f"{path} holds no secret of this account: remove it, and start the workers again")
-
-
-def said_account() -> str:
-    """Returns the name and number of the account that this process runs as, for people."""
-    name, uid = _user(), os.geteuid()
-    return f"uid {uid}" if name == str(uid) else f"{name!r} (uid {uid})"
-
-
-def _user() -> str:
-    """The account's name; its number if the system knows no name."""
-    with suppress(KeyError):
-        return pwd.getpwuid(os.geteuid()).pw_name
-    return str(os.geteuid())
 
 
 def _home() -> Path:
@@ -107,22 +106,6 @@ def _home() -> Path:
         return Path(pwd.getpwuid(os.geteuid()).pw_dir)
     except KeyError as cause:
         raise InvalidRequest(f"uid {os.geteuid()} has no entry in the system's list of accounts, so no home") from cause
-
-
-def _make(path: Path) -> None:
-    new = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_hex(SECRET_BYTES))
-            file.flush()
-            os.fsync(file.fileno())  # or a power cut could leave the name of an empty file
-        # A link, not a rename: if several processes make the secret concurrently, all must use the first one.
-        with suppress(FileExistsError):
-            os.link(new, path)
-        new.unlink()
-    except OSError as cause:
-        raise InvalidRequest(f"cannot write {path}: {cause.strerror or cause}") from cause
 
 
 # Bearer tokens: signed with Ed25519, expiring, with an id that can be revoked, and bound to a certificate if wanted.

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from kvstore.core.metrics import WorkerCount
 from kvstore.security.access import (
+    ACCOUNT,
     ANYONE,
     CERTIFICATE,
     EVERY,
@@ -32,7 +33,7 @@ from kvstore.security.access import (
     quota_of,
 )
 from kvstore.security.audit import AuditLog
-from kvstore.security.authentication import Account, Authenticator, said_account
+from kvstore.security.authentication import Account, Authenticator
 from kvstore.security.tls import Certificate
 
 _DENIED = {reason: WorkerCount[f"DENIED_{reason.name}"] for reason in DenialReason}
@@ -95,8 +96,9 @@ class AccessGuard:
         if self._account is not None and not self._account.is_proved_by(presented.account):
             raise NotKnown(
                 DenialReason.UNAUTHENTICATED,
-                f"this worker serves only the account that it runs as, {said_account()}: run as that account, or start "
-                "the worker with --any-account",
+                "this worker serves only the account that it runs as, "
+                f"{self._account.name.removeprefix(ACCOUNT)!r}: run as that account, or start the worker with "
+                "--any-account",
             )
         if presented.names:
             return Identity(CERTIFICATE + presented.names[0], _ALL)

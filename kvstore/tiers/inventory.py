@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple, Protocol
@@ -17,11 +18,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.address import Address
+from kvstore.core.address import ADDRESS_BYTES, Address
 from kvstore.core.namespace import NamespaceDigest
 from kvstore.core.recency import DEFAULT, PRIORITY_DEFAULT, Hints
 from kvstore.format.keyset import ChunkIdentity
-from kvstore.tiers.radix_tree import Chunk, Tree
 
 # The entry that a bounded tier keeps for one chunk, its place (which chunk it is), and its queue.
 
@@ -56,16 +56,19 @@ class Queue:
         return self.turns[0][0]
 
 
-class TierEntry(Chunk):
+class TierEntry:
     """A chunk in a tier: claimed (neither ready nor gone), ready, gone (E1). Only its inventory changes it."""
 
     __slots__ = (
+        "address",
         "hints",
         "is_dirty",
         "is_gone",
+        "is_ready",
         "is_replica",
         "is_retired",
         "offset",
+        "place",
         "queue",
         "references",
         "size_bytes",
@@ -75,7 +78,9 @@ class TierEntry(Chunk):
     )
 
     def __init__(self, place: ChunkIdentity, offset: int, size_bytes: int, now_s: float, hints: Hints) -> None:
-        super().__init__(place.address, place.parent)
+        self.place = place
+        """The chunk's identity; also when the entry is gone."""
+        self.address = place.address
         self.offset = offset
         """Position of its room, as the ``TierSpace`` returned it."""
         self.size_bytes = size_bytes
@@ -88,6 +93,7 @@ class TierEntry(Chunk):
         self.references = 1
         self.is_dirty = False
         self.is_replica = False
+        self.is_ready = False
         self.is_gone = False
         self.is_retired = False
         """True if a caller said that it is not needed soon: it goes before all others, until it is used again."""
@@ -97,18 +103,8 @@ class TierEntry(Chunk):
         """Its turn in that queue; 0 if it has none."""
 
     @property
-    def place(self) -> ChunkIdentity:
-        """The chunk's identity; also when the entry is gone.
-
-        Its tokens lie in a run that others split and join: read this only while the inventory stands still.
-        """
-        run = self.run
-        return ChunkIdentity(run.space.namespace, self.address, self.parent, run.tokens_of(self))
-
-    @property
     def namespace(self) -> NamespaceDigest:
-        digest: NamespaceDigest = self.run.space.namespace
-        return digest
+        return self.place.namespace
 
     @property
     def priority(self) -> int:
@@ -353,7 +349,9 @@ class TierInventory:
 
     def __init__(self, room: TierSpace) -> None:
         self._room = room
-        self._tree: Tree[TierEntry] = Tree()
+        self._entries: dict[Address, TierEntry] = {}
+        self._children: Counter[Address] = Counter()
+        """How many entries each chunk is the parent of, here or not."""
         self._queues = Queues(self._is_evictable)
         self._prints = Prints()
         self._pins: dict[Address, int] = {}
@@ -372,19 +370,22 @@ class TierInventory:
     @property
     def entries_count(self) -> int:
         """Number of entries that are claimed or ready."""
-        return len(self._tree)
+        return len(self._entries)
 
     def find(self, address: Address) -> TierEntry | None:
-        entry = self._tree.find(address)
+        entry = self._entries.get(address)
         return entry if entry is not None and entry.is_ready else None
 
     def leading(self, packed_addresses: bytes, first: int = 0) -> int:
         """Returns how many consecutive chunks from index ``first`` on are ready; of one chain, or any blocks."""
-        return self._tree.leading(packed_addresses, first)
+        at = first * ADDRESS_BYTES
+        while self.find(Address(packed_addresses[at : at + ADDRESS_BYTES])) is not None:
+            at += ADDRESS_BYTES
+        return at // ADDRESS_BYTES - first
 
-    def match(self, namespace: NamespaceDigest, packed: memoryview) -> list[TierEntry]:
-        """Returns the ready entries of the leading chunks of ``packed`` (tokens as u32, bytes), without hashing."""
-        return self._tree.match(namespace, packed)
+    def is_leaf(self, entry: TierEntry) -> bool:
+        """True if no entry is a child of this one."""
+        return not self._children[entry.address]
 
     def claim(
         self,
@@ -402,11 +403,12 @@ class TierInventory:
         gives it up with ``unrefer``, after ``ready`` or ``drop``.
         """
         self._now_s = max(self._now_s, now_s)
-        if self._tree.find(place.address) is not None:
+        if place.address in self._entries:
             return None
-        # Add it to the tree before room is made: its parent is then no leaf, and cannot be evicted for its child.
+        # Add it before room is made: its parent is then no leaf, and cannot be evicted for its child.
         entry = TierEntry(place, -1, size_bytes, now_s, hints)
-        self._tree.add(place.namespace, entry, place.tokens)
+        self._entries[place.address] = entry
+        self._children[place.parent] += 1
         offset = self._make_room(size_bytes)
         if offset is None:
             self._forget(entry)
@@ -424,7 +426,7 @@ class TierInventory:
         """Shows a claimed entry to all callers. False if it was dropped since the claim."""
         if entry.is_gone:
             return False
-        self._tree.show(entry)
+        entry.is_ready = True
         self._prints.add(entry.address)
         self._queues.moved(entry)
         self._queues.offer(entry)
@@ -480,7 +482,7 @@ class TierInventory:
         count = self._pins.pop(address, 0)
         if count > 1:
             self._pins[address] = count - 1
-        elif count and (entry := self._tree.find(address)) is not None:
+        elif count and (entry := self._entries.get(address)) is not None:
             self.pinned_bytes -= entry.size_bytes
             self._queues.offer(entry)
 
@@ -530,9 +532,7 @@ class TierInventory:
 
     def entries(self) -> list[TierEntry]:
         """Returns all entries, claimed ones too, the latest first."""
-        # In this order most children come before their parents, so that dropping shortens a run instead of splitting
-        # it.
-        return [*self._tree][::-1]
+        return [*self._entries.values()][::-1]
 
     def changes(self) -> set[int]:
         """Returns the shards (0 to 63) in which entries became ready or went since the last call."""
@@ -546,7 +546,7 @@ class TierInventory:
         """True if rules E1 and E2 allow its eviction."""
         return (
             not entry.references
-            and not entry.children_count
+            and self.is_leaf(entry)
             and entry.is_ready
             and not entry.is_dirty
             and entry.address not in self._pins
@@ -579,23 +579,25 @@ class TierInventory:
         while planned_bytes < bytes_wanted and (entry := self._queues.pop(self._now_s)) is not None:
             found.append(entry)
             planned_bytes += entry.size_bytes
-            parent = self._tree.find(entry.parent)
-            if parent is not None:
-                # Count as if the child were gone already. Undone below: the parent then has a turn that does not count.
-                parent.children_count -= 1
-                self._queues.offer(parent)
+            # Count as if the child were gone already. Undone below: the parent then has a turn that does not count.
+            self._leave_parent(entry)
         for entry in found:
-            parent = self._tree.find(entry.parent)
-            if parent is not None:
-                parent.children_count += 1
+            self._children[entry.place.parent] += 1
         return found
 
     def _forget(self, entry: TierEntry) -> None:
-        self._tree.remove(entry)
+        del self._entries[entry.address]
         entry.is_ready, entry.is_gone = False, True
-        parent = self._tree.find(entry.parent)
-        if parent is not None:
-            self._queues.offer(parent)
+        self._leave_parent(entry)
+
+    def _leave_parent(self, entry: TierEntry) -> None:
+        """Counts one child less; a parent that is a leaf now may be evicted."""
+        parent = entry.place.parent
+        self._children[parent] -= 1
+        if not self._children[parent]:
+            del self._children[parent]
+            if parent in self._entries:
+                self._queues.offer(self._entries[parent])
 
     def _give(self, entry: TierEntry) -> None:
         self.held_bytes -= entry.size_bytes

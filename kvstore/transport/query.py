@@ -1,4 +1,4 @@
-"""``POST /query`` of workers and of publishers of events: questions, answers, and their HTTP."""
+"""``POST /query`` of publishers of events: questions, answers, and their HTTP."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from kvstore.core import tracing
 from kvstore.core.address import TOKENS_MAX, TokenArray, token_array
 from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, PermissionDenied, Unauthenticated, Unavailable
-from kvstore.security.authentication import HEADER
 from kvstore.transport.messages import unpack_tokens
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
 
 
-# What routers ask over HTTP, ``POST /query``, and the answers: the same of workers and of publishers of events.
+# What routers ask over HTTP, ``POST /query``, and the answers.
 #
 # The shape follows Mooncake's indexer (RFC 1403: ``longest_matched`` and counts per medium by instance) and Dynamo's
 # ``/query`` (``scores`` by instance and rank), in tokens.
@@ -155,15 +154,13 @@ class QueryCaller:
     address: str
     """The address that it comes from, without a port."""
     token: str | None = field(default=None, repr=False)
-    account: str = field(default="", repr=False)
 
     @classmethod
     def of(cls, environ: WSGIEnvironment) -> QueryCaller:
         """Reads the headers of a request."""
         given = environ.get("HTTP_AUTHORIZATION", "")
         token = given[len(BEARER) :].strip() if given.lower().startswith(BEARER) else None
-        account = environ.get("HTTP_" + HEADER.upper().replace("-", "_"), "")
-        return cls(environ.get("REMOTE_ADDR", ""), token, account)
+        return cls(environ.get("REMOTE_ADDR", ""), token)
 
 
 Identify = Callable[[QueryCaller], object]

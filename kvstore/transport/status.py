@@ -151,6 +151,7 @@ _SAID = {
 _CHECKS = {
     UnreachableReason.REFUSED: "check that the worker runs, and the port: its ready line has both",
     UnreachableReason.NO_SOCKET: "check that the worker runs, and the path",
+    UnreachableReason.NO_PERMISSION: "run as the account of the worker",
     UnreachableReason.NO_ADDRESS: "check the name of the host",
     UnreachableReason.OTHER_NAME: "give that name (tls= server_name, --tls-server-name), or check the address",
     UnreachableReason.HUNG_UP: "if it speaks TLS, give tls= (--tls-ca); else check the port",

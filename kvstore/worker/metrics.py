@@ -1,4 +1,4 @@
-"""What a worker serves over HTTP: its metrics for Prometheus, its health for probes, and answers for routers.
+"""What a worker serves over HTTP: its metrics for Prometheus, and its health for probes.
 
 A new counter or gauge is a line in kvstore/core/metrics.py; METRICS.md lists them. ``stats()`` returns them under flat
 names.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -18,8 +17,7 @@ try:
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError("metrics need prometheus-client: pip install 'kvstore-llm[server]'") from missing
 
-from kvstore.core import metrics_http, tracing
-from kvstore.core.address import TokenArray
+from kvstore.core import metrics_http
 from kvstore.core.metrics import (
     GROWING,
     LATENCY_BUCKETS_S,
@@ -32,12 +30,8 @@ from kvstore.core.metrics import (
     TierName,
     WorkerCount,
 )
-from kvstore.core.namespace import Namespace
-from kvstore.errors import InvalidRequest, PermissionDenied
-from kvstore.format.keyset import chunk_count
-from kvstore.security.access import PERMISSIONS, Presented
-from kvstore.security.tls import is_loopback
-from kvstore.transport.query import QueryCaller, Question, answer_document, answered, asks
+from kvstore.errors import InvalidRequest
+from kvstore.security.access import PERMISSIONS
 from kvstore.worker.context import GRPC, Ended
 from kvstore.worker.data_server import BULK_METHODS
 from kvstore.worker.server import Worker
@@ -141,94 +135,8 @@ def _histogram(
     return family
 
 
-# Answers for routers that ask a worker: how long a prefix it can read, and how much of that its memory has.
-#
-# The access rules are those of the worker's calls. The port is plain HTTP, so a worker with TLS answers its host
-# alone.
-
-
-METHOD = "Match"
-"""The call that a question is: it asks for the same."""
-STORAGE, MEMORY = "STORAGE", "CPU"
-"""Media as routers know them."""
-AGAIN_S = 1.0
-NAMES_S = 60.0
-"""The root's namespaces are read again after so long; for a name that is not known, after ``AGAIN_S``."""
-
-
-class Questions:
-    """Answers questions about the store of a worker that is started. Thread-safe."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._member = worker.member
-        self._guard = worker.service.calls.guard
-        self._instance = worker.advertised
-        self._for_host_alone = worker.security.tls is not None
-        self._lock = threading.Condition()  # guards names
-        self._names: dict[tuple[str, str], list[Namespace]] = {}
-        self._named_s = float("-inf")
-
-    def identify(self, caller: QueryCaller) -> None:
-        """Raises KVStoreError for a caller who may ask nothing, whatever the question is."""
-        self._guard.identify(METHOD, self._presented(caller), caller.address, tracing.request_id())
-
-    def answer(self, question: Question, caller: QueryCaller) -> dict[str, Any]:
-        """Answers one question. Raises KVStoreError if it is invalid, or the caller may not ask it."""
-        visit = self._guard.admit(METHOD, self._presented(caller), caller.address, tracing.request_id())
-        outcome = "failed"
-        try:
-            visit.allow(question.tenant, question.model)
-            found = self._answer(question)
-            outcome = "OK"
-        finally:
-            visit.end(outcome)
-        return found
-
-    def _presented(self, caller: QueryCaller) -> Presented:
-        """Returns what a caller presents. Raises PermissionDenied for one who may not send that over plain HTTP."""
-        if self._for_host_alone and not is_loopback(f"{caller.address}:0"):
-            raise PermissionDenied("questions are plain HTTP: ask from this worker's host, or through a proxy with TLS")
-        return Presented(token=caller.token, account=caller.account)
-
-    def _answer(self, question: Question) -> dict[str, Any]:
-        if question.tokens is None:
-            raise InvalidRequest("a worker knows no hashes of events: give token_ids, or ask kvstore events")
-        best = (0, 0, 0)
-        for namespace in self._named(question):
-            blocks, in_memory = self._leading(namespace, question.tokens)
-            best = max(best, (blocks, in_memory, namespace.layout.chunk_tokens), key=lambda each: each[0] * each[2])
-        blocks, in_memory, size = best
-        return answer_document(question, size, blocks, self._instance, {MEMORY: in_memory, STORAGE: blocks})
-
-    def _leading(self, namespace: Namespace, tokens: TokenArray) -> tuple[int, int]:
-        """Returns how many leading chunks can be read, and how many of them memory has."""
-        node = self._member.node
-        if node.memory is not None and node.gc_view.is_calm:
-            in_memory = node.memory.leading_of(namespace, tokens)
-            if in_memory == chunk_count(namespace, tokens):
-                return in_memory, in_memory
-        chain = node.chains.of(namespace, tokens)
-        blocks = node.match(chain, node.limits.match_deadline_s, counts=False)
-        if node.memory is None or not blocks:
-            return blocks, 0
-        return blocks, min(blocks, node.memory.leading(chain))
-
-    def _named(self, question: Question) -> list[Namespace]:
-        """Returns the namespaces of that name and tenant. Raises the root's errors."""
-        wanted = (question.tenant, question.model)
-        with self._lock:
-            names, age_s = self._names, time.monotonic() - self._named_s
-        if age_s >= (NAMES_S if wanted in names else AGAIN_S):
-            names = {}
-            for namespace in self._member.node.namespaces():
-                names.setdefault((namespace.tenant, namespace.name), []).append(namespace)
-            with self._lock:
-                self._names, self._named_s = names, time.monotonic()
-        return names.get(wanted, [])
-
-
 class MetricsServer:
-    """Serves ``/metrics``, ``/healthz`` and ``/query`` until closed. Made by ``start_metrics``."""
+    """Serves ``/metrics`` and ``/healthz`` until closed. Made by ``start_metrics``."""
 
     def __init__(self, server: Any, thread: threading.Thread, address: str) -> None:
         self._server = server
@@ -255,21 +163,17 @@ def start_metrics(worker: Worker, address: str, version: str = "") -> MetricsSer
     registry.register(Exposition(worker, version))
     prometheus_client.ProcessCollector(registry=registry)
     try:
-        app = _with_answers(worker, prometheus_client.make_wsgi_app(registry))
+        app = _with_health(worker, prometheus_client.make_wsgi_app(registry))
         server, thread = metrics_http.serve(app, host.strip("[]"), int(port))
     except OSError as cause:
         raise InvalidRequest(f"could not serve metrics at {address}: {cause.strerror or cause}") from cause
     return MetricsServer(server, thread, f"{host}:{server.server_port}")
 
 
-def _with_answers(worker: Worker, metrics: WSGIApplication) -> WSGIApplication:
-    """Answers ``/healthz`` as the health service does, for probes that cannot speak gRPC with mutual TLS, and questions
-    of routers (``POST /query``)."""
-    questions = Questions(worker)
+def _with_health(worker: Worker, metrics: WSGIApplication) -> WSGIApplication:
+    """Answers ``/healthz`` as the health service does, for probes that cannot speak gRPC with mutual TLS."""
 
     def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        if asks(environ):
-            return answered(environ, start_response, questions.identify, questions.answer)
         if environ.get("PATH_INFO") != "/healthz":
             return metrics(environ, start_response)
         status, said = "200 OK", b"serving\n"

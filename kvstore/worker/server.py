@@ -277,6 +277,9 @@ class Worker:
             raise self._cannot_listen() from cause
         if not bound:
             raise self._cannot_listen()
+        self.address = self._listen if is_path else f"{host}:{bound}"
+        if self.security.account is not None:
+            self.security.account.serve(self.address)
         if self._bulk_port is not None:
             service = self.service
             bulk_host, tls = None if is_path else host, self.security.tls
@@ -286,10 +289,7 @@ class Worker:
             service.bulk.start()
         server.start()
         self._server, self._threads = server, threads
-        self.address = self._listen if is_path else f"{host}:{bound}"
         self.advertised = self.advertised or self._reachable(host, bound, is_path)
-        if self.security.account is not None:
-            self.security.account.serve(self.address, self.advertised)
         self._health.set(True)
         self._loop.start()
         self.member.presence.attach(self._register)
@@ -364,6 +364,12 @@ class Worker:
 
     def _bind(self, server: grpc.Server) -> int:
         tls = self.security.tls
+        if tls is None and self._listen.startswith("unix:") and self.security.account is not None:
+            before = os.umask(0o177)  # with the bind, or another account could connect before a chmod (rule X12)
+            try:
+                return server.add_insecure_port(self._listen)
+            finally:
+                os.umask(before)
         if tls is None:
             return server.add_insecure_port(self._listen)
         credentials = server_credentials(tls, asks_certificates=self.security.asks_certificates)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from tests.kit.transports import MEDIUM, WAYS, greeted, open_files_of, tokens_an
 from tests.kit.workers import WAIT_S, Served, connected, eventually, opened, raw_stub, serving, worker_process
 
 pytestmark = pytest.mark.slow
-PATHS = {"shared": "unix", "tcp": "grpc", "grpc": "grpc"}
+PATHS = {"shared": "unix", "tcp": "tcp", "grpc": "grpc"}
 BOTH = pytest.mark.parametrize("way", ["shared", "tcp"])
 TOKENS, KV = tokens_and_kv(5)
 KEY = b"k" * 16
@@ -134,53 +133,6 @@ def test_a_refusal_keeps_its_class_and_its_connection(served: Served, monkeypatc
             assert hold.tokens == len(TOKENS)
         assert served.worker.service.counters()["bulk_connections"] == 1
     assert counted(served)["Hold", "unix"] == 4
-
-
-@pytest.mark.parametrize("way", ["auto", "shared"])
-def test_a_client_that_goes_on_asking_gets_a_connection_in_the_background(served: Served, way: str) -> None:
-    with connected(served, bulk="grpc") as store:
-        stored(store.namespace("m", MEDIUM))
-    with connected(served, bulk=way) as store:
-        cache = store.namespace("m", MEDIUM)
-        assert cache.blocks.match([KEY]) == 1
-        assert served.worker.service.counters()["bulk_connections"] == 0, "one call alone needs none"
-
-        def is_asked_past_grpc() -> bool:
-            assert cache.blocks.match([KEY]) == 1
-            return counted(served)["MatchBlocks", "unix"] > 0
-
-        eventually(is_asked_past_grpc, "it asks past gRPC")
-        assert served.worker.service.counters()["bulk_connections"] == 1
-
-
-@pytest.mark.parametrize("way", ["tcp", "grpc"])
-def test_no_connection_is_made_for_calls_that_cannot_use_it(served: Served, way: str) -> None:
-    with connected(served, bulk=way) as store:
-        cache = store.namespace("m", MEDIUM)
-        for _ in range(5):
-            assert cache.blocks.match([KEY]) == 0
-        assert not [each for each in threading.enumerate() if each.name == "kvstore-dial"]
-    assert served.worker.service.counters()["bulk_connections"] == 0
-
-
-def test_calls_leave_half_of_the_connections_to_bytes(served: Served) -> None:
-    with connected(served, bulk="shared", limits=ClientLimits(bulk_links_max=4)) as store:
-        cache = store.namespace("m", MEDIUM)
-        stored(cache)
-        links: Links = next(iter(store._port.endpoints.every())).bulk  # type: ignore[attr-defined]
-        with ExitStack() as stack:
-            for _ in range(4):  # so many are open
-                stack.enter_context(links.link(WAIT_S))
-        taken = [links._take_at_hand() for _ in range(4)]
-        assert [link is not None for link in taken] == [True, True, False, False]
-        assert all(link is None or link.arena is None for link in taken), "puts keep the connection that they share"
-        assert cache.get(TOKENS)[0] == len(TOKENS)
-        assert store.stats()["client_gets_shared"] == 1
-        for link in filter(None, taken):
-            links._calling.discard(link)
-            links._give(link)
-        assert cache.blocks.match([KEY]) == 1
-    assert counted(served)["MatchBlocks", "unix"] == 1
 
 
 @BOTH

@@ -16,7 +16,7 @@ import pytest
 import kvstore
 from kvstore import Layout
 from kvstore.client import Store
-from kvstore.client.endpoints import WorkerEndpoints
+from kvstore.client.failover import WorkerEndpoints
 from kvstore.client.limits import ClientLimits
 from kvstore.client.remote import RemoteTransport
 from kvstore.core.buffers import Planes, planes_of

@@ -7,8 +7,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
-from kvstore.client.endpoints import WorkerEndpoints
-from kvstore.client.failover import Caller
+from kvstore.client.failover import Caller, WorkerEndpoints
 from kvstore.client.limits import ClientLimits
 from kvstore.client.pool import NoAnswer
 from kvstore.core.metrics import ClientCount, Counts

@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
-from kvstore.client.endpoints import Endpoint
+from kvstore.client.failover import Endpoint
 from kvstore.client.limits import ClientLimits
 from kvstore.client.local import LocalTransport
 from kvstore.client.pool import Bulk, BulkRefused, Credentials

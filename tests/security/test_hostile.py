@@ -19,7 +19,7 @@ import pytest
 
 import kvstore
 from kvstore import ClientTls
-from kvstore.client.endpoints import Endpoint
+from kvstore.client.failover import Endpoint
 from kvstore.client.limits import ClientLimits
 from kvstore.client.pool import Bulk, Credentials
 from kvstore.errors import PermissionDenied, Unauthenticated, Unavailable
