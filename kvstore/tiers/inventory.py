@@ -10,18 +10,18 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.address import Address
+from kvstore.core.address import NO_PARENT, Address
 from kvstore.core.namespace import NamespaceDigest
 from kvstore.core.recency import DEFAULT, PRIORITY_DEFAULT, Hints
 from kvstore.format.keyset import ChunkIdentity
-from kvstore.tiers.radix_tree import Chunk, Tree
 
 # The entry that a bounded tier keeps for one chunk, its place (which chunk it is), and its queue.
 
@@ -56,26 +56,22 @@ class Queue:
         return self.turns[0][0]
 
 
-class TierEntry(Chunk):
+class TierEntry:
     """A chunk in a tier: claimed (neither ready nor gone), ready, gone (E1). Only its inventory changes it."""
 
     __slots__ = (
-        "hints",
-        "is_dirty",
-        "is_gone",
-        "is_replica",
-        "is_retired",
-        "offset",
-        "queue",
-        "references",
-        "size_bytes",
-        "ticket",
-        "used_s",
-        "uses",
+        *("address", "children_count", "hints", "is_dirty", "is_gone", "is_ready", "is_replica", "is_retired"),
+        *("namespace", "offset", "parent", "queue", "references", "size_bytes", "ticket", "used_s", "uses"),
     )
 
     def __init__(self, place: ChunkIdentity, offset: int, size_bytes: int, now_s: float, hints: Hints) -> None:
-        super().__init__(place.address, place.parent)
+        self.address = place.address
+        self.parent = place.parent
+        self.namespace = place.namespace
+        self.children_count = 0
+        """Number of entries whose parent this is, ready or not."""
+        self.is_ready = False
+        """True if look-ups find it."""
         self.offset = offset
         """Position of its room, as the ``TierSpace`` returned it."""
         self.size_bytes = size_bytes
@@ -98,17 +94,8 @@ class TierEntry(Chunk):
 
     @property
     def place(self) -> ChunkIdentity:
-        """The chunk's identity; also when the entry is gone.
-
-        Its tokens lie in a run that others split and join: read this only while the inventory stands still.
-        """
-        run = self.run
-        return ChunkIdentity(run.space.namespace, self.address, self.parent, run.tokens_of(self))
-
-    @property
-    def namespace(self) -> NamespaceDigest:
-        digest: NamespaceDigest = self.run.space.namespace
-        return digest
+        """The chunk's identity; also when the entry is gone."""
+        return ChunkIdentity(self.namespace, self.address, self.parent)
 
     @property
     def priority(self) -> int:
@@ -353,7 +340,9 @@ class TierInventory:
 
     def __init__(self, room: TierSpace) -> None:
         self._room = room
-        self._tree: Tree[TierEntry] = Tree()
+        self._entries: dict[Address, TierEntry] = {}
+        self._orphans: dict[Address, int] = {}
+        """Numbers of children, by the address of their missing parent."""
         self._queues = Queues(self._is_evictable)
         self._prints = Prints()
         self._pins: dict[Address, int] = {}
@@ -372,19 +361,21 @@ class TierInventory:
     @property
     def entries_count(self) -> int:
         """Number of entries that are claimed or ready."""
-        return len(self._tree)
+        return len(self._entries)
 
     def find(self, address: Address) -> TierEntry | None:
-        entry = self._tree.find(address)
+        entry = self._entries.get(address)
         return entry if entry is not None and entry.is_ready else None
 
-    def leading(self, packed_addresses: bytes, first: int = 0) -> int:
+    def leading(self, addresses: Sequence[Address], first: int = 0) -> int:
         """Returns how many consecutive chunks from index ``first`` on are ready; of one chain, or any blocks."""
-        return self._tree.leading(packed_addresses, first)
-
-    def match(self, namespace: NamespaceDigest, packed: memoryview) -> list[TierEntry]:
-        """Returns the ready entries of the leading chunks of ``packed`` (tokens as u32, bytes), without hashing."""
-        return self._tree.match(namespace, packed)
+        entries, count = self._entries, 0
+        for address in islice(addresses, first, None):
+            entry = entries.get(address)
+            if entry is None or not entry.is_ready:
+                break
+            count += 1
+        return count
 
     def claim(
         self,
@@ -402,11 +393,11 @@ class TierInventory:
         gives it up with ``unrefer``, after ``ready`` or ``drop``.
         """
         self._now_s = max(self._now_s, now_s)
-        if self._tree.find(place.address) is not None:
+        if place.address in self._entries:
             return None
-        # Add it to the tree before room is made: its parent is then no leaf, and cannot be evicted for its child.
+        # Add it before room is made: its parent is then no leaf, and cannot be evicted for its child.
         entry = TierEntry(place, -1, size_bytes, now_s, hints)
-        self._tree.add(place.namespace, entry, place.tokens)
+        self._add(entry)
         offset = self._make_room(size_bytes)
         if offset is None:
             self._forget(entry)
@@ -424,7 +415,7 @@ class TierInventory:
         """Shows a claimed entry to all callers. False if it was dropped since the claim."""
         if entry.is_gone:
             return False
-        self._tree.show(entry)
+        entry.is_ready = True
         self._prints.add(entry.address)
         self._queues.moved(entry)
         self._queues.offer(entry)
@@ -480,7 +471,7 @@ class TierInventory:
         count = self._pins.pop(address, 0)
         if count > 1:
             self._pins[address] = count - 1
-        elif count and (entry := self._tree.find(address)) is not None:
+        elif count and (entry := self._entries.get(address)) is not None:
             self.pinned_bytes -= entry.size_bytes
             self._queues.offer(entry)
 
@@ -525,14 +516,12 @@ class TierInventory:
         return found
 
     def of_namespace(self, namespace: NamespaceDigest) -> list[TierEntry]:
-        """Returns the entries of a namespace, claimed ones too, the latest first. Looks at every entry of the tier."""
+        """Returns the entries of a namespace, claimed ones too. Looks at every entry of the tier."""
         return [entry for entry in self.entries() if entry.namespace == namespace]
 
     def entries(self) -> list[TierEntry]:
-        """Returns all entries, claimed ones too, the latest first."""
-        # In this order most children come before their parents, so that dropping shortens a run instead of splitting
-        # it.
-        return [*self._tree][::-1]
+        """Returns all entries, claimed ones too."""
+        return list(self._entries.values())
 
     def changes(self) -> set[int]:
         """Returns the shards (0 to 63) in which entries became ready or went since the last call."""
@@ -579,23 +568,41 @@ class TierInventory:
         while planned_bytes < bytes_wanted and (entry := self._queues.pop(self._now_s)) is not None:
             found.append(entry)
             planned_bytes += entry.size_bytes
-            parent = self._tree.find(entry.parent)
+            parent = self._entries.get(entry.parent)
             if parent is not None:
                 # Count as if the child were gone already. Undone below: the parent then has a turn that does not count.
                 parent.children_count -= 1
                 self._queues.offer(parent)
         for entry in found:
-            parent = self._tree.find(entry.parent)
+            parent = self._entries.get(entry.parent)
             if parent is not None:
                 parent.children_count += 1
         return found
 
-    def _forget(self, entry: TierEntry) -> None:
-        self._tree.remove(entry)
-        entry.is_ready, entry.is_gone = False, True
-        parent = self._tree.find(entry.parent)
+    def _add(self, entry: TierEntry) -> None:
+        self._entries[entry.address] = entry
+        entry.children_count = self._orphans.pop(entry.address, 0)
+        parent = self._entries.get(entry.parent)
         if parent is not None:
+            parent.children_count += 1
+            entry.parent = parent.address  # share one object, for a million of them
+        elif entry.parent != NO_PARENT:
+            self._orphans[entry.parent] = self._orphans.get(entry.parent, 0) + 1
+
+    def _forget(self, entry: TierEntry) -> None:
+        """Takes an entry out. Its children are still found, and count as its children if it comes back."""
+        del self._entries[entry.address]
+        if entry.children_count:
+            self._orphans[entry.address] = entry.children_count
+        entry.is_ready, entry.is_gone = False, True
+        parent = self._entries.get(entry.parent)
+        if parent is not None:
+            parent.children_count -= 1
             self._queues.offer(parent)
+        elif entry.parent != NO_PARENT:
+            self._orphans[entry.parent] -= 1
+            if not self._orphans[entry.parent]:
+                del self._orphans[entry.parent]
 
     def _give(self, entry: TierEntry) -> None:
         self.held_bytes -= entry.size_bytes

@@ -17,16 +17,16 @@ import numpy.typing as npt
 
 from kvstore.census.selection import NOTHING, ClearFilter, ClearOrder
 from kvstore.codec.image import Images, ImagesIn, Mask, take_images, verify_images
-from kvstore.core.address import Address, TokenArray
+from kvstore.core.address import Address
 from kvstore.core.buffers import BufferLoan, Sections
 from kvstore.core.clock import Clock
 from kvstore.core.metrics import Counters, NodeCount
-from kvstore.core.namespace import Namespace, NamespaceDigest
+from kvstore.core.namespace import NamespaceDigest
 from kvstore.core.recency import DEFAULT, Hints
 from kvstore.format.header import FIXED_BYTES, incarnation_at
 from kvstore.format.keyset import KeySet, leading
 from kvstore.tiers.arena import Extents, SealedArena
-from kvstore.tiers.inventory import DROP_COUNT, Admission, ChunkIdentity, TierEntry, TierInventory
+from kvstore.tiers.inventory import DROP_COUNT, Admission, TierEntry, TierInventory
 
 # The memory tier's slots and references: room being filled, and chunks that stay in place while they are used.
 
@@ -189,14 +189,9 @@ class MemoryTier:
 
     def leading(self, wanted: KeySet, first: int = 0) -> int:
         """Returns how many consecutive chunks from index ``first`` on are in memory."""
-        packed = wanted.packed_addresses
+        addresses = wanted.addresses
         with self._lock:
-            return 0 if self._is_closed else self._inventory.leading(packed, first)
-
-    def leading_of(self, namespace: Namespace, tokens: TokenArray) -> int:
-        """Returns how many leading chunks of a prompt are in memory, by their tokens: nothing is hashed."""
-        with self._lock:
-            return 0 if self._is_closed else len(self._inventory.match(namespace.digest, tokens.data.cast("B")))
+            return 0 if self._is_closed else self._inventory.leading(addresses, first)
 
     def refer(self, wanted: KeySet, first: int, count: int) -> Slots:
         """Refers to ``count`` chunks from index ``first`` on; those in memory stay until the slots are released."""
@@ -380,10 +375,6 @@ class MemoryTier:
             for entry in entries:
                 self._inventory.refer(entry)
             return Victims(self._readable, entries, self._let_go)
-
-    def place(self, entry: TierEntry) -> ChunkIdentity:
-        with self._lock:
-            return entry.place
 
     def evict(self, entries: Sequence[TierEntry]) -> None:
         """Evicts victims before their release, except those that are in use again, dirty or pinned (rule E2)."""

@@ -683,7 +683,7 @@ class TierStack:
     def demote(self, entry: TierEntry, image: memoryview) -> None:
         """Writes a chunk that memory is about to give up to the local disk, if it was used more than once."""
         assert self.disk is not None
-        if entry.uses >= 1 and self.disk.add(self.memory.place(entry), image, entry.hints):
+        if entry.uses >= 1 and self.disk.add(entry.place, image, entry.hints):
             self._counters.add(NodeCount.MEMORY_DEMOTED)
             if entry.is_gone:
                 # Cleared during the write: the clear reached memory first, and the disk perhaps before this chunk did.

@@ -34,7 +34,6 @@ from kvstore.core.metrics import (
 )
 from kvstore.core.namespace import Namespace
 from kvstore.errors import InvalidRequest, PermissionDenied
-from kvstore.format.keyset import chunk_count
 from kvstore.security.access import PERMISSIONS, Presented
 from kvstore.security.tls import is_loopback
 from kvstore.transport.query import QueryCaller, Question, answer_document, answered, asks
@@ -203,10 +202,6 @@ class Questions:
     def _leading(self, namespace: Namespace, tokens: TokenArray) -> tuple[int, int]:
         """Returns how many leading chunks can be read, and how many of them memory has."""
         node = self._member.node
-        if node.memory is not None and node.gc_view.is_calm:
-            in_memory = node.memory.leading_of(namespace, tokens)
-            if in_memory == chunk_count(namespace, tokens):
-                return in_memory, in_memory
         chain = node.chains.of(namespace, tokens)
         blocks = node.match(chain, node.limits.match_deadline_s, counts=False)
         if node.memory is None or not blocks:

@@ -227,7 +227,7 @@ class Model:
             self.inventory.drop(entry)
         assert self.room.free_bytes == self.room.size_bytes
         assert self.inventory.entries_count == self.inventory.held_bytes == 0
-        assert not self.inventory._tree._waiting and not self.inventory._tree._spaces and not self.inventory._pins
+        assert not self.inventory._entries and not self.inventory._orphans and not self.inventory._pins
         self.inventory.victims(1)
         assert not self.inventory._queues._queues and not self.inventory._queues._turns_count
 
@@ -243,7 +243,7 @@ def some_places(choose: random.Random) -> list[ChunkIdentity]:
             for number in range(5):
                 tokens = (seed * 1_000 + number).to_bytes(4, "little")
                 address = chunk_address(namespace, parent, tokens)
-                places[address] = ChunkIdentity(namespace, address, parent, tokens)
+                places[address] = ChunkIdentity(namespace, address, parent)
                 parent = address
     return list(places.values())
 
