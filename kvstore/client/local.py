@@ -31,7 +31,7 @@ from kvstore.core.validate import TierName, brief, checked_flag, kind_of, shown
 from kvstore.core.write_mode import Durability, DurabilityName, WriteMode, WriteModeName
 from kvstore.engine.coordination import ClusterMember
 from kvstore.engine.engine import Engine, match_each
-from kvstore.engine.holds import ChunkHold
+from kvstore.engine.gc_state import ChunkHold
 from kvstore.engine.layers import Bands
 from kvstore.engine.open import open_member
 from kvstore.engine.settings import AskedBound, Limits, TierSettings

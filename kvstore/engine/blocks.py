@@ -15,7 +15,7 @@ from kvstore.core.buffers import BlockBuffers, BufferLoan
 from kvstore.core.executor import Deadline, moved_on
 from kvstore.core.metrics import NodeCount
 from kvstore.core.namespace import Namespace, NamespaceId
-from kvstore.engine.holds import ChunkHold
+from kvstore.engine.gc_state import ChunkHold
 from kvstore.engine.reader import read_chunks
 from kvstore.errors import KVStoreError
 from kvstore.format.header import Damaged, decode_any, encoded_header_bytes

@@ -1,9 +1,13 @@
-"""The chunk files of one root: found, read, mapped, staged, published and quarantined. All bytes are verified.
+"""The chunk files of one root, and what this node remembers of them. All bytes are verified.
 
-Native code does the common case, many chunks in one call that needs no GIL (``StoredRun``). It reports failures, and
-``ChunkStore`` redoes those one by one. Called on lanes only: a lane has its own part of a run, or takes turns at a
-shared one. A file that is corrupt, or that cannot be read, is renamed away from its name, so that the next put can
-repair it.
+Files are found, read, mapped, staged, published and quarantined. Native code does the common case, many chunks in one
+call that needs no GIL (``StoredRun``). It reports failures, and ``ChunkStore`` redoes those one by one. Called on
+lanes only: a lane has its own part of a run, or takes turns at a shared one. A file that is corrupt, or that cannot be
+read, is renamed away from its name, so that the next put can repair it.
+
+``PresenceCache`` remembers which chunks are present, so that a repeated match costs no file-system look-up: a memory,
+not the truth. An entry is trusted for the quantum it was made in and the next, and a reader that finds a chunk gone
+forgets it. A wrong entry costs a miss at the read, never a wrong byte. ``TouchQueue`` renews recency after reads.
 """
 
 from __future__ import annotations
@@ -16,10 +20,11 @@ import os
 import socket
 import sys
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +35,26 @@ from kvstore.codec.chunk_run import ChunkRun
 from kvstore.codec.encodings import NotDecodable
 from kvstore.codec.image import fill, plain, read_header, read_verified, verify, verify_whole
 from kvstore.core import recency
-from kvstore.core.address import Address
-from kvstore.core.buffers import BufferLoan, BufferMap, Pieces, Sections, Withdrawn, byte_length
+from kvstore.core.address import ADDRESS_BYTES, Address
+from kvstore.core.buffers import BufferLoan, BufferMap, Pieces, Sections, Withdrawn, byte_length, untouched_zeros
 from kvstore.core.clock import Clock, Ids
-from kvstore.core.metrics import NodeCount
+from kvstore.core.executor import Decision, Loop
+from kvstore.core.metrics import Counters, NodeCount
 from kvstore.core.namespace import NamespaceId
-from kvstore.core.recency import Hints, is_fresh, stamp_ns, stamps_ns
+from kvstore.core.recency import (
+    LEAST,
+    NS_PER_S,
+    TICK_S,
+    Hints,
+    decode,
+    is_coarse,
+    is_fresh,
+    quantum_of,
+    renewed_ns,
+    stamp_ns,
+    stamps_ns,
+    superseded_ns,
+)
 from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
 from kvstore.format import header, places
 from kvstore.format.header import (
@@ -61,6 +80,184 @@ from kvstore.version import VERSION
 
 if TYPE_CHECKING:
     from kvstore.engine.engine import Engine
+
+
+FORGOTTEN_MAX = 64
+SPAN = 1 << 12
+"""Rows searched for marks at a time: numpy's temporary arrays stay in the CPU cache."""
+
+
+class PresenceCache:
+    """Maps an address to the quantum in which it was last seen, and to whether its recency was renewed in it.
+
+    A set-associative table of fixed size: the first 8 bytes of an address (a keyed hash, so evenly spread) choose a row
+    of 8 entries and are what is compared. An entry takes 12 bytes. All are allocated at the start, so that traffic
+    cannot exceed them; the system gives memory to those in use. A full row drops the entry seen longest ago.
+
+    Rule H3: a look that began before a sweep condemned must not be remembered after it. So the caller reads ``epoch``
+    before it looks, and ``add`` takes the finding only if the epoch is still the same; forgetting a shard begins a new
+    epoch. Readers race with that: an entry that is being dropped can still be found, as if the look had come earlier.
+    """
+
+    __slots__ = (
+        *("_clock", "_forgotten", "_lock", "_marks", "_prints", "_table"),
+        *("epoch", "quantum_s"),
+    )
+
+    def __init__(self, entries_max: int, quantum_s: int, clock: Clock) -> None:
+        rows = 1 << max(0, (entries_max // native.WAYS).bit_length() - 1)
+        self._clock = clock
+        self.quantum_s = quantum_s
+        """Length of a quantum. A mark holds a quantum as its start divided by this, which fits 31 bits."""
+        self._lock = threading.Lock()
+        self.epoch = 0
+        self._forgotten: deque[tuple[int, npt.NDArray[Any]]] = deque(maxlen=FORGOTTEN_MAX)
+        """The chunks that ``forget_each`` forgot, and their epochs."""
+        self._prints = untouched_zeros((rows, native.WAYS), np.uint64)
+        self._marks = untouched_zeros((rows, native.WAYS), np.uint32)
+        self._table = native.PresenceTable(self._prints.ctypes.data, self._marks.ctypes.data, rows - 1)
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self._marks))
+
+    def tick(self) -> float:
+        """Returns the start of the current tick: the time that the stamps of a put have."""
+        return max(0.0, self._clock.now_s()) // TICK_S * TICK_S
+
+    def quantum(self, ago_s: float = 0.0) -> int:
+        """Returns the start of the current quantum, or of that of ``ago_s`` seconds ago."""
+        return int(max(0.0, self._clock.now_s() - ago_s)) // self.quantum_s * self.quantum_s  # as ``quantum_of``
+
+    def is_present(self, address: Address, quantum_start_s: int) -> bool:
+        """True if it was seen in this quantum or the one before."""
+        return bool(self.present((address,), quantum_start_s)[0])
+
+    def add(self, address: Address, quantum_start_s: int, *, renewed: bool, epoch: int) -> None:
+        """Notes that it was seen in this quantum by a look that began in ``epoch``; ``renewed`` if its stamp is too."""
+        self.add_all((address,), quantum_start_s, renewed=renewed, epoch=epoch)
+
+    def add_all(
+        self, addresses: Sequence[Address], quantum_start_s: int, *, renewed: bool | npt.NDArray[np.bool_], epoch: int
+    ) -> None:
+        """Adds many addresses; ``renewed`` is one value, or one for each."""
+        chunks = _chunks_of(b"".join(addresses))
+        chunks["mtime_ns"] = np.where(renewed, quantum_start_s * NS_PER_S, -1)
+        self.add_run(chunks.ctypes.data, len(chunks), native.DONE, quantum_start_s, epoch=epoch)
+
+    def add_run(
+        self, chunks: int, places: int | npt.NDArray[np.int32], status: int, quantum_start_s: int, *, epoch: int
+    ) -> tuple[int, int]:
+        """Adds those of native code's chunks that have a status; the first chunk is at address ``chunks``.
+
+        ``places`` are their offsets, or how many there are. Chunks whose mtime is of this quantum count as renewed.
+        Returns how many have the status, and the bytes of their sections, also if the epoch has changed and none is
+        added.
+        """
+        section_bytes = ctypes.c_uint64()
+        mark, renewed_ns = quantum_start_s // self.quantum_s << 1, quantum_start_s * NS_PER_S
+        with self._lock:
+            table = self._table if self._counts(epoch) else None
+            found: int = native.brief.kv_known_add(
+                table, chunks, *_listed(places), status, mark, renewed_ns, ctypes.addressof(section_bytes)
+            )
+            if epoch != self.epoch:
+                for forgotten, each in self._forgotten:
+                    if forgotten > epoch:
+                        self._forget(each.ctypes.data, len(each), native.DONE)
+        return found, section_bytes.value
+
+    def forget_run(self, chunks: int, places: npt.NDArray[np.int32], status: int) -> None:
+        with self._lock:
+            self._forget(chunks, places, status)
+
+    def forget(self, address: Address) -> None:
+        chunks = _chunks_of(address)
+        with self._lock:
+            self._forget(chunks.ctypes.data, 1, native.DONE)
+
+    def forget_each(self, packed: bytes) -> None:
+        """Forgets chunks by their addresses, one after the other. Looks under way must not bring them back."""
+        chunks = _chunks_of(packed)
+        with self._lock:
+            self.epoch += 1
+            self._forgotten.append((self.epoch, chunks))
+            self._forget(chunks.ctypes.data, len(chunks), native.DONE)
+
+    def forget_shards(self, shards: Sequence[int], shard_bits: int) -> None:
+        """Forgets all chunks of these shards, in which sweeps condemn, and ends the epoch of all looks under way."""
+        condemned = np.zeros(1 << shard_bits, np.bool_)
+        condemned[list(shards)] = True
+        with self._lock:
+            self.epoch += 1
+            self._forgotten.clear()
+            for span in self._marked():
+                # The first 16 bits of an address, as ``places.shard`` takes them, are the low ones of a print, swapped.
+                heads = (self._prints[span] & np.uint64(0xFFFF)).astype(np.uint16).byteswap()
+                self._marks[span][condemned[heads >> (16 - shard_bits)]] = 0
+
+    def clear(self) -> None:
+        with self._lock:
+            self.epoch += 1
+            self._forgotten.clear()
+            for span in self._marked():
+                self._marks[span] = 0
+
+    def leading_count(self, packed: bytes, quantum_start_s: int) -> int:
+        """Returns how many leading addresses, one after the other in ``packed``, are remembered as present."""
+        if not packed:
+            return 0
+        # Not by ``present``: each call fewer counts for short prompts.
+        present = self._have_mark(packed, max(quantum_start_s // self.quantum_s - 1 << 1, 1), 0)
+        return len(present) if present.all() else int(present.argmin())
+
+    def present(self, addresses: Sequence[Address], quantum_start_s: int) -> npt.NDArray[np.bool_]:
+        """Returns which addresses are remembered as present."""
+        return self._have_mark(b"".join(addresses), max(quantum_start_s // self.quantum_s - 1 << 1, 1), 0)
+
+    def unrenewed(self, packed: bytes, quantum_start_s: int) -> list[int]:
+        """Returns the positions in ``packed`` of the addresses whose recency is not known to be of this quantum."""
+        if not packed:
+            return []
+        renewed = self._have_mark(packed, quantum_start_s // self.quantum_s << 1, 1)
+        places: list[int] = np.flatnonzero(~renewed).tolist()
+        return places
+
+    def _counts(self, epoch: int) -> bool:
+        """True if all that was forgotten after ``epoch`` is in ``_forgotten``."""
+        return epoch == self.epoch or (bool(self._forgotten) and self._forgotten[0][0] <= epoch + 1)
+
+    def _forget(self, chunks: int, places: int | npt.NDArray[np.int32], status: int) -> None:
+        native.brief.kv_known_forget(self._table, chunks, *_listed(places), status)
+
+    def _marked(self) -> Iterator[slice]:
+        """Yields the spans of rows that have marks. What was never written to stays without memory."""
+        for start in range(0, len(self._marks), SPAN):
+            span = slice(start, start + SPAN)
+            if self._marks[span].max():  # several times as fast as any()
+                yield span
+
+    def _have_mark(self, packed: bytes, least: int, bit: int) -> npt.NDArray[np.bool_]:
+        """Returns which addresses have a mark of at least ``least`` that has ``bit`` set."""
+        found = np.empty(len(packed) // ADDRESS_BYTES, np.bool_)
+        at = found.__array_interface__["data"][0]
+        native.brief.kv_known_have(self._table, packed, len(found), least, bit, at)
+        return found
+
+
+def _chunks_of(packed: bytes) -> npt.NDArray[Any]:
+    """Returns the structures of chunks that are known by their addresses alone."""
+    chunks = np.zeros(len(packed) // ADDRESS_BYTES, native.CHUNK)
+    chunks["address"] = np.frombuffer(packed, "V16")
+    return chunks
+
+
+def _listed(places: int | npt.NDArray[np.int32]) -> tuple[int | None, int]:
+    """Returns where the offsets are, None for all from 0 on, and how many there are, for native code."""
+    if isinstance(places, int):
+        return None, places
+    assert places.dtype == np.int32 and places.flags.c_contiguous
+    return places.__array_interface__["data"][0], len(places)
+
 
 log = logging.getLogger(__name__)
 
@@ -847,3 +1044,230 @@ class ChunkStore:
 
     def _name_of(self, expected: Expected) -> Name:
         return places.chunk(expected.address, NamespaceId(expected.namespace[:8]), self.shard_bits)
+
+
+@dataclass(frozen=True, slots=True)
+class _Renewal:
+    namespace: NamespaceId
+    packed_addresses: bytes
+    """The addresses, one after the other."""
+    depths: Sequence[int] | None
+    """The index of each block in its prompt, as far as the request says; None for a chain from its first chunk on."""
+    hints: Hints
+    lacking: frozenset[int]
+    start_s: float = 0.0
+    """The least time of their stamps, if it is later than the start of the quantum."""
+
+    @property
+    def count(self) -> int:
+        return len(self.packed_addresses) // ADDRESS_BYTES
+
+    def address(self, index: int) -> Address:
+        return Address(self.packed_addresses[index * ADDRESS_BYTES : (index + 1) * ADDRESS_BYTES])
+
+
+@dataclass(frozen=True, slots=True)
+class _Branch:
+    """The chunks of an abandoned branch, parents first."""
+
+    namespace: NamespaceId
+    addresses: tuple[Address, ...]
+    depths: range | None
+    """The index of each chunk in its chain; None for blocks, whose stamps have it."""
+    left_s: int
+    """Start of the quantum in which it was left."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The new stamp of one chunk of a renewal; None if its stamp stays."""
+
+    index: int
+    name: Name
+    stamp_ns: int | None
+
+
+class TouchQueue:
+    """A bounded queue of used chunks, whose recency is renewed: parents before children, once per quantum.
+
+    It has its own thread because renewal only advises garbage collection: it must cost a reader nothing, and a root
+    that hangs must stop nothing else. A renewal costs three system calls: a look, and a touch with a look right before
+    it. If another node has renewed in this quantum, it costs the first look, and none if this node knows that. The same
+    thread marks abandoned branches, in the order in which uses and abandoned branches are reported to it.
+    """
+
+    def __init__(self, chunks: ChunkStore, counters: Counters, queue_max: int) -> None:
+        self._chunks = chunks
+        self._counters = counters
+        self._queue_max = queue_max
+        self._changed = threading.Condition()
+        self._waiting: deque[_Renewal | _Branch] = deque()
+        self._is_busy = False
+        self._loop = Loop("kvstore-refresh", self._changed, self._next, drains=True)
+        self._enabled = chunks.root.traits.touch
+        self._keeps_hints: bool | None = None
+        self._loop.start()
+
+    def used(self, wanted: KeySet, hints: Hints = LEAST, lacking: frozenset[int] = frozenset()) -> None:
+        """Notes that all of these were read or found. Never blocks.
+
+        A put raises the hints of found chunks to its ``hints``: ``lacking`` are the positions of those whose hints were
+        lower.
+        """
+        if not self._enabled or not len(wanted) or self._loop.closed:
+            return
+        # Neither tokens nor keys are kept.
+        depths = None if wanted.prefix_ordered else wanted.depths()
+        renewal = _Renewal(wanted.namespace.id, wanted.packed_addresses, depths, hints, lacking)
+        if not self._places(renewal, self._chunks.known.quantum()):
+            return
+        with self._changed:
+            is_full = len(self._waiting) + self._is_busy >= self._queue_max
+            if not is_full:
+                self._waiting.append(renewal)
+                self._changed.notify_all()
+        if is_full:
+            self._counters.add(NodeCount.REFRESH_DROPPED, len(wanted))
+
+    def superseded(self, wanted: KeySet, first: int, left_s: int) -> None:
+        """Notes that the chunks from ``first`` on are unused since the quantum ``left_s``. Never blocks."""
+        if not self._enabled or first >= len(wanted) or self._loop.closed:
+            return
+        depths = range(first, len(wanted)) if wanted.prefix_ordered else None
+        branch = _Branch(wanted.namespace.id, tuple(wanted.addresses[first:]), depths, left_s)
+        with self._changed:  # not shared with ``used``, whose every call is on the path of a read
+            if len(self._waiting) + self._is_busy < self._queue_max:
+                self._waiting.append(branch)
+                self._changed.notify_all()
+                return
+        self._counters.add(NodeCount.REFRESH_DROPPED, len(branch.addresses))
+
+    def renew(self, chain: KeySet, hints: Hints, lacking: frozenset[int], start_s: float) -> None:
+        """Renews the leading chunks of a chain on the calling lane, before a child of theirs gets a fresh stamp."""
+        if self._enabled and len(chain):
+            try:
+                self._renew(_Renewal(chain.namespace.id, chain.packed_addresses, None, hints, lacking, start_s))
+            except KVStoreError:
+                self._counters.add(NodeCount.REFRESH_DROPPED)
+
+    def drain(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting and not self._is_busy)
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Finishes what is queued, as far as ``timeout_s`` allows."""
+        self._loop.close(timeout_s)
+
+    def _next(self) -> Decision:
+        self._is_busy = bool(self._waiting)
+        if self._is_busy:
+            return partial(self._serve, self._waiting.popleft())
+        self._changed.notify_all()  # for ``drain``
+        return None
+
+    def _serve(self, noted: _Renewal | _Branch) -> None:
+        try:
+            if isinstance(noted, _Branch):
+                self._supersede(noted)
+            else:
+                self._renew(noted)
+        except KVStoreError:
+            self._counters.add(NodeCount.REFRESH_DROPPED)
+
+    def _supersede(self, branch: _Branch) -> None:
+        """Marks a branch from its last chunk on, up to the first chunk with a use apart from the branch.
+
+        The last chunk shows when all of the branch was used last. A chunk with a later use belongs to another chain
+        as well, and so do those before it: a parent keeps at least the worth of its child. Each is marked right after
+        the look at it, since a renewal in between would be lost until the next one.
+        """
+        chunks, latest_s, is_last = self._chunks, branch.left_s, True
+        for place in reversed(range(len(branch.addresses))):
+            name = chunks.name(branch.addresses[place], branch.namespace)
+            stat = chunks.root.stat(name)
+            if stat is None:
+                continue
+            was = decode(stat.mtime_ns, chunks.known.quantum_s)
+            last_use_s = quantum_of(was.last_use_s, chunks.known.quantum_s)
+            if last_use_s > latest_s:
+                return
+            latest_s, is_last = last_use_s if is_last else latest_s, False
+            depth = was.depth if branch.depths is None else branch.depths[place]
+            stamp = superseded_ns(stat.mtime_ns, chunks.known.quantum_s, depth)
+            if stamp is not None and chunks.root.touch(name, stamp):
+                # A use in this same quantum has to look at it again.
+                chunks.known.forget(branch.addresses[place])
+                self._counters.add(NodeCount.SUPERSEDED)
+
+    def _places(self, renewal: _Renewal, quantum: int) -> list[int]:
+        """Returns the positions of the chunks that need a look."""
+        places = self._chunks.known.unrenewed(renewal.packed_addresses, quantum)
+        if not renewal.lacking or self._keeps_hints is False:
+            return places
+        return sorted({*places, *(place for place in renewal.lacking if place < renewal.count)})
+
+    def _renew(self, renewal: _Renewal) -> None:
+        chunks = self._chunks
+        quantum, epoch = chunks.known.quantum(), chunks.known.epoch
+        for plan in self._planned(renewal, quantum):
+            if plan.stamp_ns is not None:
+                if self._is_newer(plan):
+                    continue
+                if not chunks.root.touch(plan.name, plan.stamp_ns):
+                    self._counters.add(NodeCount.REFRESH_DROPPED)
+                    if renewal.depths is None:
+                        return  # the chunk is gone: stop, as in _look
+                    continue
+                self._counters.add(NodeCount.REFRESHED)
+                if self._keeps_hints is None and plan.index in renewal.lacking:
+                    self._keeps_hints = self._is_kept(plan.name, plan.stamp_ns)
+            address = renewal.address(plan.index)
+            # A file of this name is there. A node that looked into it has remembered whether this node can read it.
+            if chunks.known.is_present(address, quantum):
+                chunks.known.add(address, quantum, renewed=True, epoch=epoch)
+
+    def _is_newer(self, plan: _Plan) -> bool:
+        """True if a put of another process has renewed it since the look: its time must not go back."""
+        stat = self._chunks.root.stat(plan.name)
+        return stat is not None and plan.stamp_ns is not None and stat.mtime_ns >= plan.stamp_ns
+
+    def _planned(self, renewal: _Renewal, quantum: int) -> list[_Plan]:
+        """Returns the stamps, parents first.
+
+        No chunk gets lower hints or fewer uses than the chunk behind it. So the next renewal mends what another host's
+        renewal at the same moment took away, or what a put set too low when it repaired a chunk.
+        """
+        plans: list[_Plan] = []
+        quantum_s = self._chunks.known.quantum_s
+        least, uses_least, start_s = renewal.hints, 0, max(quantum, renewal.start_s)
+        for index, name, mtime_ns in reversed(self._look(renewal, quantum)):
+            depth = index
+            if renewal.depths is not None:  # its writer knew at least as well as this request
+                depth = max(renewal.depths[index], decode(mtime_ns, quantum_s).depth)
+            stamp = renewed_ns(mtime_ns, start_s, quantum_s, depth, least, uses_least)
+            plans.append(_Plan(index, name, stamp))
+            if renewal.depths is None:
+                after = decode(mtime_ns if stamp is None else stamp, quantum_s)
+                least, uses_least = least.raised_to(after.hints), max(uses_least, after.uses)
+        plans.reverse()
+        return plans
+
+    def _look(self, renewal: _Renewal, quantum: int) -> list[tuple[int, Name, int]]:
+        """Returns position, name and mtime of each chunk that may have to be renewed."""
+        looked: list[tuple[int, Name, int]] = []
+        for index in self._places(renewal, quantum):
+            name = self._chunks.name(renewal.address(index), renewal.namespace)
+            stat = self._chunks.root.stat(name)
+            if stat is not None:
+                looked.append((index, name, stat.mtime_ns))
+                continue
+            # The chunk is gone. Its children keep their older stamps, because a chunk is never staler than its child.
+            self._counters.add(NodeCount.REFRESH_DROPPED)
+            if renewal.depths is None:
+                break
+        return looked
+
+    def _is_kept(self, name: Name, stamp_ns: int) -> bool:
+        """True if this root keeps times as exactly as hints need; if not, each put would raise the hints again."""
+        stat = self._chunks.root.stat(name)
+        return stat is None or not is_coarse(stat.mtime_ns) or is_coarse(stamp_ns)

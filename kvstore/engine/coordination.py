@@ -28,7 +28,7 @@ from kvstore.core.results import Cleared, PinRecord
 from kvstore.core.write_mode import Durability
 from kvstore.engine.clear import ClearsFollower, HostClearing, NamespaceClear, resolved
 from kvstore.engine.engine import Engine
-from kvstore.engine.holds import ChunkHold
+from kvstore.engine.gc_state import ChunkHold
 from kvstore.engine.host import HostMember
 from kvstore.engine.settings import Limits, TierSettings
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, RootMismatch, Unavailable

@@ -30,16 +30,13 @@ from kvstore.core.results import LayerMemory, PutResult
 from kvstore.core.validate import TierName
 from kvstore.core.write_mode import Durability, WriteMode
 from kvstore.engine.blocks import Blocks
-from kvstore.engine.chunk_store import ChunkStore, Incarnations
-from kvstore.engine.gc_state import ClusterGcState, GcState
-from kvstore.engine.holds import ChunkHold, Holds
+from kvstore.engine.chunk_store import ChunkStore, Incarnations, PresenceCache, TouchQueue
+from kvstore.engine.gc_state import ChunkHold, ClusterGcState, GcState, Holds
 from kvstore.engine.layers import SINGLY, Bands, LayerReader, MemoryOf
 from kvstore.engine.locate import ChunkLocator
 from kvstore.engine.prefetch import Prefetcher
-from kvstore.engine.presence_cache import PresenceCache
 from kvstore.engine.reader import Reader
 from kvstore.engine.settings import NO_TIERS, Limits, TierSettings
-from kvstore.engine.touch_queue import TouchQueue
 from kvstore.engine.writer import Writer, WriteResult
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format import places

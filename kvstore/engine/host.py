@@ -3,154 +3,19 @@
 from __future__ import annotations
 
 import atexit
-import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
-from kvstore.core.address import ADDRESS_BYTES, Address
 from kvstore.core.metrics import Counters, NodeCount
-from kvstore.engine.gc_state import GcState
-from kvstore.engine.presence_cache import PresenceCache
+from kvstore.engine.chunk_store import PresenceCache
+from kvstore.engine.gc_state import HostGcState
 from kvstore.errors import KVStoreError
-from kvstore.format.keyset import KeySet
 from kvstore.format.places import CHUNKS
 from kvstore.host import tables as shared_file
-from kvstore.host.collector import Collecting
-from kvstore.host.room import HostRoom, limit_on
-from kvstore.host.tables import BATCH_MAX, RING, HoldTable, InUse, Number, Own, Run, Shared, live_tables, smallest
-from kvstore.root.posix import PosixRoot, error_of, translated
-
-# What one process knows of evictions on its host: which chunks are being evicted, and which are gone.
-#
-# Everything here reads mapped memory: a match or a hold costs no system call.
-
-
-SETTLE_S = 1.0
-POLL_S = 0.001
-_TAIL, _SETTLED = int(Number.TAIL), int(Number.SETTLED)
-NOTHING: frozenset[bytes] = frozenset()
-
-
-class HostGcState(GcState):
-    """The evictions of one root as this process sees them. Thread-safe."""
-
-    revision = 0
-
-    def __init__(self, shared: Shared, table: HoldTable, known: PresenceCache, usage: HostRoom) -> None:
-        self.lock = nullcontext()
-        """Nothing: a hold needs no lock here."""
-        self.usage: HostRoom = usage
-        self._shared = shared
-        self._numbers = shared.numbers
-        self._table = table
-        self._known = known
-        self._changes = threading.Lock()
-        self._seen = shared[Number.TAIL]
-        """Entries of the log up to here are forgotten."""
-        self._unsettled = NOTHING
-        self._read_log(self._seen)
-
-    # Holds
-
-    @property
-    def protects(self) -> bool:
-        """True until the store is closed; False in a forked child."""
-        return self._table.is_open
-
-    def protect(self, packed: bytes) -> Run | None:
-        """Keeps chunks from being evicted until ``unprotect``; look for them, or ask ``leading``, after this."""
-        if not packed or not self._table.is_open:
-            return None
-        try:
-            run = self._table.add(packed)
-        except OSError as cause:
-            raise error_of("write", self._table.path, cause) from cause
-        self._shared.fence()  # the table, then the log
-        return run
-
-    def unprotect(self, run: Run | None) -> None:
-        if run is not None:
-            self._table.remove(run)
-
-    # What is condemned
-
-    @property
-    def listings(self) -> int:
-        return self._shared[Number.LISTINGS]
-
-    def settle(self, wanted: KeySet) -> bool:
-        """Waits, up to SETTLE_S, for the batch that is being evicted if it has any of these chunks."""
-        ends_s = time.monotonic() + SETTLE_S
-        while self.leading(wanted) < len(wanted):
-            if time.monotonic() > ends_s:
-                return False
-            time.sleep(POLL_S)
-        return True
-
-    @property
-    def is_calm(self) -> bool:
-        return not self._evicting()
-
-    def leading(self, wanted: KeySet) -> int:
-        return self._leading(wanted.addresses) if self._evicting() else len(wanted)
-
-    def _leading(self, addresses: Sequence[Address]) -> int:
-        evicting = self._evicting()
-        if evicting.isdisjoint(addresses):
-            return len(addresses)
-        return next(at for at, address in enumerate(addresses) if address in evicting)
-
-    def unswept(self, wanted: KeySet) -> npt.NDArray[np.bool_]:
-        evicting = self._evicting()
-        if not evicting:
-            return np.ones(len(wanted), np.bool_)
-        return np.array([address not in evicting for address in wanted.addresses], np.bool_)
-
-    def stays(self, wanted: KeySet) -> npt.NDArray[np.bool_]:
-        """Returns that all chunks of a put are there: it kept them."""
-        return np.ones(len(wanted), np.bool_)
-
-    # Room
-
-    def check_room(self, size_bytes: int = 0) -> None:
-        self.usage.check(size_bytes)
-
-    def _evicting(self) -> frozenset[bytes]:
-        """The chunks of a batch that is not settled. Forgets what the log names up to now."""
-        tail = self._numbers[_TAIL]
-        if tail != self._seen or (self._unsettled and self._numbers[_SETTLED] >= tail):
-            with self._changes:
-                self._read_log(tail)
-        return self._unsettled
-
-    def _read_log(self, tail: int) -> None:
-        """Applies the log up to ``tail``; the order of the loads is that of ``tests/model/host.py``."""
-        shared, settled = self._shared, self._shared[Number.SETTLED]
-        if tail < self._seen:
-            return  # another thread was faster
-        first = min(self._seen, max(settled, tail - BATCH_MAX))
-        is_overrun = tail - first > RING - BATCH_MAX
-        entries = b"" if is_overrun else shared.entries(first, tail)
-        is_overrun = is_overrun or shared[Number.TAIL] + BATCH_MAX - first > RING
-        if is_overrun:
-            self._known.clear()
-            first = max(settled, tail - BATCH_MAX)
-            entries = shared.entries(first, tail)
-        elif tail > self._seen:
-            self._known.forget_each(entries[(self._seen - first) * ADDRESS_BYTES :])
-        settled = shared[Number.SETTLED]
-        left = entries[max(0, settled - first) * ADDRESS_BYTES :]
-        if self._unsettled:
-            # Forget them once more: a lookup that began before their deletion may have cached them since.
-            self._known.forget_each(b"".join(self._unsettled))
-        self._unsettled = frozenset(left[at : at + ADDRESS_BYTES] for at in range(0, len(left), ADDRESS_BYTES))
-        self._seen = tail
-
+from kvstore.host.room import Collecting, HostRoom, limit_on
+from kvstore.host.tables import HoldTable, InUse, Number, Own, Shared, live_tables, smallest
+from kvstore.root.posix import PosixRoot, translated
 
 UNKNOWN_BYTES = 64 << 20
 UNKNOWN_SHARE = 0.01

@@ -36,8 +36,7 @@ from kvstore.core.executor import (
 )
 from kvstore.core.metrics import Counters, NodeCount
 from kvstore.engine.chunk_store import ChunkStore, StoredRun
-from kvstore.engine.gc_state import GcState
-from kvstore.engine.holds import ChunkHold, Holds
+from kvstore.engine.gc_state import ChunkHold, GcState, Holds
 from kvstore.errors import KVStoreError
 from kvstore.format.header import Damaged, header_bytes
 from kvstore.format.keyset import BlockKeys, ChunkKeys, KeySet

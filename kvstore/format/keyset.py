@@ -34,14 +34,12 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class ChunkIdentity:
-    """The identity of a chunk: enough to find it by address and by tokens, and to verify an image of it."""
+    """The identity of a chunk in an inventory."""
 
     namespace: NamespaceDigest
     address: Address
     parent: Address
     """``NO_PARENT`` for the first chunk of a prompt and for an engine-hashed block."""
-    tokens: bytes
-    """Tokens of this chunk as u32; b"" for an engine-hashed block."""
 
 
 class KeySet(ABC):
@@ -227,8 +225,7 @@ class ChunkKeys(KeySet):
         )
 
     def place(self, index: int) -> ChunkIdentity:
-        tokens = self.chunk_tokens(index).tobytes()
-        return ChunkIdentity(self.namespace.digest, self.addresses[index], self.parent(index), tokens)
+        return ChunkIdentity(self.namespace.digest, self.addresses[index], self.parent(index))
 
     def image_bytes(self, index: int) -> int:
         layout = self.namespace.layout
@@ -359,7 +356,7 @@ class BlockKeys(KeySet):
         return expected_block(self.namespace, self.keys[index], self.sizes_bytes[index], descent)
 
     def place(self, index: int) -> ChunkIdentity:
-        return ChunkIdentity(self.namespace.digest, self.addresses[index], NO_PARENT, b"")
+        return ChunkIdentity(self.namespace.digest, self.addresses[index], NO_PARENT)
 
     def image_bytes(self, index: int) -> int:
         return header_bytes(len(self.keys[index]), 1) + self.sizes_bytes[index] if self.sizes_bytes else 0

@@ -102,7 +102,7 @@ class Turn(ctypes.Structure):
 
 
 class PresenceTable(ctypes.Structure):
-    """The ``kv_known`` of C: a table of ``kvstore.engine.presence_cache``, as the addresses of its arrays."""
+    """The ``kv_known`` of C: a table of ``kvstore.engine.chunk_store``, as the addresses of its arrays."""
 
     _fields_ = (("prints", ctypes.c_void_p), ("marks", ctypes.c_void_p), ("mask", ctypes.c_uint64))
 

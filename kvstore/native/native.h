@@ -118,7 +118,7 @@ typedef struct {
     uint64_t sent; /* and summed */
 } kv_departure;
 
-/* A table of kvstore/engine/presence_cache.py: its arrays, and the mask of a print that gives its entry. */
+/* A table of kvstore/engine/chunk_store.py: its arrays, and the mask of a print that gives its entry. */
 typedef struct {
     uint64_t *prints;
     uint32_t *marks;

@@ -1,4 +1,4 @@
-/* Memory that threads or processes share: the table of chunks that a node remembers as present (kvstore/engine/presence_cache.py has
+/* Memory that threads or processes share: the table of chunks that a node remembers as present (kvstore/engine/chunk_store.py has
  * its rules), and the numbers of a host (kvstore/host/tables.py).
  *
  * The table is called with the GIL and its lock, for many chunks per call: a tenth of a microsecond a chunk. */

@@ -354,10 +354,10 @@ class DiskShelf:
         """Sets the file system's block size; call it before anything is charged."""
         self._room.block_bytes = block_bytes
 
-    def leading(self, packed_addresses: bytes, first: int) -> int:
-        """Returns how many consecutive chunks from index ``first`` on are there, by their addresses."""
+    def leading(self, addresses: Sequence[Address], first: int) -> int:
+        """Returns how many consecutive chunks from index ``first`` on are there."""
         with self._lock:
-            return self._inventory.leading(packed_addresses, first)
+            return self._inventory.leading(addresses, first)
 
     def has(self, address: Address) -> bool:
         with self._lock:
@@ -456,8 +456,7 @@ class DiskShelf:
     def admit(self, found: DiskFile, header: Header) -> bool:
         """Takes in a file of the folder; False if it has to go."""
         was = recency.decode(found.mtime_ns, QUANTUM_S)
-        tokens = header.identity if header.kind is IdentityKind.TOKENS else b""
-        place = ChunkIdentity(header.namespace, header.address, header.parent, tokens)
+        place = ChunkIdentity(header.namespace, header.address, header.parent)
         with self._lock:
             if header.namespace in self._cleared or self._standing.forbids(header.namespace, header.incarnation):
                 return False
@@ -542,7 +541,7 @@ class DiskShelf:
 
 
 def name_of(chunk: ChunkIdentity | TierEntry) -> Name:
-    """Returns the name of its file. Does not use an entry's ``place``, which may be read under the lock alone."""
+    """Returns the name of its file."""
     return places.chunk(chunk.address, NamespaceId(chunk.namespace[: places.NAMESPACE_ID_BYTES]), SHARD_BITS)
 
 
@@ -708,7 +707,7 @@ class DiskTier:
         """Returns how many consecutive chunks from index ``first`` on are there. No I/O."""
         if not self._is_open or self._reads.is_on or self._readers.is_stuck:
             return 0
-        return self._shelf.leading(wanted.packed_addresses, first)
+        return self._shelf.leading(wanted.addresses, first)
 
     def holders(self, wanted: KeySet, index: int) -> tuple[str, ...]:
         return (self.name,) if self.leading(wanted, index) else ()

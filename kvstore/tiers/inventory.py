@@ -10,15 +10,15 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left, insort
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.address import ADDRESS_BYTES, Address
+from kvstore.core.address import NO_PARENT, Address
 from kvstore.core.namespace import NamespaceDigest
 from kvstore.core.recency import DEFAULT, PRIORITY_DEFAULT, Hints
 from kvstore.format.keyset import ChunkIdentity
@@ -60,27 +60,18 @@ class TierEntry:
     """A chunk in a tier: claimed (neither ready nor gone), ready, gone (E1). Only its inventory changes it."""
 
     __slots__ = (
-        "address",
-        "hints",
-        "is_dirty",
-        "is_gone",
-        "is_ready",
-        "is_replica",
-        "is_retired",
-        "offset",
-        "place",
-        "queue",
-        "references",
-        "size_bytes",
-        "ticket",
-        "used_s",
-        "uses",
+        *("address", "children_count", "hints", "is_dirty", "is_gone", "is_ready", "is_replica", "is_retired"),
+        *("namespace", "offset", "parent", "queue", "references", "size_bytes", "ticket", "used_s", "uses"),
     )
 
     def __init__(self, place: ChunkIdentity, offset: int, size_bytes: int, now_s: float, hints: Hints) -> None:
-        self.place = place
-        """The chunk's identity; also when the entry is gone."""
         self.address = place.address
+        self.parent = place.parent
+        self.namespace = place.namespace
+        self.children_count = 0
+        """Number of entries whose parent this is, ready or not."""
+        self.is_ready = False
+        """True if look-ups find it."""
         self.offset = offset
         """Position of its room, as the ``TierSpace`` returned it."""
         self.size_bytes = size_bytes
@@ -93,7 +84,6 @@ class TierEntry:
         self.references = 1
         self.is_dirty = False
         self.is_replica = False
-        self.is_ready = False
         self.is_gone = False
         self.is_retired = False
         """True if a caller said that it is not needed soon: it goes before all others, until it is used again."""
@@ -103,8 +93,9 @@ class TierEntry:
         """Its turn in that queue; 0 if it has none."""
 
     @property
-    def namespace(self) -> NamespaceDigest:
-        return self.place.namespace
+    def place(self) -> ChunkIdentity:
+        """The chunk's identity; also when the entry is gone."""
+        return ChunkIdentity(self.namespace, self.address, self.parent)
 
     @property
     def priority(self) -> int:
@@ -350,8 +341,8 @@ class TierInventory:
     def __init__(self, room: TierSpace) -> None:
         self._room = room
         self._entries: dict[Address, TierEntry] = {}
-        self._children: Counter[Address] = Counter()
-        """How many entries each chunk is the parent of, here or not."""
+        self._orphans: dict[Address, int] = {}
+        """Numbers of children, by the address of their missing parent."""
         self._queues = Queues(self._is_evictable)
         self._prints = Prints()
         self._pins: dict[Address, int] = {}
@@ -376,16 +367,15 @@ class TierInventory:
         entry = self._entries.get(address)
         return entry if entry is not None and entry.is_ready else None
 
-    def leading(self, packed_addresses: bytes, first: int = 0) -> int:
+    def leading(self, addresses: Sequence[Address], first: int = 0) -> int:
         """Returns how many consecutive chunks from index ``first`` on are ready; of one chain, or any blocks."""
-        at = first * ADDRESS_BYTES
-        while self.find(Address(packed_addresses[at : at + ADDRESS_BYTES])) is not None:
-            at += ADDRESS_BYTES
-        return at // ADDRESS_BYTES - first
-
-    def is_leaf(self, entry: TierEntry) -> bool:
-        """True if no entry is a child of this one."""
-        return not self._children[entry.address]
+        entries, count = self._entries, 0
+        for address in islice(addresses, first, None):
+            entry = entries.get(address)
+            if entry is None or not entry.is_ready:
+                break
+            count += 1
+        return count
 
     def claim(
         self,
@@ -407,8 +397,7 @@ class TierInventory:
             return None
         # Add it before room is made: its parent is then no leaf, and cannot be evicted for its child.
         entry = TierEntry(place, -1, size_bytes, now_s, hints)
-        self._entries[place.address] = entry
-        self._children[place.parent] += 1
+        self._add(entry)
         offset = self._make_room(size_bytes)
         if offset is None:
             self._forget(entry)
@@ -527,12 +516,12 @@ class TierInventory:
         return found
 
     def of_namespace(self, namespace: NamespaceDigest) -> list[TierEntry]:
-        """Returns the entries of a namespace, claimed ones too, the latest first. Looks at every entry of the tier."""
+        """Returns the entries of a namespace, claimed ones too. Looks at every entry of the tier."""
         return [entry for entry in self.entries() if entry.namespace == namespace]
 
     def entries(self) -> list[TierEntry]:
-        """Returns all entries, claimed ones too, the latest first."""
-        return [*self._entries.values()][::-1]
+        """Returns all entries, claimed ones too."""
+        return list(self._entries.values())
 
     def changes(self) -> set[int]:
         """Returns the shards (0 to 63) in which entries became ready or went since the last call."""
@@ -546,7 +535,7 @@ class TierInventory:
         """True if rules E1 and E2 allow its eviction."""
         return (
             not entry.references
-            and self.is_leaf(entry)
+            and not entry.children_count
             and entry.is_ready
             and not entry.is_dirty
             and entry.address not in self._pins
@@ -579,25 +568,41 @@ class TierInventory:
         while planned_bytes < bytes_wanted and (entry := self._queues.pop(self._now_s)) is not None:
             found.append(entry)
             planned_bytes += entry.size_bytes
-            # Count as if the child were gone already. Undone below: the parent then has a turn that does not count.
-            self._leave_parent(entry)
+            parent = self._entries.get(entry.parent)
+            if parent is not None:
+                # Count as if the child were gone already. Undone below: the parent then has a turn that does not count.
+                parent.children_count -= 1
+                self._queues.offer(parent)
         for entry in found:
-            self._children[entry.place.parent] += 1
+            parent = self._entries.get(entry.parent)
+            if parent is not None:
+                parent.children_count += 1
         return found
 
-    def _forget(self, entry: TierEntry) -> None:
-        del self._entries[entry.address]
-        entry.is_ready, entry.is_gone = False, True
-        self._leave_parent(entry)
+    def _add(self, entry: TierEntry) -> None:
+        self._entries[entry.address] = entry
+        entry.children_count = self._orphans.pop(entry.address, 0)
+        parent = self._entries.get(entry.parent)
+        if parent is not None:
+            parent.children_count += 1
+            entry.parent = parent.address  # share one object, for a million of them
+        elif entry.parent != NO_PARENT:
+            self._orphans[entry.parent] = self._orphans.get(entry.parent, 0) + 1
 
-    def _leave_parent(self, entry: TierEntry) -> None:
-        """Counts one child less; a parent that is a leaf now may be evicted."""
-        parent = entry.place.parent
-        self._children[parent] -= 1
-        if not self._children[parent]:
-            del self._children[parent]
-            if parent in self._entries:
-                self._queues.offer(self._entries[parent])
+    def _forget(self, entry: TierEntry) -> None:
+        """Takes an entry out. Its children are still found, and count as its children if it comes back."""
+        del self._entries[entry.address]
+        if entry.children_count:
+            self._orphans[entry.address] = entry.children_count
+        entry.is_ready, entry.is_gone = False, True
+        parent = self._entries.get(entry.parent)
+        if parent is not None:
+            parent.children_count -= 1
+            self._queues.offer(parent)
+        elif entry.parent != NO_PARENT:
+            self._orphans[entry.parent] -= 1
+            if not self._orphans[entry.parent]:
+                del self._orphans[entry.parent]
 
     def _give(self, entry: TierEntry) -> None:
         self.held_bytes -= entry.size_bytes

@@ -189,9 +189,9 @@ class MemoryTier:
 
     def leading(self, wanted: KeySet, first: int = 0) -> int:
         """Returns how many consecutive chunks from index ``first`` on are in memory."""
-        packed = wanted.packed_addresses
+        addresses = wanted.addresses
         with self._lock:
-            return 0 if self._is_closed else self._inventory.leading(packed, first)
+            return 0 if self._is_closed else self._inventory.leading(addresses, first)
 
     def refer(self, wanted: KeySet, first: int, count: int) -> Slots:
         """Refers to ``count`` chunks from index ``first`` on; those in memory stay until the slots are released."""

@@ -27,7 +27,7 @@ from kvstore.core.namespace import DIGEST_BYTES, Namespace, NamespaceDigest
 from kvstore.core.tracing import REQUEST_ID_KEY, Metadata, accepted
 from kvstore.core.validate import size
 from kvstore.engine.coordination import ClusterMember
-from kvstore.engine.holds import ChunkHold
+from kvstore.engine.gc_state import ChunkHold
 from kvstore.engine.reader import ExportRequest
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, Overloaded
 from kvstore.format.header import Ancestry

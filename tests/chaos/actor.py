@@ -26,7 +26,7 @@ from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
 from kvstore.core.buffers import planes_of
 from kvstore.engine.coordination import ClusterMember
-from kvstore.engine.holds import ChunkHold
+from kvstore.engine.gc_state import ChunkHold
 from kvstore.engine.open import open_member
 from kvstore.engine.settings import Limits
 from kvstore.errors import HoldBroken, KVStoreError

@@ -115,7 +115,7 @@ def test_what_is_larger_than_the_tier_is_refused_and_evicts_nothing(folder: Path
         disk.add(chain, 0)
         key = b"k" * 32
         large = image_as(expected_block(NAMESPACE, key, 3 * FILE_BYTES))
-        place = ChunkIdentity(NAMESPACE.digest, block_address(NAMESPACE, key), NO_PARENT, b"")
+        place = ChunkIdentity(NAMESPACE.digest, block_address(NAMESPACE, key), NO_PARENT)
         assert not disk.tier.add(place, large)
         assert disk.has(chain, 0)
 

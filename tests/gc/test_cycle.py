@@ -109,7 +109,7 @@ def test_a_prompt_whose_hold_ends_between_rounds_keeps_its_prefix(
     place: Place, monkeypatch: pytest.MonkeyPatch, linger_s: float, renews: bool
 ) -> None:
     """``linger_s`` is 0 as where the node has died; a root that keeps no times renews nothing."""
-    monkeypatch.setattr("kvstore.engine.holds.LINGER_S", linger_s)
+    monkeypatch.setattr("kvstore.engine.gc_state.LINGER_S", linger_s)
     node, once, other = place.cluster.node(), prompt(1, 12), prompt(2, 12)
     put(node, once)
     put(node, other)

@@ -46,7 +46,7 @@ def test_a_sweep_takes_what_nobody_holds_and_leaves_nothing(c: Cluster) -> None:
 
 
 def test_a2_a_held_chunk_is_spared_and_holds_no_sweep_up(c: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.engine.holds.LINGER_S", 0.0)
+    monkeypatch.setattr("kvstore.engine.gc_state.LINGER_S", 0.0)
     node, kept, other = c.node(), prompt(1, 8), prompt(2, 8)
     put(node, kept)
     put(node, other)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.engine.host import HostGcState
+from kvstore.engine.gc_state import HostGcState
 from kvstore.host import eviction
 from kvstore.host.eviction import file_system_now_ns
 from kvstore.host.pins import PinnedPrints

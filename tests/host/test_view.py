@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvstore.core.address import ADDRESS_BYTES
-from kvstore.engine.host import HostGcState
+from kvstore.engine.gc_state import HostGcState
 from kvstore.format.keyset import ChunkKeys
 from kvstore.host.tables import BATCH_MAX, Number
 from tests.kit.host_parts import CHUNKS, SPACE, Parts, address
@@ -62,6 +62,6 @@ def test_a_look_during_a_batch_brings_nothing_back(parts: Parts) -> None:
 def test_a_put_waits_for_the_batch_that_has_its_chunks(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     view = parts.view()
     begin(parts)
-    monkeypatch.setattr("kvstore.engine.host.time.sleep", lambda _: settle(parts))
+    monkeypatch.setattr("kvstore.engine.gc_state.time.sleep", lambda _: settle(parts))
     view.settle(CHAIN)
     assert view.leading(CHAIN) == CHUNKS

@@ -16,7 +16,7 @@ from kvstore.core.clock import Clock, Ids, RandomIds, SystemClock
 from kvstore.core.namespace import Namespace
 from kvstore.core.results import PutResult
 from kvstore.engine.coordination import ClusterMember, Coordination
-from kvstore.engine.holds import ChunkHold
+from kvstore.engine.gc_state import ChunkHold
 from kvstore.engine.open import join
 from kvstore.engine.settings import AS_SHIPPED, Limits, NodeOptions
 from kvstore.format import places

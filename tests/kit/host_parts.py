@@ -17,8 +17,8 @@ import kvstore
 from kvstore.core.address import Address
 from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.core.namespace import Namespace
-from kvstore.engine.host import HostGcState
-from kvstore.engine.presence_cache import PresenceCache
+from kvstore.engine.chunk_store import PresenceCache
+from kvstore.engine.gc_state import HostGcState
 from kvstore.format.keyset import ChunkKeys
 from kvstore.host import tables as shared_file
 from kvstore.host.eviction import Evicted, Eviction, EvictionVictim

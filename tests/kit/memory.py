@@ -35,7 +35,7 @@ class Bytes:
 
 
 def block(number: int) -> ChunkIdentity:
-    return ChunkIdentity(NAMESPACES[0], hashed_block_address(NAMESPACES[0], number.to_bytes(16, "big")), NO_PARENT, b"")
+    return ChunkIdentity(NAMESPACES[0], hashed_block_address(NAMESPACES[0], number.to_bytes(16, "big")), NO_PARENT)
 
 
 def chain(count: int, seed: int = 0, namespace: NamespaceDigest = NAMESPACES[0]) -> list[ChunkIdentity]:
@@ -44,7 +44,7 @@ def chain(count: int, seed: int = 0, namespace: NamespaceDigest = NAMESPACES[0])
     for number in range(count):
         tokens = (seed * 1_000 + number).to_bytes(4, "little")
         address = chunk_address(namespace, parent, tokens)
-        places.append(ChunkIdentity(namespace, address, parent, tokens))
+        places.append(ChunkIdentity(namespace, address, parent))
         parent = address
     return places
 

@@ -101,7 +101,7 @@ NAMES = b"".join(sorted(CHAIN.addresses))
 def test_a2_what_an_older_hold_has_of_a_sweep_is_announced_with_it(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.engine.holds.LINGER_S", 0.0)
+    monkeypatch.setattr("kvstore.engine.gc_state.LINGER_S", 0.0)
     session = alone.session()
     alone.follower.begin(session)
     hold = alone.node.holds.take(CHAIN)
@@ -160,7 +160,7 @@ def test_a2_no_sweep_that_an_older_hold_may_find_chunks_of_is_announced(alone: A
 
 
 def test_a2_sweeps_of_more_held_chunks_than_can_be_named_wait(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.engine.holds.NAMED_MAX", 0)
+    monkeypatch.setattr("kvstore.engine.gc_state.NAMED_MAX", 0)
     session = alone.session()
     alone.follower.begin(session)
     hold = alone.node.holds.take(CHAIN)

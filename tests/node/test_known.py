@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvstore.core.address import Address
 from kvstore.core.clock import SystemClock
 from kvstore.core.recency import QUANTUM_S
-from kvstore.engine.presence_cache import PresenceCache
+from kvstore.engine.chunk_store import PresenceCache
 from kvstore.format import places
 from kvstore.native.library import WAYS
 

@@ -12,8 +12,8 @@ import pytest
 from kvstore.core.address import Address
 from kvstore.core.clock import SystemClock
 from kvstore.core.metrics import Counters
+from kvstore.engine.chunk_store import PresenceCache
 from kvstore.engine.gc_state import ChainBroken, ClusterGcState
-from kvstore.engine.presence_cache import PresenceCache
 from kvstore.errors import Overloaded
 from kvstore.format.keyset import BlockKeys, KeySet
 from kvstore.meta.keys import Keys, SweepId

@@ -17,7 +17,7 @@ import pytest
 from kvstore.core.clock import SystemClock
 from kvstore.core.metrics import WorkerCount
 from kvstore.core.namespace import Namespace
-from kvstore.engine.holds import ChunkHold
+from kvstore.engine.gc_state import ChunkHold
 from kvstore.errors import InvalidRequest, Overloaded, PermissionDenied, Unauthenticated
 from kvstore.format.keyset import ChunkKeys
 from kvstore.security import authentication

@@ -17,10 +17,9 @@ import numpy as np
 from kvstore.core.address import Address
 from kvstore.engine import writer
 from kvstore.engine.capacity import WAIT_S, CreditReservation, NodeUsage
+from kvstore.engine.chunk_store import PresenceCache
 from kvstore.engine.engine import Engine
-from kvstore.engine.holds import ChunkHold, Holds
-from kvstore.engine.host import NOTHING, HostGcState
-from kvstore.engine.presence_cache import PresenceCache
+from kvstore.engine.gc_state import NOTHING, ChunkHold, Holds, HostGcState
 from kvstore.format import places
 from kvstore.format.keyset import ChunkKeys
 from kvstore.host import eviction

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest.mock import patch
 
-from kvstore.engine import host, presence_cache
+from kvstore.engine import chunk_store, host
 from kvstore.engine import host as host_module
 from kvstore.format.places import PINS, Name
 from kvstore.host import eviction, room, tables
@@ -54,6 +54,7 @@ TIMED = (
     "kvstore.host.tables",
     "kvstore.host.room",
     "kvstore.engine.host",
+    "kvstore.engine.gc_state",
 )
 
 
@@ -302,13 +303,13 @@ class Files:
             replace(patch.object(module, name, value))
         replace(patch.object(tables.Mapped, "add", self._added(tables.Mapped.add)))
         replace(patch.object(tables.Mapped, "numbers", _stepwise(self, "numbers", _Numbers), create=True))
-        forget = presence_cache.PresenceCache.forget_each
+        forget = chunk_store.PresenceCache.forget_each
 
-        def forget_each(self: presence_cache.PresenceCache, packed: bytes) -> None:
+        def forget_each(self: chunk_store.PresenceCache, packed: bytes) -> None:
             forget(self, packed)
             kernel.happened("forgot")
 
-        replace(patch.object(presence_cache.PresenceCache, "forget_each", forget_each))
+        replace(patch.object(chunk_store.PresenceCache, "forget_each", forget_each))
         replace(patch.object(tables.Shared, "_ring", _stepwise(self, "_ring", _Entries), create=True))
         replace(patch.object(tables.HoldTable, "_bytes", _stepwise(self, "_bytes", _Entries), create=True))
 

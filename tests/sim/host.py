@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from kvstore.core.executor import Deadline
 from kvstore.engine.coordination import ClusterMember, Coordination
-from kvstore.engine.gc_state import ClusterGcState
-from kvstore.engine.holds import ChunkHold
+from kvstore.engine.gc_state import ChunkHold, ClusterGcState
 from kvstore.engine.open import join
 from kvstore.engine.settings import NodeOptions
 from kvstore.errors import KVStoreError

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvstore.engine.holds import ChunkHold
+from kvstore.engine.gc_state import ChunkHold
 from kvstore.format.header import incarnation_at
 from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name

@@ -94,7 +94,7 @@ def test_h1_what_is_condemned_is_a_miss_though_memory_has_it(c: Cluster) -> None
 
 
 def test_h2_a_hold_reads_what_was_condemned_after_it(c: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.engine.holds.LINGER_S", 0.0)
+    monkeypatch.setattr("kvstore.engine.gc_state.LINGER_S", 0.0)
     node, chain = with_memory(c), prompt(1, 8)
     put(node, chain)
     node.node.drain()

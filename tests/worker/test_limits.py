@@ -10,9 +10,8 @@ import pytest
 from kvstore.core.clock import RandomIds
 from kvstore.core.metrics import Counters
 from kvstore.core.namespace import Namespace
-from kvstore.engine.gc_state import ClusterGcState
-from kvstore.engine.holds import ChunkHold, Holds
-from kvstore.engine.presence_cache import PresenceCache
+from kvstore.engine.chunk_store import PresenceCache
+from kvstore.engine.gc_state import ChunkHold, ClusterGcState, Holds
 from kvstore.engine.settings import Limits
 from kvstore.errors import HoldBroken, Overloaded
 from kvstore.format.keyset import ChunkKeys

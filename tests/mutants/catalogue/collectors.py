@@ -349,7 +349,7 @@ KEEPING = [
     ),
     mutant(
         "puts-have-the-time-of-their-quantum",
-        at("kvstore.engine.presence_cache:PresenceCache", "tick", lambda real, self: self.quantum()),
+        at("kvstore.engine.chunk_store:PresenceCache", "tick", lambda real, self: self.quantum()),
         "gc/test_cycle.py -k older",
     ),
     mutant(

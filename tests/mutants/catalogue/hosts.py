@@ -10,7 +10,7 @@ from tests.mutants.mutant import Mutant, mutant
 from tests.mutants.planters import several
 
 SHARED = "kvstore.host.tables:Shared"
-VIEW = "kvstore.engine.host:HostGcState"
+VIEW = "kvstore.engine.gc_state:HostGcState"
 PRINTS = "kvstore.host.pins:PinnedPrints"
 
 _held: dict[int, tuple[Any, bytes]] = {}

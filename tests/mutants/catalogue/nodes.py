@@ -90,7 +90,7 @@ def _forget_at_the_start(real: Any, self: Any, events: Any) -> Any:
     """Only the first sweep of a shard makes it forgotten: the end of one is a deletion."""
     from unittest.mock import patch
 
-    from kvstore.engine.presence_cache import PresenceCache
+    from kvstore.engine.chunk_store import PresenceCache
 
     events = list(events)
     if any("/condemned/" in one.key and one.kv is None for one in events):
