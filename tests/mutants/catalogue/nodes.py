@@ -125,7 +125,7 @@ HOLDING = [
     mutant("h2-look-before-hold", at("kvstore.engine.engine:Engine", "hold", _look_before_hold), "gc/test_rules.py"),
     mutant(
         "h2-hold-of-a-look-begins-empty",
-        at(HOLDS, "take", lambda real, self, chain, ttl_s=None, *, whatever=False: real(self, chain, ttl_s)),
+        at(HOLDS, "take", lambda real, self, chain, ttl_s=None, **whatever: real(self, chain, ttl_s)),
         "gc/test_block_holds.py",
     ),
     mutant(
@@ -160,8 +160,8 @@ HOLDING = [
 # A: announcements.
 
 
-def _announce_ahead(real: Any, self: Any) -> Any:
-    due = real(self)
+def _announce_ahead(real: Any, self: Any, view: Any) -> Any:
+    due = real(self, view)
     return due._replace(revision=due.revision + 1)
 
 
@@ -178,7 +178,7 @@ ANNOUNCING = [
     ),
     mutant(
         "a2-names-nothing",
-        at(HOLDS, "announcement", lambda real, self: real(self)._replace(held=b"", on=())),
+        at(HOLDS, "announcement", lambda real, self, view: real(self, view)._replace(held=b"", on=())),
         "node/test_follower_rules.py",
     ),
     mutant(
