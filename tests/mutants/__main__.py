@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import re
 import resource
 import sys
 import time
@@ -48,7 +49,18 @@ def outdated(mutants: Sequence[Mutant]) -> list[str]:
             file = test.partition("::")[0]
             if file.endswith(".py") and not (ROOT / "tests" / file).exists():
                 found.append(f"{each.name}: there is no {file}")
+        found += [f"{each.name}: no test of {each.tests[0]} is named {word}" for word in _unnamed(each.tests)]
     return found
+
+
+def _unnamed(tests: Sequence[str]) -> list[str]:
+    """Returns the words of a ``-k`` expression that its file does not have: it would select nothing."""
+    if "-k" not in tests:
+        return []
+    file, words = ROOT / "tests" / tests[0], tests[tests.index("-k") + 1]
+    text = file.read_text() if file.exists() else ""
+    wanted = re.sub(r"\bnot \w+|\b(and|or)\b", "", words).split()
+    return [word for word in wanted if word not in text]
 
 
 def _file_of(module: str) -> Path:

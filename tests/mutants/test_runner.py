@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from tests.kit.patience import PATIENCE_S
 from tests.mutants.catalogue.interfaces import at, giving
 from tests.mutants.mutant import Mutant, mutant
 from tests.mutants.planters import Unplantable
@@ -98,3 +101,9 @@ def test_place_that_no_longer_exists_is_refused(module: Any, place: str, name: s
 def test_private_place_is_refused() -> None:
     with pytest.raises(AssertionError):
         at("m:Reader", "_read", giving(None))
+
+
+def test_catalogue_is_read_without_importing_kvstore() -> None:
+    """A module that the catalogue imports is there before a mutant can be planted in it."""
+    program = "from tests.mutants.catalogue import all_mutants; all_mutants(); sys.exit('kvstore' in sys.modules)"
+    subprocess.run([sys.executable, "-c", f"import sys; {program}"], timeout=PATIENCE_S, check=True)

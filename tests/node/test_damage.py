@@ -158,7 +158,10 @@ def test_another_namespaces_file_under_this_name_is_a_miss_and_repaired(store: S
 
 @pytest.mark.parametrize("reads", ["one by one", "together"])
 def test_damage_in_a_layer_ends_the_layers_there(store: Store, tmp_root: Path, reads: str) -> None:
-    """If layers are read together, and one is damaged, none of them is yielded."""
+    """If layers are read together, and one is damaged, none of them is yielded.
+
+    The damaged layer may be read before those ahead of it have opened the file, which it quarantines.
+    """
     for section in range(2 * 20):
         layout = replace(TINY, layers=20)
         cache = store.namespace("m", layout)
@@ -175,6 +178,6 @@ def test_damage_in_a_layer_ends_the_layers_there(store: Store, tmp_root: Path, r
                 assert same(k, kv[layer, 0]) and same(v, kv[layer, 1])
                 seen.append(layer)
         size = 1 if reads == "one by one" else BAND_MAX
-        assert seen == list(range(section // 2 // size * size))
+        assert seen == list(range(len(seen))) and len(seen) <= section // 2 // size * size
         assert broken.value.tokens_valid == 0
         assert cache.put(tokens, kv).chunks_written == 1

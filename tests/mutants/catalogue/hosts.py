@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvstore.host.tables import Number
 from tests.mutants.catalogue.interfaces import KNOWN, at, giving
 from tests.mutants.mutant import Mutant, mutant
 from tests.mutants.planters import several
@@ -29,6 +28,8 @@ def _leading_first(real: Any, self: Any, wanted: Any) -> Any:
 
 
 def _unlimited(real: Any, self: Any, *asked: Any) -> Any:
+    from kvstore.host.tables import Number
+
     shared = self._shared
     limit, shared[Number.LIMIT] = shared[Number.LIMIT], 0
     try:

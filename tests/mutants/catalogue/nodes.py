@@ -251,7 +251,7 @@ PINNING = [
         "meta/test_pins.py meta/test_meta_nouns.py",
     ),
     mutant("p2-pin-drops-the-names", at(META, "txn", _txn_without_names), "contract/test_node_rules.py"),
-    mutant("p3-lost-pin-keeps-its-lease", at(META, "revoke", giving(None)), "meta/test_meta_nouns.py -k p3"),
+    mutant("p3-lost-pin-keeps-its-lease", at(META, "revoke", giving(None)), "meta/test_pins.py -k p3"),
     mutant(
         "p3-unpins-blindly",
         comparing_less(lambda one, operations: deletes(operations, "/refs/")),
