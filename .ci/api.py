@@ -25,7 +25,7 @@ SECTIONS = {
     "Holds and pins": "Hold Pin PinRecord",
     "Engine-hashed blocks": "BlockCache StoredBlocks BlockHold Descent",
     "Segments": "Segments Held",
-    "Plans of offline batches": "Plan Run SharedRun Group",
+    "Plans of offline batches": "Plan Run Group",
     "asyncio": "aio.Store aio.Cache aio.Plan aio.Run aio.Hold aio.Control",
     "Request ids and spans": "core.tracing.request core.tracing.enable",
     "Errors": "errors",
