@@ -383,7 +383,7 @@ class MemoryTier:
             self._collect()
             for entry in entries:
                 is_needed = entry.references > 1 or entry.is_dirty or self._inventory.is_pinned(entry.address)
-                if not entry.is_gone and not is_needed and self._inventory.is_leaf(entry):
+                if not entry.is_gone and not is_needed and not entry.children_count:
                     self._inventory.drop(entry)
                     evicted_count += 1
         self._counters.add(NodeCount.MEMORY_EVICTED, evicted_count)
