@@ -17,7 +17,6 @@ from kvstore.core.address import Address
 from kvstore.core.recency import NS_PER_S
 from kvstore.core.validate import size
 from kvstore.errors import RootMismatch
-from kvstore.format import places
 from kvstore.meta.cluster import difference, read_generation
 from kvstore.meta.namespaces import Namespaces
 from kvstore.meta.sweeps import VICTIMS_MAX
@@ -29,10 +28,10 @@ from kvstore_gc.execute import Sweeper, SweepReport
 from kvstore_gc.ledger import GROUP_MAX
 from kvstore_gc.leftovers import Orphans, other_files
 from kvstore_gc.membership import Collectors
-from kvstore_gc.policy import Goals, weighted_age_s
-from kvstore_gc.rank import CONDEMNING, Parents, Ranking, Rows, VerdictReason, columns_of, id_of, judge, shards_of
+from kvstore_gc.policy import Goals
+from kvstore_gc.rank import CONDEMNING, Parents, Ranking, Rows, VerdictReason, id_of, shards_of
 from kvstore_gc.site import Site
-from kvstore_gc.summary import Example, Explained, Summary
+from kvstore_gc.summary import Example, Summary
 
 log = logging.getLogger(__name__)
 
@@ -139,10 +138,10 @@ class Cycle:
         self._judge(summary)
         return summary
 
-    def dry_run(self, *, examples_max: int = EXAMPLES_MAX, explain: Sequence[Address] = ()) -> Summary:
+    def dry_run(self) -> Summary:
         """Finds what a cycle would condemn in all shards, and why; writes nothing anywhere. Raises as ``run``.
 
-        Gives the longest unused chunks as examples, and explains the chunks of the addresses ``explain``.
+        Gives the longest unused chunks as examples.
         """
         summary = self._summary(dry_run=True)
         with self._timed(summary, "check"):
@@ -154,12 +153,9 @@ class Cycle:
         summary.chose(rows)
         summary.used_after_bytes -= int(rows["size"].sum())
         now_s = self._clock.now_s()
-        longest = rows[np.argsort(rows["mtime_ns"], kind="stable")[:examples_max]]
+        longest = rows[np.argsort(rows["mtime_ns"], kind="stable")[:EXAMPLES_MAX]]
         reasons = [CONDEMNING[code] for code in longest["reason"].tolist()]
         summary.examples = [_example(*each, now_s) for each in zip(_victims(longest), reasons, strict=True)]
-        summary.explained = [found for address in explain for found in self._explained(address, rows)]
-        missing = {address.hex() for address in explain} - {each.address for each in summary.explained}
-        summary.unfinished += [f"{address} is not stored" for address in sorted(missing)]
         return summary
 
     def _summary(self, *, dry_run: bool) -> Summary:
@@ -308,30 +304,6 @@ class Cycle:
         with self._timed(summary, "orphans"):
             summary.orphans += self._orphans.remove()
             summary.orphans += Counter(trash=self._sweeper.lift_unnamed())
-
-    def _explained(self, address: Address, chosen: Rows) -> Iterator[Explained]:
-        """Explains why the chunks of an address are kept or condemned."""
-        assert self._ranking is not None
-        shard_bits = self._site.identity.shard_bits
-        shard = places.shard(address, shard_bits)
-        entries = [(shard, one) for one in self._root.list(places.shard_folder(shard))]
-        batch = columns_of(shard_bits, [one for one in entries if one[1].name.startswith(address.hex())])
-        now_s = self._clock.now_s()
-        judged = judge(batch, int(now_s), self._ranking.goals, self._ranking.marks)
-        needed = chosen["rank"][chosen["rank"] >= 0]
-        for at, number in enumerate(batch.namespaces.tolist()):
-            reason = VerdictReason.PINNED if judged.pinned[at] else VerdictReason.WITHIN
-            for row in chosen[chosen["address"] == np.void(address)]:
-                reason = CONDEMNING[row["reason"]] if row["namespace"] == number else reason
-            yield Explained(
-                address.hex(),
-                id_of(number).hex(),
-                reason.value,
-                reason.condemns,
-                max(0.0, now_s - float(judged.uses.last_use_s[at])),
-                weighted_age_s(int(judged.ranks[at])),
-                weighted_age_s(int(needed[-1])) if len(needed) else None,
-            )
 
     def _judge(self, summary: Summary) -> None:
         """Notes everything that the cycle had to do and could not."""

@@ -26,22 +26,6 @@ class Example:
     idle_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Explained:
-    """The reason why one chunk is kept or condemned. Address and namespace are hexadecimal, as printed."""
-
-    address: str
-    namespace: str
-    reason: str
-    goes: bool
-    idle_s: float
-    """Since its last use."""
-    weighted_s: float
-    """``idle_s`` weighted by its uses and hints (``kvstore_gc.policy``), which is compared with the cut-off."""
-    cutoff_s: float | None
-    """The weighted age from which on chunks are deleted for the capacity; None if none are."""
-
-
 @dataclass(slots=True)
 class NamespaceSummary:
     """The chunks of a namespace, and those of them that were chosen, by reason."""
@@ -99,8 +83,6 @@ class Summary:
     """The things that the round had to do and could not, in words."""
     examples: list[Example] = field(default_factory=list)
     """In a dry run: of the chunks that would be condemned, the longest unused."""
-    explained: list[Explained] = field(default_factory=list)
-    """In a dry run: the chunks that were asked for by address."""
 
     def listed(self, ranking: Ranking, used_bytes: int, namespaces: Sequence[Namespace]) -> None:
         """Adds a listing, and the bytes that all shards use; ``namespaces`` are those whose names are known."""
@@ -163,11 +145,7 @@ class Summary:
             "target_bytes": self.target_bytes,
             "unfinished": self.unfinished,
             "namespaces": [each.to_json() for each in self.namespaces.values()],
-            **(
-                {"examples": list(map(asdict, self.examples)), "explained": list(map(asdict, self.explained))}
-                if self.dry_run
-                else {}
-            ),
+            **({"examples": list(map(asdict, self.examples))} if self.dry_run else {}),
         }
 
     def to_line(self) -> str:

@@ -22,12 +22,12 @@ from kvstore.meta.session import Session
 from kvstore.meta.store import LeaseId
 from kvstore.root.interface import Root, Seen
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore_gc.execute import Sweeper
 from tests.kit import faulty_meta as meta_faulty
 from tests.kit.clusters import TIMINGS, Cluster, cluster, eventually, looking, prompt, put
 from tests.kit.faulty_meta import FaultyMeta
 from tests.kit.faulty_root import Delay, FaultyRoot, Rule
 from tests.kit.patience import PATIENCE_S
+from tests.kit.sweeping import WholeSweeper
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_a_collector_that_was_slow_after_it_wrote_a_plan_gives_the_sweep_up(c: C
         clock.ahead_s += seconds
 
     slow = FaultyRoot(c.root, [Rule("make_folder", Delay(TIMINGS.condemn_s_max + 1))], sleep=sleep)
-    sweeper = Sweeper(c.site(slow, clock=clock, pause=lambda _: None))
+    sweeper = WholeSweeper(c.site(slow, clock=clock, pause=lambda _: None))
     report = sweeper.sweep(c.plans(chain))
     assert report.sweeps["begun"] == 0 and report.spared["condemned too slowly"] > 0
     assert c.leftovers() == [] and c.present(chain) == 8

@@ -14,42 +14,25 @@ from kvstore.format.header import Generation
 from kvstore.format.places import Name
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMetadata
-from kvstore.meta.store import Compare, Delete, Put, Snapshot, TxnResult
+from kvstore.meta.store import Delete, Put
 from kvstore.root.fences import lift
 from kvstore.root.interface import Stat
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore_gc.deletion import Deleting, SweepOutcome, read_victims
-from kvstore_gc.execute import Sweeper
 from kvstore_gc.grace import Spared
 from kvstore_gc.ledger import SweepStore
 from kvstore_gc.threads import Stopped
 from tests.gc.test_protocol import Died, die, republish
 from tests.kit.clusters import SPACE, Cluster, cluster, eventually, looking, prompt, put
 from tests.kit.faulty_root import EIO, FaultyRoot, Rule
+from tests.kit.hooked_meta import ActingMeta
+from tests.kit.sweeping import WholeSweeper
 
 
 @pytest.fixture
 def c() -> Iterator[Cluster]:
     with cluster() as made:
         yield made
-
-
-class Hooked(MemoryMetadata):
-    """Metadata that call ``listed`` with each prefix after it was read, and ``writing`` before each transaction."""
-
-    listed: Callable[[str], object] = staticmethod(lambda prefix: None)
-    writing: Callable[[Sequence[Put | Delete]], object] = staticmethod(lambda operations: None)
-
-    def list(self, prefix: str, timeout_s: float | None = None) -> Snapshot:
-        found = super().list(prefix, timeout_s)
-        self.listed(prefix)
-        return found
-
-    def txn(
-        self, compares: Sequence[Compare], operations: Sequence[Put | Delete], timeout_s: float | None = None
-    ) -> TxnResult:
-        self.writing(operations)
-        return super().txn(compares, operations, timeout_s)
 
 
 class Noted(FaultyRoot):
@@ -145,7 +128,7 @@ def test_c3_a_sweep_whose_key_went_after_the_read_that_decides_takes_nothing(c: 
     node, chain = c.node(), prompt(1, 8)
     put(node, chain)
     node.close()
-    meta, keys = Hooked(c.store), Keys(c.identity.root)
+    meta, keys = ActingMeta(c.store), Keys(c.identity.root)
 
     def restored(prefix: str) -> None:
         if prefix == keys.prefix:
@@ -193,7 +176,7 @@ def test_g5_each_run_has_names_of_its_own_in_the_trash(c: Cluster) -> None:
 
 
 def test_g6_the_fence_is_up_before_the_key_goes(c: Cluster) -> None:
-    node, chain, meta = c.node(), prompt(1, 8), Hooked(c.store)
+    node, chain, meta = c.node(), prompt(1, 8), ActingMeta(c.store)
     put(node, chain)
     node.close()
     folders: list[int] = []
@@ -221,7 +204,7 @@ def test_g8_a_collector_that_is_stopped_while_it_takes_closes_all_its_sweeps(c: 
 
     plans = c.plans(chain)
     with pytest.raises(Stopped):
-        Sweeper(replace(site, each=stopping)).sweep(plans)
+        WholeSweeper(replace(site, each=stopping)).sweep(plans)
     assert len(plans) > 1 and c.present(chain) == 30 - len(plans[0].victims)
     assert c.leftovers() == []
 

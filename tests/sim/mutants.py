@@ -84,5 +84,6 @@ def first_to_find_mutant(name: str, seeds_count: int) -> str | None:
     ]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     found = [line for line in ran.stdout.splitlines() if line.startswith("seed ")]
+    assert not any(" died of TypeError" in line for line in found), f"{name} does not fit the code: {found}"
     assert ran.returncode == int(bool(found)), ran.stderr[-2000:]
     return found[0] if found else None
