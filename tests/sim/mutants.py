@@ -16,11 +16,8 @@ from tests.mutants.running import HOOK, ROOT
 HOMES = {
     "a1-announces-ahead-of-its-view": "narrow",
     "a1-applies-half-of-a-transaction": "paired",
-    "a2-look-counts-as-empty": "narrow",
     "a2-names-nothing": "narrow",
-    "a2-write-drops-the-names": "pinned",
-    "c1-any-event-is-applied": "forked",
-    "c1-condemns-off-the-chain": "forked",
+    "c1-node-ignores-the-chain": "forked",
     "c2-lost-write-unnoticed": "lapsed",
     "c3-sweep-is-not-read-again": "forked",
     "c4-starts-without-a-fence": "lapsed",
