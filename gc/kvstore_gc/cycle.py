@@ -24,7 +24,7 @@ from kvstore.root.identity import read_newest
 from kvstore_gc.capacity import Pressure
 from kvstore_gc.config import Config
 from kvstore_gc.deletion import SweepPlan, SweepVictim
-from kvstore_gc.execute import Sweeper, SweepReport
+from kvstore_gc.execute import Sweeper
 from kvstore_gc.ledger import GROUP_MAX
 from kvstore_gc.leftovers import Orphans, other_files
 from kvstore_gc.membership import Collectors
@@ -110,15 +110,14 @@ class Cycle:
 
         Raises RootMismatch if the metadata store and the root do not belong together.
         """
-        summary, report = self._summary(dry_run=False), SweepReport()
-        with self._sweeper.abandoning(report):
+        summary = self._summary(dry_run=False)
+        with self._sweeper.abandoning(summary):
             self._check(summary)  # C6
-            self._recover(summary, report)  # G7
+            self._recover(summary)  # G7
             # Before anything that may take long: no credit is published before the first listing.
             self._rank(summary)
-            self._evict(summary, report)  # G1 to G6
+            self._evict(summary)  # G1 to G6
             self._remove_leftovers(summary)  # F3
-        summary.swept(report)
         self._judge(summary)
         if self._mine and self.is_spent and not summary.reaped.count:
             self._pressure.accounts.blocked()
@@ -128,13 +127,12 @@ class Cycle:
         """Evicts from the last listing as far as the level demands it now; None if it does not. Raises as ``run``."""
         if self._ranking is None or self._needed_bytes() <= 0:
             return None
-        summary, report = self._summary(dry_run=False), SweepReport()
+        summary = self._summary(dry_run=False)
         summary.shards_mine_count = len(self._mine)
         level = self._pressure.level
         summary.used_before_bytes = level.used_bytes if level is not None else 0
-        with self._sweeper.abandoning(report):
-            self._evict(summary, report)
-        summary.swept(report)
+        with self._sweeper.abandoning(summary):
+            self._evict(summary)
         self._judge(summary)
         return summary
 
@@ -159,7 +157,7 @@ class Cycle:
         return summary
 
     def _summary(self, *, dry_run: bool) -> Summary:
-        return Summary(dry_run, self._clock.now_s(), self._site.shards_count)
+        return Summary(dry_run=dry_run, started_s=self._clock.now_s(), shards_count=self._site.shards_count)
 
     # Check and recover
 
@@ -174,7 +172,7 @@ class Cycle:
         if on_root is not None and on_root != in_meta:
             raise RootMismatch(difference(on_root, in_meta))
 
-    def _recover(self, summary: Summary, report: SweepReport) -> None:
+    def _recover(self, summary: Summary) -> None:
         """Follows the sweeps in flight in its shards (rule G7)."""
         count = summary.shards_count
         self._mine = range(count) if self._collectors is None else self._collectors.shards(count)
@@ -183,7 +181,7 @@ class Cycle:
         self._is_first, self._leads = False, self._pressure.leads
         # First all sweeps in flight: who left some is listed for a while yet, and so has its shards.
         takes_all = is_first or (self._leads and not led)
-        self._sweeper.recover(report, None if takes_all else self._mine)
+        self._sweeper.recover(summary, None if takes_all else self._mine)
 
     # List and rank
 
@@ -235,7 +233,7 @@ class Cycle:
 
     # Evict
 
-    def _evict(self, summary: Summary, report: SweepReport) -> None:
+    def _evict(self, summary: Summary) -> None:
         """Evicts slice after slice of the ranking until nothing more is needed, or the ranking is spent.
 
         First what is due whatever is needed. The next slice begins while the grace of the last one goes on.
@@ -245,12 +243,12 @@ class Cycle:
             with self._timed(summary, "plan"):
                 plans = self._plans(summary)
             if plans:
-                self._sweeper.begin(plans, report)
-            if self._sweeper.advance(report) or plans:
+                self._sweeper.begin(plans, summary)
+            if self._sweeper.advance(summary) or plans:
                 wait_s = self._site.timings.poll_s_min
             elif self._sweeper.busy_shards:
                 self._site.pause(wait_s)
-                report.spent("grace", wait_s)
+                summary.spent("grace", wait_s)
                 wait_s = min(2 * wait_s, self._site.timings.poll_s_max)
             else:
                 return

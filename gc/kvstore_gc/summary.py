@@ -47,8 +47,8 @@ class NamespaceSummary:
         }
 
 
-@dataclass(slots=True)
-class Summary:
+@dataclass(slots=True, kw_only=True)
+class Summary(SweepReport):
     """One round. The plan chose ``chosen``. Those still unused when looked at again were ``condemned``, and those
     deleted are ``reaped``. ``spared`` counts the others by why.
     """
@@ -63,13 +63,7 @@ class Summary:
     scanned: CountAndBytes = field(default_factory=CountAndBytes)
     kept: dict[str, CountAndBytes] = field(default_factory=dict)
     chosen: dict[str, CountAndBytes] = field(default_factory=dict)
-    condemned: CountAndBytes = field(default_factory=CountAndBytes)
-    reaped: CountAndBytes = field(default_factory=CountAndBytes)
-    spared: Counter[str] = field(default_factory=Counter)
-    sweeps: Counter[str] = field(default_factory=Counter)
-    """Sweeps by outcome; see ``SweepReport``."""
     orphans: Counter[str] = field(default_factory=Counter)
-    seconds: dict[str, float] = field(default_factory=dict)
     used_before_bytes: int = 0
     used_after_bytes: int = 0
     other_files: CountAndBytes = field(default_factory=CountAndBytes)
@@ -108,19 +102,6 @@ class Summary:
             found = self.namespaces.setdefault(namespace.hex(), NamespaceSummary(namespace.hex()))
             for counts in (self.chosen, found.chosen):
                 counts[reason.value] = counts.get(reason.value, CountAndBytes()) + tally
-
-    def swept(self, report: SweepReport) -> None:
-        """Adds the outcome of some sweeps."""
-        self.condemned += report.condemned
-        self.reaped += report.reaped
-        self.spared += report.spared
-        self.sweeps += report.sweeps
-        for phase, seconds in report.seconds.items():
-            self.spent(phase, seconds)
-
-    def spent(self, phase: str, seconds: float) -> None:
-        """Adds to the time of a phase."""
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     def to_json(self) -> dict[str, Any]:
         """The round as ``--json`` prints it."""
