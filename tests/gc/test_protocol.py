@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.core.buffers import BufferLoan
 from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.errors import InvalidRequest, SessionLost
 from kvstore.format import places
-from kvstore.format.header import FIXED_BYTES, INCARNATION_AT
+from kvstore.format.header import FIXED_BYTES
 from kvstore.format.places import Name
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMetadata
 from kvstore.meta.session import Session
 from kvstore.meta.store import LeaseId
-from kvstore.root.interface import Root, Seen
+from kvstore.root.interface import Seen
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.kit import faulty_meta as meta_faulty
+from tests.kit.abandoned import leave_in_flight, republish
 from tests.kit.clusters import TIMINGS, Cluster, cluster, eventually, looking, prompt, put
 from tests.kit.faulty_meta import FaultyMeta
 from tests.kit.faulty_root import Delay, FaultyRoot, Rule
@@ -116,11 +116,8 @@ def test_g4_a_pinned_chunk_is_spared(c: Cluster) -> None:
 def test_g7_a_sweep_left_by_a_dead_collector_is_adopted(c: Cluster) -> None:
     node, chain = c.node(), prompt(1, 8)
     put(node, chain)
-    hold = looking(node, chain)
-    with pytest.raises(Died):
-        c.collector(pause=die).sweep(c.plans(chain))
+    leave_in_flight(c, node, chain)
     assert c.leftovers()
-    node.node.holds.release(hold)
     report = c.collector().adopt()
     assert report.sweeps["adopted"] > 0 and report.reaped.count == 8
     assert c.leftovers() == [] and c.present(chain) == 0
@@ -329,26 +326,3 @@ def test_o1_a_store_that_can_neither_fence_nor_delete_conditionally_is_refused()
     root.traits = replace(root.traits, fenced=False)
     with cluster(root) as c, pytest.raises(InvalidRequest, match="not safe there"):
         c.collector()
-
-
-class Died(Exception):
-    """Killed, as far as anybody else can tell."""
-
-
-def die(_: float) -> None:
-    """Ends a collector that pauses: a ``pause`` that raises Died."""
-    raise Died
-
-
-def republish(root: Root, name: Name) -> bytes:
-    """Replaces a chunk by another publication of it, as if it had been swept and put again; its content."""
-    reader = root.open(name)
-    assert reader is not None
-    content = bytearray(reader.stat.size_bytes)
-    reader.read([memoryview(content)], 0, BufferLoan())
-    content[INCARNATION_AT] ^= 0xFF
-    root.remove(name)
-    staged = places.staged(b"z" * 16, 0)
-    root.stage(staged, [memoryview(content)], stamp_ns=1, durable=False)
-    root.publish(staged, name, durable=False)
-    return bytes(content)

@@ -22,7 +22,7 @@ from kvstore_gc.deletion import Deleting, SweepOutcome, read_victims
 from kvstore_gc.grace import Spared
 from kvstore_gc.ledger import SweepStore
 from kvstore_gc.threads import Stopped
-from tests.gc.test_protocol import Died, die, republish
+from tests.kit.abandoned import Died, die, leave_in_flight, republish
 from tests.kit.clusters import SPACE, Cluster, cluster, eventually, looking, prompt, put
 from tests.kit.faulty_root import EIO, FaultyRoot, Rule
 from tests.kit.hooked_meta import ActingMeta
@@ -61,10 +61,7 @@ def left_in_grace(c: Cluster, chunks: int = 8) -> None:
     """Leaves a sweep of a chain in flight, whose collector died in the grace; nobody holds anything."""
     node, chain = c.node(), prompt(1, chunks)
     put(node, chain)
-    hold = looking(node, chain)
-    with pytest.raises(Died):
-        c.collector(pause=die).sweep(c.plans(chain))
-    node.node.holds.release(hold)
+    leave_in_flight(c, node, chain)
     node.close()
 
 
