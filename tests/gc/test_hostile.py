@@ -31,6 +31,7 @@ from kvstore_gc.threads import Stopped
 from tests.kit.abandoned import in_flight, leave_in_flight
 from tests.kit.clusters import Cluster, cluster, eventually, looking, prompt, put, site_of
 from tests.kit.faulty_root import EIO, ENOSPC, Fails, FaultyRoot, Rule
+from tests.kit.object_root import MemoryObjectRoot
 from tests.kit.patience import PATIENCE_S
 
 EPERM = Fails(PermissionDenied, errno.EPERM)
@@ -327,7 +328,7 @@ def abandon_after_another_made_it_final(c: Cluster, chain: ChunkKeys) -> None:
 
 
 def test_g8_a_sweep_that_was_not_abandoned_after_all_can_be_finished() -> None:
-    with cluster(MemoryRoot(MemoryFiles(), objects=True), shard_bits=0) as c:
+    with cluster(MemoryObjectRoot(), shard_bits=0) as c:
         chain = prompt(1, 8)
         abandon_after_another_made_it_final(c, chain)
         (left,) = in_flight(c)

@@ -26,6 +26,7 @@ from tests.kit.abandoned import leave_in_flight, republish
 from tests.kit.clusters import TIMINGS, Cluster, cluster, eventually, looking, prompt, put
 from tests.kit.faulty_meta import FaultyMeta
 from tests.kit.faulty_root import Delay, FaultyRoot, Rule
+from tests.kit.object_root import MemoryObjectRoot
 from tests.kit.patience import PATIENCE_S
 from tests.kit.sweeping import WholeSweeper
 
@@ -310,7 +311,7 @@ def test_f3_a_folder_that_no_key_names_gives_back_what_is_in_it(c: Cluster) -> N
 
 
 def test_o1_on_a_store_that_deletes_conditionally(tmp_path: Path) -> None:
-    with cluster(MemoryRoot(MemoryFiles(), objects=True)) as c:
+    with cluster(MemoryObjectRoot()) as c:
         node, chain, other = c.node(), prompt(1, 8), prompt(2, 8)
         put(node, chain)
         put(node, other)

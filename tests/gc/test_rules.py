@@ -17,7 +17,7 @@ from kvstore.meta.memory import MemoryMetadata
 from kvstore.meta.store import Delete, Put
 from kvstore.root.fences import lift
 from kvstore.root.interface import Stat
-from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.root.memory import MemoryRoot
 from kvstore_gc.deletion import Deleting, SweepOutcome, read_victims
 from kvstore_gc.grace import Spared
 from kvstore_gc.ledger import SweepStore
@@ -26,6 +26,7 @@ from tests.kit.abandoned import Died, die, leave_in_flight, republish
 from tests.kit.clusters import SPACE, Cluster, cluster, eventually, looking, prompt, put
 from tests.kit.faulty_root import EIO, FaultyRoot, Rule
 from tests.kit.hooked_meta import ActingMeta
+from tests.kit.object_root import MemoryObjectRoot
 from tests.kit.sweeping import WholeSweeper
 
 
@@ -243,7 +244,7 @@ def test_f3_a_folder_that_a_key_names_by_now_is_left_alone(c: Cluster) -> None:
 
 
 def test_o1_a_publication_that_came_later_stays() -> None:
-    with cluster(MemoryRoot(MemoryFiles(), objects=True)) as c:
+    with cluster(MemoryObjectRoot()) as c:
         left_in_grace(c, 1)
         newer = republish(c.root, c.name(prompt(1, 1).addresses[0]))
         assert c.collector().adopt().reaped.count == 0
@@ -253,7 +254,7 @@ def test_o1_a_publication_that_came_later_stays() -> None:
 
 def test_o1_every_run_deletes_from_the_list_that_became_final() -> None:
     """Ours was made before another run's became final, on which something is spared that was pinned since."""
-    with cluster(MemoryRoot(MemoryFiles(), objects=True), shard_bits=0) as c:
+    with cluster(MemoryObjectRoot(), shard_bits=0) as c:
         left_in_grace(c)
         ledger = SweepStore(c.site())
         (sweep,) = ledger.in_flight().values()
@@ -266,7 +267,7 @@ def test_o1_every_run_deletes_from_the_list_that_became_final() -> None:
 
 
 def test_o1_a_sweep_closes_only_when_all_of_its_list_is_gone() -> None:
-    with cluster(MemoryRoot(MemoryFiles(), objects=True), shard_bits=0) as c:
+    with cluster(MemoryObjectRoot(), shard_bits=0) as c:
         left_in_grace(c)
         report = c.collector(FaultyRoot(c.root, [Rule("remove_if", EIO, nth=4)])).adopt()
         assert report.sweeps["left"] == 1 and c.present(prompt(1, 8)) == 5
