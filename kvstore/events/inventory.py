@@ -156,8 +156,8 @@ class NamespaceIndex:
         self.wholes: dict[bytes, int] = {}
         """The wholes that blocks here are parts of, with their number of parts; without blocks that are whole."""
         self._shard_bits = shard_bits
-        self._shards: defaultdict[int, dict[Address, IndexedBlock]] = defaultdict(dict)
-        self._present_count = 0
+        self._shards: dict[int, dict[Address, IndexedBlock]] = {}
+        self._count = self._present_count = 0
         self._origins: dict[EventOrigin, EventOrigin] = {}
         self._touched: dict[IndexedBlock, None] = {}
         self._unread: dict[IndexedBlock, None] = {}
@@ -173,7 +173,7 @@ class NamespaceIndex:
 
     def find(self, address: Address) -> IndexedBlock | None:
         """Returns the block at an address, whether its file exists or not; None if it is unknown."""
-        return self._shards[places.shard(address, self._shard_bits)].get(address)
+        return self._shard(places.shard(address, self._shard_bits)).get(address)
 
     def has_published(self, address: Address) -> bool:
         """True if the block at an address is published."""
@@ -188,7 +188,7 @@ class NamespaceIndex:
 
     def listed(self, shard: int, addresses: Set[Address]) -> None:
         """Notes a whole listing of a shard. Nothing there is condemned any more."""
-        for block in self._shards[shard].values():
+        for block in self._shard(shard).values():
             if block.is_condemned:
                 block.is_condemned = False
                 self._touched[block] = None
@@ -215,7 +215,7 @@ class NamespaceIndex:
 
     def present(self, shard: int) -> list[IndexedBlock]:
         """Returns the blocks of a shard that are there."""
-        return [block for block in self._shards[shard].values() if block.is_present]
+        return [block for block in self._shard(shard).values() if block.is_present]
 
     def condemn(self, blocks: Iterable[IndexedBlock]) -> None:
         """Notes that these count as misses from now on (rule H1), until they are listed again."""
@@ -251,11 +251,10 @@ class NamespaceIndex:
                 self.refuse(block)
                 return
             self.wholes[name.origin.whole] = name.origin.parts
-            block.lacks_part = True
         if name is not None:
             origin = self._origins.setdefault(name.origin, name.origin)  # one object for all, to save memory
             name = BlockName(name.key, name.hash_bytes, origin, name.extra_keys)
-        block.name = name
+        block.name, block.lacks_part = name, name is not None and name.origin.parts > 1
         block.line = self.tokens.add(identity.tokens)
         block.parent = None if identity.parent == NO_PARENT else self._ensure(identity.parent)
         self._touched[block] = None
@@ -300,12 +299,11 @@ class NamespaceIndex:
         """Returns all published blocks, parents first."""
         return sorted((block for block in self.blocks() if block.is_published), key=lambda block: block.depth)
 
-    def compact(self) -> None:
+    def compact(self, dead_min: int = DEAD_MIN) -> None:
         """Drops blocks that are gone, if they are many. Call it while no difference and no snapshot is in use."""
         self.tokens.free(self._freed)
         self._freed = []
-        count = sum(map(len, self._shards.values()))
-        if count - self._present_count < max(DEAD_MIN, count // 2):
+        if self._count - self._present_count < max(dead_min, self._count // 2):
             return
         parents = {block.parent for block in self.blocks() if block.is_present}
         for shard in self._shards.values():
@@ -314,6 +312,7 @@ class NamespaceIndex:
                 self._forget(block)
                 if block not in parents:
                     del shard[block.address]
+                    self._count -= 1
         self._waiting = {}
         self._touched |= dict.fromkeys(block for block in self.blocks() if not block.is_published)
 
@@ -321,11 +320,16 @@ class NamespaceIndex:
         """Gives the file back."""
         self.tokens.close()
 
+    def _shard(self, number: int) -> dict[Address, IndexedBlock]:
+        """Returns the blocks of a shard, to read."""
+        return self._shards.get(number) or {}
+
     def _ensure(self, address: Address) -> IndexedBlock:
-        shard = self._shards[places.shard(address, self._shard_bits)]
+        shard = self._shards.setdefault(places.shard(address, self._shard_bits), {})
         block = shard.get(address)
         if block is None:
             block = shard[address] = IndexedBlock(address)
+            self._count += 1
         return block
 
     def _leave(self, block: IndexedBlock) -> None:

@@ -8,7 +8,7 @@ from hashlib import blake2b
 import numpy as np
 
 from kvstore.core.address import NO_PARENT, Address
-from kvstore.events.inventory import DEAD_MIN, BlockIdentity, NamespaceIndex
+from kvstore.events.inventory import BlockIdentity, NamespaceIndex
 from kvstore.format import places
 from tests.kit.cases import for_each
 from tests.kit.clusters import SPACE
@@ -100,7 +100,7 @@ def test_differences_add_up_to_readable_chunks(seed: int) -> None:
 
 
 def test_compaction_drops_gone_chunks_and_keeps_published_ones() -> None:
-    subscriber, count = Subscriber(), 2 * DEAD_MIN
+    subscriber, count = Subscriber(), 640
     chunks = [(chain, depth) for chain in range(count // 4) for depth in range(4)]
     subscriber.arrive(chunks)
     subscriber.settle()
@@ -108,7 +108,7 @@ def test_compaction_drops_gone_chunks_and_keeps_published_ones() -> None:
     gone = {each for each in chunks if each[0] % 8} | holes
     subscriber.leave(gone)
     before = set(subscriber.settle())
-    subscriber.index.compact()
+    subscriber.index.compact(dead_min=64)
     assert len(list(subscriber.index.blocks())) == len(chunks) - len(gone - holes), "parents stay"
     assert subscriber.settle() == before
     subscriber.arrive(holes)
