@@ -19,7 +19,7 @@ READY := $(VENV)/.ready
 MAKEFLAGS += --no-print-directory
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # What takes minutes, root or programs of the system's: each has a command of its own.
-APART := not bench and not real_fs and not cluster and not hosts and not crashes and not browser and not alerts and not deploy and not guide
+APART := not bench and not real_fs and not hosts and not crashes and not browser and not alerts and not deploy and not guide
 
 .PHONY: $(shell sed -n 's/^\([a-z-]*\):.* ##.*/\1/p' Makefile)
 .DEFAULT_GOAL := help
@@ -125,10 +125,6 @@ hosts-test: $(READY) ## roots on NFS, with real kernels as server and clients (r
 
 crash-test: $(READY) ## power cuts of hosts (ext4, XFS) and of NFS servers, with real kernels (root, user-mode Linux, KVSTORE_CRASH_CUTS=5 of each kind)
 	@$(BIN)/python -m pytest -q -rP -n 2 -m crashes tests/hosts $(ARGS)
-
-# One after the other, as one test each: a cluster is started once and its hosts are killed, cut off and upgraded in turn.
-cluster-test: $(READY) ## three hosts in network namespaces with etcd and MooseFS, killed, cut off, upgraded (root, 6 minutes)
-	@$(BIN)/python -m pytest -q -s -m cluster tests/cluster $(ARGS)
 
 # KVSTORE_SCREENSHOTS=deploy/screenshots keeps its pictures.
 browser-test: $(READY) ## every view of the dashboard in a headless Chromium, with its screenshots (apt install chromium-driver)

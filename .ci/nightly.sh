@@ -10,7 +10,7 @@ if [ $# -eq 0 ]; then
     echo "make nightly PART=..., one or more of:"
     echo "  engines (or vllm, lmcache, sglang, transformers), events, compat, bench, docs, coverage, sanitizers,"
     echo "  model, mutants, simulation, chaos, browser, deploy;"
-    echo "  as root: alerts, hosts, crash, cluster, guide"
+    echo "  as root: alerts, hosts, crash, guide"
 fi
 for part in "$@"; do
     echo "== nightly: $part"
@@ -19,7 +19,7 @@ for part in "$@"; do
     vllm | lmcache | sglang | transformers) make engines-test ENGINES="$part" ;;
     compat | docs | coverage | model | mutants) make "$part" ;;
     simulation) make sim ;;
-    events | bench | sanitizers | chaos | browser | deploy | alerts | hosts | crash | cluster | guide) make "$part-test" ;;
+    events | bench | sanitizers | chaos | browser | deploy | alerts | hosts | crash | guide) make "$part-test" ;;
     *) echo "kvstore: unknown part $part: make nightly lists them" >&2; exit 2 ;;
     esac
 done

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,11 +16,9 @@ from kvstore.cli.app import Command, check_failed
 from kvstore.cli.options import DURATION, HOST_PORT, LOG_FORMAT, SIZE, StorageLimits, flag, group, option, split, takes
 from kvstore.cli.output import print_table, progress_bar
 from kvstore.cli.signals import Stopper
-from kvstore.core.address import Address
 from kvstore.core.validate import size
 from kvstore.core.write_mode import BOUND_BYTES_MIN
 from kvstore.errors import InvalidRequest
-from kvstore.meta.keys import parse_id
 from kvstore.security.tls import is_loopback
 from kvstore.version import VERSION
 from kvstore_gc.collector import Collector, opened
@@ -75,31 +72,12 @@ class Rounds:
         "--interval", type=DURATION, help="A round every TIME, sooner if the root fills up."
     )
     dry_run: bool = flag("--dry-run", help="Print what would be deleted and why; change nothing.")
-    examples: int = option(
-        "--examples",
-        type=click.IntRange(0, 10_000),
-        default=10,
-        show_default=True,
-        metavar="N",
-        help="With --dry-run: print this many chunks, the longest unused first.",
-    )
-    addresses: tuple[str, ...] = option(
-        "--explain", multiple=True, metavar="ADDRESS", help="With --dry-run: print why this chunk stays or goes."
-    )
     as_json: bool = flag("--json", help="Print one JSON object per round, each on a line.")
     metrics: str | None = option(
         "--metrics",
         type=HOST_PORT,
         help="With --interval: serve Prometheus metrics at this address; port 0: any free one, printed as "
         "ready metrics=HOST:PORT.",
-    )
-    niceness: int = option(
-        "--nice",
-        type=click.IntRange(0, 19),
-        default=0,
-        show_default=True,
-        metavar="N",
-        help="Give way to other programs of this host, as nice(1) does; 0: none.",
     )
     metrics_file: str | None = option(
         "--metrics-file",
@@ -122,17 +100,14 @@ class Rounds:
             raise InvalidRequest("--metrics is for --interval: a single round prints what it did (--json)")
         if self.metrics_file is not None and not self.once:
             raise InvalidRequest("--metrics-file is for --once: with --interval metrics are served (--metrics)")
-        if self.addresses and not self.dry_run:
-            raise InvalidRequest("--explain says what a round would do: give --dry-run as well")
 
     def configure(self) -> None:
-        """Sets up the log and the priority of this process."""
+        """Sets up the log."""
         level = self.log_level or ("warning" if self.interval_s is None else "info")
         logs.configure(level, self.log_format)
         logging.getLogger("kvstore_gc").setLevel(level.upper())
         if self.metrics is not None and not is_loopback(self.metrics):
             log.warning("gc.open_network %s: any client that can connect can read the metrics", self.metrics)
-        os.nice(self.niceness)
 
 
 @click.command(
@@ -175,7 +150,6 @@ def command(cluster: ClusterAccess, limits: CollectorLimits, rounds: Rounds) -> 
       kvstore-gc --root /mnt/kv --etcd 10.0.0.5:2379 --once --json
     """
     rounds.check()
-    explain = [_address(text) for text in rounds.addresses]
     config = limits.config()
     rounds.configure()
     tell = _print_json if rounds.as_json else _print
@@ -192,7 +166,7 @@ def command(cluster: ClusterAccess, limits: CollectorLimits, rounds: Rounds) -> 
             return
         with progress_bar("listing shards", on.shards_count) as moved:
             if rounds.dry_run:
-                summary = collector.dry_run(lambda shard: moved(1), rounds.examples, explain)
+                summary = collector.dry_run(lambda shard: moved(1))
             else:
                 summary = collector.once(lambda shard: moved(1), rounds.metrics_file)
     if summary is None:
@@ -206,8 +180,8 @@ def collect_host(cluster: ClusterAccess, config: Config, rounds: Rounds) -> None
     """Collects a folder that the processes of this host share."""
     from kvstore_gc import host
 
-    if rounds.addresses or rounds.metrics is not None or rounds.metrics_file is not None:
-        raise InvalidRequest("--explain and metrics are for a cluster: give --etcd ENDPOINTS")
+    if rounds.metrics is not None or rounds.metrics_file is not None:
+        raise InvalidRequest("metrics are for a cluster: give --etcd ENDPOINTS")
     options, is_shared = cluster.root_options.read(), rounds.dry_run
     with Stopper() as stopper, host.opened(cluster.root, config, options, is_shared=is_shared) as collector:
         if rounds.interval_s is not None:
@@ -231,13 +205,6 @@ def collect_host(cluster: ClusterAccess, config: Config, rounds: Rounds) -> None
     print(json.dumps(found) if rounds.as_json else said, flush=True)
     if found.get("failed") or found.get("lacking_bytes"):
         check_failed()
-
-
-def _address(text: str) -> Address:
-    found = parse_id(text)
-    if found is None:
-        raise InvalidRequest(f"--explain {text!r}: expected the 32 hexadecimal digits of an address")
-    return Address(found)
 
 
 def _quiet(_: object) -> None:
@@ -291,12 +258,6 @@ def _print_dry_run(summary: Summary) -> None:
     ]
     if examples:
         print_table(("ADDRESS", "NAMESPACE", "REASON", "SIZE", "UNUSED FOR"), examples)
-    for each in summary.explained:
-        cutoff = "nothing goes for room" if each.cutoff_s is None else f"chunks over {_ago(each.cutoff_s)} go"
-        print(
-            f"{each.address}: {'goes' if each.goes else 'stays'}, {each.reason}; unused for {_ago(each.idle_s)}, "
-            f"weighted by uses and hints {_ago(each.weighted_s)}; {cutoff}"
-        )
 
 
 def _ago(seconds: float) -> str:

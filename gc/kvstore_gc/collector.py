@@ -10,12 +10,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvstore.core.address import Address
 from kvstore.errors import KVStoreError, RootMismatch, Unavailable
 from kvstore.host.tables import check_left
 from kvstore.meta.cluster import check_bound
@@ -197,11 +196,10 @@ class Collector:
             write(measured, metrics_file)
         return summary
 
-    def dry_run(self, listed: Callable[[int], object], examples_max: int, explain: Sequence[Address]) -> Summary | None:
+    def dry_run(self, listed: Callable[[int], object]) -> Summary | None:
         """Finds what a cycle would do; None if a signal came first."""
         pressure = Pressure(self._site, self._config.max_bytes)
-        cycle = Cycle(self._site, self._config, pressure, listed=listed)
-        return self._alone(pressure, lambda: cycle.dry_run(examples_max=examples_max, explain=explain))
+        return self._alone(pressure, Cycle(self._site, self._config, pressure, listed=listed).dry_run)
 
     def serve(
         self,

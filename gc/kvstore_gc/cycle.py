@@ -17,7 +17,6 @@ from kvstore.core.address import Address
 from kvstore.core.recency import NS_PER_S
 from kvstore.core.validate import size
 from kvstore.errors import RootMismatch
-from kvstore.format import places
 from kvstore.meta.cluster import difference, read_generation
 from kvstore.meta.namespaces import Namespaces
 from kvstore.meta.sweeps import VICTIMS_MAX
@@ -25,14 +24,14 @@ from kvstore.root.identity import read_newest
 from kvstore_gc.capacity import Pressure
 from kvstore_gc.config import Config
 from kvstore_gc.deletion import SweepPlan, SweepVictim
-from kvstore_gc.execute import Sweeper, SweepReport
+from kvstore_gc.execute import Sweeper
 from kvstore_gc.ledger import GROUP_MAX
 from kvstore_gc.leftovers import Orphans, other_files
 from kvstore_gc.membership import Collectors
-from kvstore_gc.policy import Goals, weighted_age_s
-from kvstore_gc.rank import CONDEMNING, Parents, Ranking, Rows, VerdictReason, columns_of, id_of, judge, shards_of
+from kvstore_gc.policy import Goals
+from kvstore_gc.rank import CONDEMNING, Parents, Ranking, Rows, VerdictReason, id_of, shards_of
 from kvstore_gc.site import Site
-from kvstore_gc.summary import Example, Explained, Summary
+from kvstore_gc.summary import Example, Summary
 
 log = logging.getLogger(__name__)
 
@@ -111,15 +110,14 @@ class Cycle:
 
         Raises RootMismatch if the metadata store and the root do not belong together.
         """
-        summary, report = self._summary(dry_run=False), SweepReport()
-        with self._sweeper.abandoning(report):
+        summary = self._summary(dry_run=False)
+        with self._sweeper.abandoning(summary):
             self._check(summary)  # C6
-            self._recover(summary, report)  # G7
+            self._recover(summary)  # G7
             # Before anything that may take long: no credit is published before the first listing.
             self._rank(summary)
-            self._evict(summary, report)  # G1 to G6
+            self._evict(summary)  # G1 to G6
             self._remove_leftovers(summary)  # F3
-        summary.swept(report)
         self._judge(summary)
         if self._mine and self.is_spent and not summary.reaped.count:
             self._pressure.accounts.blocked()
@@ -129,20 +127,19 @@ class Cycle:
         """Evicts from the last listing as far as the level demands it now; None if it does not. Raises as ``run``."""
         if self._ranking is None or self._needed_bytes() <= 0:
             return None
-        summary, report = self._summary(dry_run=False), SweepReport()
+        summary = self._summary(dry_run=False)
         summary.shards_mine_count = len(self._mine)
         level = self._pressure.level
         summary.used_before_bytes = level.used_bytes if level is not None else 0
-        with self._sweeper.abandoning(report):
-            self._evict(summary, report)
-        summary.swept(report)
+        with self._sweeper.abandoning(summary):
+            self._evict(summary)
         self._judge(summary)
         return summary
 
-    def dry_run(self, *, examples_max: int = EXAMPLES_MAX, explain: Sequence[Address] = ()) -> Summary:
+    def dry_run(self) -> Summary:
         """Finds what a cycle would condemn in all shards, and why; writes nothing anywhere. Raises as ``run``.
 
-        Gives the longest unused chunks as examples, and explains the chunks of the addresses ``explain``.
+        Gives the longest unused chunks as examples.
         """
         summary = self._summary(dry_run=True)
         with self._timed(summary, "check"):
@@ -154,16 +151,13 @@ class Cycle:
         summary.chose(rows)
         summary.used_after_bytes -= int(rows["size"].sum())
         now_s = self._clock.now_s()
-        longest = rows[np.argsort(rows["mtime_ns"], kind="stable")[:examples_max]]
+        longest = rows[np.argsort(rows["mtime_ns"], kind="stable")[:EXAMPLES_MAX]]
         reasons = [CONDEMNING[code] for code in longest["reason"].tolist()]
         summary.examples = [_example(*each, now_s) for each in zip(_victims(longest), reasons, strict=True)]
-        summary.explained = [found for address in explain for found in self._explained(address, rows)]
-        missing = {address.hex() for address in explain} - {each.address for each in summary.explained}
-        summary.unfinished += [f"{address} is not stored" for address in sorted(missing)]
         return summary
 
     def _summary(self, *, dry_run: bool) -> Summary:
-        return Summary(dry_run, self._clock.now_s(), self._site.shards_count)
+        return Summary(dry_run=dry_run, started_s=self._clock.now_s(), shards_count=self._site.shards_count)
 
     # Check and recover
 
@@ -178,7 +172,7 @@ class Cycle:
         if on_root is not None and on_root != in_meta:
             raise RootMismatch(difference(on_root, in_meta))
 
-    def _recover(self, summary: Summary, report: SweepReport) -> None:
+    def _recover(self, summary: Summary) -> None:
         """Follows the sweeps in flight in its shards (rule G7)."""
         count = summary.shards_count
         self._mine = range(count) if self._collectors is None else self._collectors.shards(count)
@@ -187,7 +181,7 @@ class Cycle:
         self._is_first, self._leads = False, self._pressure.leads
         # First all sweeps in flight: who left some is listed for a while yet, and so has its shards.
         takes_all = is_first or (self._leads and not led)
-        self._sweeper.recover(report, None if takes_all else self._mine)
+        self._sweeper.recover(summary, None if takes_all else self._mine)
 
     # List and rank
 
@@ -239,7 +233,7 @@ class Cycle:
 
     # Evict
 
-    def _evict(self, summary: Summary, report: SweepReport) -> None:
+    def _evict(self, summary: Summary) -> None:
         """Evicts slice after slice of the ranking until nothing more is needed, or the ranking is spent.
 
         First what is due whatever is needed. The next slice begins while the grace of the last one goes on.
@@ -249,12 +243,12 @@ class Cycle:
             with self._timed(summary, "plan"):
                 plans = self._plans(summary)
             if plans:
-                self._sweeper.begin(plans, report)
-            if self._sweeper.advance(report) or plans:
+                self._sweeper.begin(plans, summary)
+            if self._sweeper.advance(summary) or plans:
                 wait_s = self._site.timings.poll_s_min
             elif self._sweeper.busy_shards:
                 self._site.pause(wait_s)
-                report.spent("grace", wait_s)
+                summary.spent("grace", wait_s)
                 wait_s = min(2 * wait_s, self._site.timings.poll_s_max)
             else:
                 return
@@ -308,30 +302,6 @@ class Cycle:
         with self._timed(summary, "orphans"):
             summary.orphans += self._orphans.remove()
             summary.orphans += Counter(trash=self._sweeper.lift_unnamed())
-
-    def _explained(self, address: Address, chosen: Rows) -> Iterator[Explained]:
-        """Explains why the chunks of an address are kept or condemned."""
-        assert self._ranking is not None
-        shard_bits = self._site.identity.shard_bits
-        shard = places.shard(address, shard_bits)
-        entries = [(shard, one) for one in self._root.list(places.shard_folder(shard))]
-        batch = columns_of(shard_bits, [one for one in entries if one[1].name.startswith(address.hex())])
-        now_s = self._clock.now_s()
-        judged = judge(batch, int(now_s), self._ranking.goals, self._ranking.marks)
-        needed = chosen["rank"][chosen["rank"] >= 0]
-        for at, number in enumerate(batch.namespaces.tolist()):
-            reason = VerdictReason.PINNED if judged.pinned[at] else VerdictReason.WITHIN
-            for row in chosen[chosen["address"] == np.void(address)]:
-                reason = CONDEMNING[row["reason"]] if row["namespace"] == number else reason
-            yield Explained(
-                address.hex(),
-                id_of(number).hex(),
-                reason.value,
-                reason.condemns,
-                max(0.0, now_s - float(judged.uses.last_use_s[at])),
-                weighted_age_s(int(judged.ranks[at])),
-                weighted_age_s(int(needed[-1])) if len(needed) else None,
-            )
 
     def _judge(self, summary: Summary) -> None:
         """Notes everything that the cycle had to do and could not."""

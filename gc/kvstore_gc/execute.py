@@ -138,25 +138,6 @@ class Sweeper:
         if isinstance(standing, Foreign):
             raise RootMismatch(standing.why)
 
-    def sweep(self, plans: Sequence[SweepPlan]) -> SweepReport:
-        """Deletes the victims of the plans, except those that are held, pinned, or used since they were listed.
-
-        Raises Unavailable, the root's errors and Stopped; whatever is in flight then is adopted by the next run.
-        """
-        report = SweepReport()
-        with self.abandoning(report):
-            self.begin(plans, report)
-            self.finish(report)
-        return report
-
-    def adopt(self, shards: Iterable[int] | None = None) -> SweepReport:
-        """Finishes the sweeps in flight (of these shards) that others have begun and perhaps left (rule G7)."""
-        report = SweepReport()
-        with self.abandoning(report):
-            self.recover(report, shards)
-            self.finish(report)
-        return report
-
     def recover(self, report: SweepReport, shards: Iterable[int] | None = None) -> None:
         """Follows the sweeps in flight (of these shards), those of other collectors too. Raises Unavailable."""
         wanted = None if shards is None else set(shards)
@@ -269,18 +250,6 @@ class Sweeper:
         return record
 
     # G4 to G7
-
-    def finish(self, report: SweepReport) -> None:
-        """Brings all sweeps in flight to their end. Raises as ``advance``, and Stopped."""
-        wait_s = self._timings.poll_s_min
-        while self._flight:
-            if self.advance(report):
-                wait_s = self._timings.poll_s_min
-            elif self._flight:
-                paused_s = self._clock.monotonic_s()
-                self._site.pause(wait_s)
-                self._spent(report, "grace", paused_s)
-                wait_s = min(2 * wait_s, self._timings.poll_s_max)
 
     def advance(self, report: SweepReport) -> bool:
         """Reaps and closes the sweeps whose grace is over; False if none is. Raises Unavailable, the root's errors.

@@ -147,12 +147,6 @@ def ranks(uses: Uses, ties: Column, now_s: float, order: EvictionOrder) -> Colum
     return found
 
 
-def weighted_age_s(rank: int) -> float:
-    """The weighted age that a rank stands for, in seconds, for people."""
-    octaves = _OCTAVES_MOST - (rank >> _WORTH_SHIFT) / (1 << _OCTAVE_BITS)
-    return max(0.0, math.exp2(octaves) - AGE_LEAST_S)
-
-
 @cache
 def _codes() -> Column:
     """Uses, priority, ttl, superseded and validity (0 or 1) of each code in a stamp, from the deepest place down."""

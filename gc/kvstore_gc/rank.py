@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from itertools import compress, islice
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -33,12 +33,6 @@ from kvstore.root.interface import FolderEntry, Root
 from kvstore_gc.policy import MTIME_MAX_NS, QUOTA_SHARE, TIE_BITS, Column, Goals, Truths, Uses, expired, ranks
 from kvstore_gc.site import Site
 from kvstore_gc.threads import Each, inline
-
-# The chunks of some shards as listed, in columns, and how goals judge them: expired, pinned, their ranks.
-#
-# It works on columns, because a root holds millions of chunks and arithmetic on one at a time would take longer than
-# listing them.
-
 
 Marks = npt.NDArray[np.uint64]
 NO_MARKS: Marks = np.zeros(0, np.uint64)
@@ -61,43 +55,8 @@ class CountAndBytes:
         return CountAndBytes(self.count - other.count, self.bytes - other.bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """Some chunks: each column has one element for each chunk."""
-
-    shards: Column
-    names: list[str]
-    """The last part of each chunk's name."""
-    sizes_bytes: Column
-    mtimes_ns: Column
-    namespaces: Marks
-    """Namespace ids as numbers, see ``number_of``."""
-    marks: Marks
-    """The last 8 bytes of each address as a number, which identifies it; see ``marks_of``."""
-    foreign: CountAndBytes
-    """Entries not in the columns: folders (which have no bytes), names that are not ours, chunks of other shards."""
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """The verdict of goals on a ``Listed``: each column has one element for each chunk."""
-
-    uses: Uses
-    groups: Column
-    """The group of namespaces of the goals."""
-    ranks: Column
-    expired: Truths
-    pinned: Truths
-    """Never both: a pinned chunk has no time to live."""
-
-
-def number_of(namespace: NamespaceId) -> int:
-    """A namespace id as the number that columns hold."""
-    return int.from_bytes(namespace, "big")
-
-
 def id_of(number: int) -> NamespaceId:
-    """The inverse of ``number_of``."""
+    """The namespace id that a row holds as a number."""
     return NamespaceId(int(number).to_bytes(NAMESPACE_ID_BYTES, "big"))
 
 
@@ -114,57 +73,13 @@ def are_among(marks: Marks, known: Marks) -> Truths:
     return found
 
 
-def judge(chunks: Listed, now_s: int, goals: Goals, pinned: Marks) -> Judged:
-    """Judges chunks one by one, without comparing them. ``pinned`` are marks in order (``marks_of``)."""
-    uses = Uses.of(chunks.mtimes_ns, goals.quantum_s)
-    is_pinned = are_among(chunks.marks, pinned)
-    ties = (chunks.marks & _TIE_MASK).astype(np.int64)
-    return Judged(
-        uses,
-        _groups(chunks.namespaces, goals),
-        ranks(uses, ties, now_s, goals.order),
-        expired(uses, now_s, goals.quantum_s, goals.ttl_s) & ~is_pinned,
-        is_pinned,
-    )
-
-
-def tally_of(which: Truths, chunks: Listed) -> CountAndBytes:
-    """Count and bytes of the chunks for which ``which`` is true."""
-    return CountAndBytes(int(which.sum()), int(chunks.sizes_bytes[which].sum()))
-
-
 def _groups(namespaces: Marks, goals: Goals) -> Column:
-    known = np.array(sorted(number_of(one) for one in goals.groups), np.uint64)
+    known = np.array(sorted(int.from_bytes(one, "big") for one in goals.groups), np.uint64)
     if not len(known):
         return np.zeros(len(namespaces), np.int64)
     groups = np.array([goals.groups[id_of(number)] for number in known.tolist()], np.int64)
     at = np.minimum(np.searchsorted(known, namespaces), len(known) - 1)
     return np.where(known[at] == namespaces, groups[at], 0)
-
-
-def columns_of(shard_bits: int, batch: Sequence[tuple[int, FolderEntry]]) -> Listed:
-    """The columns of some entries."""
-    files = [(shard, entry.name, entry.stat) for shard, entry in batch if entry.stat is not None]
-    columns = parse_names([name for _, name, _ in files])
-    shards = np.array([shard for shard, _, _ in files], np.int64)
-    of_names = ((columns.firsts >> np.uint64(48)) >> np.uint64(16 - shard_bits)).astype(np.int64)
-    here = of_names == shards[columns.ours]
-    ours = columns.ours.copy()
-    ours[ours] = here
-    found = [file for file, is_ours in zip(files, ours.tolist(), strict=True) if is_ours]
-    sizes_bytes = np.array([stat.size_bytes for _, _, stat in found], np.int64)
-    foreign_bytes = 0
-    if len(found) < len(batch):
-        foreign_bytes = sum(stat.size_bytes for _, _, stat in files) - int(sizes_bytes.sum())
-    return Listed(
-        shards[ours],
-        [name for _, name, _ in found],
-        sizes_bytes,
-        _mtimes([stat.mtime_ns for _, _, stat in found]),
-        columns.namespaces[here],
-        columns.lasts[here],
-        CountAndBytes(len(batch) - len(found), foreign_bytes),
-    )
 
 
 def _mtimes(mtimes_ns: list[int]) -> Column:
@@ -188,6 +103,25 @@ _ROW = np.dtype(
         *(("mtime_ns", "<i8"), ("group", "<i2"), ("reason", "u1")),
     ]
 )
+
+
+def rows_of(shard_bits: int, entries: Sequence[tuple[int, FolderEntry]]) -> tuple[Rows, CountAndBytes]:
+    """Returns the chunks among listed entries, and how many others there are: folders (which have no bytes), names that
+    are not ours, chunks of other shards.
+    """
+    files = [(shard, entry.name, entry.stat) for shard, entry in entries if entry.stat is not None]
+    names = parse_names([name for _, name, _ in files])
+    shards = np.array([shard for shard, _, _ in files], np.int64)
+    here = ((names.firsts >> np.uint64(48)) >> np.uint64(16 - shard_bits)).astype(np.int64) == shards[names.ours]
+    ours = names.ours.copy()
+    ours[ours] = here
+    sizes = np.array([stat.size_bytes for _, _, stat in files], np.int64)
+    rows = np.zeros(int(here.sum()), _ROW)
+    halves = np.stack([names.firsts[here], names.lasts[here]], axis=1).astype(">u8")
+    rows["address"] = np.frombuffer(halves.tobytes(), f"V{ADDRESS_BYTES}")
+    rows["namespace"], rows["size"] = names.namespaces[here], sizes[ours]
+    rows["mtime_ns"] = _mtimes([stat.mtime_ns for _, _, stat in files])[ours]
+    return rows, CountAndBytes(len(entries) - len(rows), int(sizes.sum()) - int(rows["size"].sum()))
 
 
 class VerdictReason(Enum):
@@ -334,35 +268,26 @@ class Ranking:
 
     def _add(self, entries: list[tuple[int, FolderEntry]]) -> None:
         """Adds what was listed, and empties ``entries``."""
-        batch = columns_of(self._shard_bits, entries)
+        rows, foreign = rows_of(self._shard_bits, entries)
         entries.clear()
-        judged = judge(batch, self._now_s, self.goals, self.marks)
-        self.total += CountAndBytes(len(batch.names), int(batch.sizes_bytes.sum()))
-        self.pinned += tally_of(judged.pinned, batch)
-        self.foreign += batch.foreign
-        self._count(batch)
-        np.add.at(self._group_bytes, judged.groups, batch.sizes_bytes)
-        goes = ~judged.pinned
-        rows = np.zeros(int(goes.sum()), _ROW)
-        expired, ranks = judged.expired[goes], judged.ranks[goes]
-        rows["rank"] = np.where(expired, ranks - _DUE, ranks)
-        rows["reason"] = np.where(expired, _TTL, _CAPACITY)
-        packed = bytes.fromhex("".join(name[: 2 * ADDRESS_BYTES] for name in compress(batch.names, goes.tolist())))
-        rows["address"] = np.frombuffer(packed, f"V{ADDRESS_BYTES}")
-        for column, values in (
-            *(("namespace", batch.namespaces), ("size", batch.sizes_bytes)),
-            *(("mtime_ns", batch.mtimes_ns), ("group", judged.groups)),
-        ):
-            rows[column] = values[goes]
-        self._parts.append(rows)
-        self._kept_count += len(rows)
+        goals, marks = self.goals, _marks(rows["address"].tobytes())
+        uses, is_pinned = Uses.of(rows["mtime_ns"], goals.quantum_s), are_among(marks, self.marks)
+        is_expired = expired(uses, self._now_s, goals.quantum_s, goals.ttl_s)
+        rows["rank"] = ranks(uses, (marks & _TIE_MASK).astype(np.int64), self._now_s, goals.order)
+        rows["rank"][is_expired] -= _DUE
+        rows["reason"] = np.where(is_expired, _TTL, _CAPACITY)
+        rows["group"] = _groups(rows["namespace"], goals)
+        self.total += _tally(rows)
+        self.pinned += _tally(rows[is_pinned])
+        self.foreign += foreign
+        for number in np.unique(rows["namespace"]).tolist():
+            before = self.namespaces.get(id_of(number), CountAndBytes())
+            self.namespaces[id_of(number)] = before + _tally(rows[rows["namespace"] == number])
+        np.add.at(self._group_bytes, rows["group"], rows["size"])
+        self._parts.append(rows[~is_pinned])
+        self._kept_count += len(self._parts[-1])
         if self._kept_count > 2 * self._kept_max:
             self._fold()
-
-    def _count(self, batch: Listed) -> None:
-        for number in np.unique(batch.namespaces).tolist():
-            before = self.namespaces.get(id_of(number), CountAndBytes())
-            self.namespaces[id_of(number)] = before + tally_of(batch.namespaces == number, batch)
 
     def _fold(self) -> None:
         """Sorts what was listed, and keeps what is evicted first."""

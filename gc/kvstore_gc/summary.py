@@ -26,22 +26,6 @@ class Example:
     idle_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Explained:
-    """The reason why one chunk is kept or condemned. Address and namespace are hexadecimal, as printed."""
-
-    address: str
-    namespace: str
-    reason: str
-    goes: bool
-    idle_s: float
-    """Since its last use."""
-    weighted_s: float
-    """``idle_s`` weighted by its uses and hints (``kvstore_gc.policy``), which is compared with the cut-off."""
-    cutoff_s: float | None
-    """The weighted age from which on chunks are deleted for the capacity; None if none are."""
-
-
 @dataclass(slots=True)
 class NamespaceSummary:
     """The chunks of a namespace, and those of them that were chosen, by reason."""
@@ -63,8 +47,8 @@ class NamespaceSummary:
         }
 
 
-@dataclass(slots=True)
-class Summary:
+@dataclass(slots=True, kw_only=True)
+class Summary(SweepReport):
     """One round. The plan chose ``chosen``. Those still unused when looked at again were ``condemned``, and those
     deleted are ``reaped``. ``spared`` counts the others by why.
     """
@@ -79,13 +63,7 @@ class Summary:
     scanned: CountAndBytes = field(default_factory=CountAndBytes)
     kept: dict[str, CountAndBytes] = field(default_factory=dict)
     chosen: dict[str, CountAndBytes] = field(default_factory=dict)
-    condemned: CountAndBytes = field(default_factory=CountAndBytes)
-    reaped: CountAndBytes = field(default_factory=CountAndBytes)
-    spared: Counter[str] = field(default_factory=Counter)
-    sweeps: Counter[str] = field(default_factory=Counter)
-    """Sweeps by outcome; see ``SweepReport``."""
     orphans: Counter[str] = field(default_factory=Counter)
-    seconds: dict[str, float] = field(default_factory=dict)
     used_before_bytes: int = 0
     used_after_bytes: int = 0
     other_files: CountAndBytes = field(default_factory=CountAndBytes)
@@ -99,8 +77,6 @@ class Summary:
     """The things that the round had to do and could not, in words."""
     examples: list[Example] = field(default_factory=list)
     """In a dry run: of the chunks that would be condemned, the longest unused."""
-    explained: list[Explained] = field(default_factory=list)
-    """In a dry run: the chunks that were asked for by address."""
 
     def listed(self, ranking: Ranking, used_bytes: int, namespaces: Sequence[Namespace]) -> None:
         """Adds a listing, and the bytes that all shards use; ``namespaces`` are those whose names are known."""
@@ -127,19 +103,6 @@ class Summary:
             for counts in (self.chosen, found.chosen):
                 counts[reason.value] = counts.get(reason.value, CountAndBytes()) + tally
 
-    def swept(self, report: SweepReport) -> None:
-        """Adds the outcome of some sweeps."""
-        self.condemned += report.condemned
-        self.reaped += report.reaped
-        self.spared += report.spared
-        self.sweeps += report.sweeps
-        for phase, seconds in report.seconds.items():
-            self.spent(phase, seconds)
-
-    def spent(self, phase: str, seconds: float) -> None:
-        """Adds to the time of a phase."""
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
-
     def to_json(self) -> dict[str, Any]:
         """The round as ``--json`` prints it."""
         return {
@@ -163,11 +126,7 @@ class Summary:
             "target_bytes": self.target_bytes,
             "unfinished": self.unfinished,
             "namespaces": [each.to_json() for each in self.namespaces.values()],
-            **(
-                {"examples": list(map(asdict, self.examples)), "explained": list(map(asdict, self.explained))}
-                if self.dry_run
-                else {}
-            ),
+            **({"examples": list(map(asdict, self.examples))} if self.dry_run else {}),
         }
 
     def to_line(self) -> str:

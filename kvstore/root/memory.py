@@ -6,9 +6,8 @@ several hosts with one mount, or with one bucket of an object store.
 
 from __future__ import annotations
 
-import hashlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvstore.core.buffers import BufferLoan, Pieces, byte_length
@@ -28,11 +27,6 @@ class MemoryFile:
     def stat(self) -> Stat:
         return Stat(len(self.content), self.mtime_ns)
 
-    @property
-    def tag(self) -> str:
-        """Its ETag on an object store: a digest of the bytes, as on S3."""
-        return hashlib.blake2b(self.content, digest_size=16).hexdigest()
-
 
 class MemoryFiles:
     """The files and folders that several MemoryRoots share; at most ``capacity_bytes``, or any number if None."""
@@ -46,12 +40,12 @@ class MemoryFiles:
     # Call everything below with the lock held.
 
     def find(self, name: str) -> MemoryFile | None:
-        folder, last = _split(name)
+        folder, last = split(name)
         return self._folders.get(folder, {}).get(last)
 
     def write(self, name: str, file: MemoryFile) -> None:
         """Sets a file, making its folders. Raises Unavailable if a folder has its name, or a file one of theirs."""
-        folder, last = _split(name)
+        folder, last = split(name)
         if name in self._folders:
             raise Unavailable(f"could not write {name}: it is a folder")
         self.make_folder(folder)
@@ -60,7 +54,7 @@ class MemoryFiles:
 
     def delete(self, name: str) -> MemoryFile | None:
         """Takes a file away and returns it; None if there was none."""
-        folder, last = _split(name)
+        folder, last = split(name)
         file = self.find(name)
         if file is not None:
             self.used_bytes -= len(file.content)
@@ -73,7 +67,7 @@ class MemoryFiles:
             return self.find(name) is None
         if self._folders[name] or not name:
             return False
-        folder, last = _split(name)
+        folder, last = split(name)
         del self._folders[name], self._folders[folder][last]
         return True
 
@@ -90,7 +84,7 @@ class MemoryFiles:
         """Makes a folder and those above it. Raises Unavailable if one of them is a file."""
         if name in self._folders:
             return
-        parent, last = _split(name)
+        parent, last = split(name)
         self.make_folder(parent)
         if self._folders[parent].get(last) is not None:
             raise Unavailable(f"could not make the folder {name}: it is a file")
@@ -103,24 +97,20 @@ class MemoryFiles:
 
 
 class MemoryRoot:
-    """A root over ``files``; over fresh ones if none are given. ``name`` is only for the URL.
+    """A root over ``files``; over fresh ones if none are given. ``name`` is only for the URL."""
 
-    With ``objects`` it acts as an object store with conditional writes and deletes: folders are only parts of names,
-    the mtime stays as staged, nothing is mapped, and an open file reads what the name holds at that moment.
-    """
+    traits = Traits(
+        exclusive_publish=True,
+        ordered_publish=True,
+        touch=True,
+        mapped=True,
+        fenced=True,
+        conditional_remove=False,
+    )
 
-    def __init__(self, files: MemoryFiles | None = None, *, name: str = "", objects: bool = False) -> None:
+    def __init__(self, files: MemoryFiles | None = None, *, name: str = "") -> None:
         self.files = files or MemoryFiles()
         self.url = f"memory://{name}"
-        self.traits = Traits(
-            exclusive_publish=True,
-            ordered_publish=not objects,
-            touch=not objects,
-            mapped=not objects,
-            fenced=not objects,
-            conditional_remove=objects,
-        )
-        self._objects = objects
 
     def stage(self, name: Name, pieces: Pieces, *, stamp_ns: int, durable: bool) -> None:
         content = b"".join(pieces)
@@ -148,11 +138,7 @@ class MemoryRoot:
 
     def open(self, name: Name) -> MemoryReader | None:
         file = self._find(name)
-        if file is None:
-            return None
-        return MemoryReader(
-            file.stat, (lambda: self._find(name)) if self._objects else (lambda: file), self.traits.mapped
-        )
+        return None if file is None else MemoryReader(file.stat, file)
 
     def stat(self, name: Name) -> Stat | None:
         file = self._find(name)
@@ -160,14 +146,12 @@ class MemoryRoot:
 
     def look(self, name: Name, size_bytes: int) -> Seen | None:
         file = self._find(name)
-        if file is None:
-            return None
-        return Seen(file.stat, file.content[:size_bytes], file.tag if self._objects else None)
+        return None if file is None else Seen(file.stat, file.content[:size_bytes], None)
 
     def touch(self, name: Name, stamp_ns: int) -> bool:
         with self.files.lock:
             file = self.files.find(name)
-            if file is None or self._objects:
+            if file is None:
                 return False
             self.files.write(name, MemoryFile(file.content, stamp_ns))
         return True
@@ -175,7 +159,7 @@ class MemoryRoot:
     def move(self, source: Name, name: Name, *, make_folder: bool = True) -> bool:
         with self.files.lock:
             file = self.files.find(source)
-            if file is None or not (make_folder or self._objects or self.files.has_folder(_split(name)[0])):
+            if file is None or not (make_folder or self.files.has_folder(split(name)[0])):
                 return False
             self.files.write(name, file)
             self._delete(source)
@@ -186,20 +170,11 @@ class MemoryRoot:
             return self._delete(name)
 
     def remove_if(self, name: Name, seen: Seen) -> bool:
-        if not self._objects:
-            raise InvalidRequest(
-                f"{self.url} cannot remove files conditionally: sweeps are fenced by folders there (rule F1)"
-            )
-        with self.files.lock:
-            file = self.files.find(name)
-            if file is not None and file.tag != seen.tag:
-                return False
-            self._delete(name)
-        return True
+        raise InvalidRequest(
+            f"{self.url} cannot remove files conditionally: sweeps are fenced by folders there (rule F1)"
+        )
 
     def make_folder(self, name: Name) -> None:
-        if self._objects:
-            return
         with self.files.lock:
             self.files.make_folder(name)
 
@@ -227,36 +202,25 @@ class MemoryRoot:
             return self.files.find(name)
 
     def _delete(self, name: str) -> bool:
-        """Deletes a file with the lock held. If folders are only parts of names, empty ones go with it."""
-        found = self.files.delete(name) is not None
-        while self._objects and name and found:
-            name = _split(name)[0]
-            if not self.files.delete_folder(name):
-                break
-        return found
+        """Deletes a file with the lock held."""
+        return self.files.delete(name) is not None
 
 
 class MemoryReader:
-    """An open file of a MemoryRoot: always the same file, as on a local disk, or what ``find`` returns at each read."""
+    """An open file of a MemoryRoot: always the same file, as on a local disk."""
 
-    __slots__ = ("_find", "_mapped", "stat")
-
-    def __init__(self, stat: Stat, find: Callable[[], MemoryFile | None], mapped: bool) -> None:
-        self._find = find
-        self._mapped = mapped
+    def __init__(self, stat: Stat, file: MemoryFile) -> None:
         self.stat = stat
+        self._file = file
 
     def read(self, pieces: Pieces, offset: int, borrowed: BufferLoan) -> int:
-        file = self._find()
-        end = offset + byte_length(pieces)
-        content = b"" if file is None else memoryview(file.content)[: self.stat.size_bytes][offset:end]
+        content = memoryview(self._file.content)[offset : offset + byte_length(pieces)]
         with borrowed.writing():
             fill(pieces, content)
         return len(content)
 
     def map(self) -> memoryview | None:
-        file = self._find() if self._mapped else None
-        return None if file is None else memoryview(file.content)
+        return memoryview(self._file.content)
 
     def close(self) -> None:
         """Does nothing: no file is held open."""
@@ -268,7 +232,7 @@ class MemoryReader:
         self.close()
 
 
-def _split(name: str) -> tuple[str, str]:
+def split(name: str) -> tuple[str, str]:
     """Returns a name's folder and last part."""
     folder, _, last = name.rpartition("/")
     return folder, last

@@ -139,7 +139,7 @@ class Cast:
 
     def collector(self, name: str, *options: str) -> Part:
         """``kvstore-gc``, which does not give way to other programs: on a busy machine it would not run for minutes."""
-        return self._add(name, ["kvstore_gc", *self._where(), "--nice", "0", "--json", *options])
+        return self._add(name, ["kvstore_gc", *self._where(), "--json", *options])
 
     def auditor(self) -> Part:
         """The one who looks at pins whose owners may be dead."""

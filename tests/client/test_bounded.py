@@ -39,7 +39,7 @@ from tests.kit.hosts import (
 from tests.kit.patience import NEVER_S, eventually
 
 TOKENS_COUNT = LARGE_CHUNKS * LARGE.chunk_tokens
-ONCE = [sys.executable, "-m", "kvstore_gc", "--nice", "0", "--once", "--root"]
+ONCE = [sys.executable, "-m", "kvstore_gc", "--once", "--root"]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore_gc.config import Config
 from kvstore_gc.membership import TTL_S, Collectors, owner
 from kvstore_gc.summary import Summary
-from tests.gc.test_hostile import in_flight, leave_in_flight
+from tests.kit.abandoned import in_flight, leave_in_flight
 from tests.kit.clusters import prompt, put, site_of
 from tests.kit.fake_meta import CountingIds, FakeClock
 from tests.kit.faulty_meta import Fault, FaultyMeta

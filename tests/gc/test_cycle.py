@@ -151,17 +151,12 @@ def test_a_dry_run_says_the_same_and_changes_nothing_at_all(place: Place) -> Non
     place.cycle().run()  # what the first round makes is there
     root, meta = FaultyRoot(place.cluster.root), FaultyMeta(MemoryMetadata(place.cluster.store))
     tree, keys = place.tree(), MemoryMetadata(place.cluster.store).list("/kv/")
-    explain = [chain.addresses[0], chain.addresses[5], prompt(9, 1).addresses[0]]
     rounds = place.cycle(Config(max_bytes=place.bytes_of(chain) // 2), root=root, meta=meta)
-    summary = rounds.dry_run(examples_max=2, explain=explain)
+    summary = rounds.dry_run()
     assert place.tree() == tree
     assert MemoryMetadata(place.cluster.store).list("/kv/").revision == keys.revision
     assert not set(root.calls) & {"stage", "publish", "discard", "touch", "move", "make_folder", "remove"}
-    assert [each.address for each in summary.examples] == [chain.addresses[5].hex(), chain.addresses[4].hex()]
-    assert [(each.goes, each.reason) for each in summary.explained] == [
-        (False, "within capacity"),
-        (True, "over capacity"),
-    ]
+    assert [each.address for each in summary.examples][:2] == [chain.addresses[5].hex(), chain.addresses[4].hex()]
     done = place.cycle(Config(max_bytes=place.bytes_of(chain) // 2)).run()
     assert done.to_json()["chosen"] == summary.to_json()["chosen"]
     assert done.used_after_bytes == summary.used_after_bytes

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from kvstore.core.clock import SystemClock
-from kvstore.engine.coordination import ClusterMember
 from kvstore.errors import PermissionDenied, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.format.keyset import ChunkKeys
@@ -29,8 +28,10 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore_gc.membership import Collectors
 from kvstore_gc.threads import Stopped
+from tests.kit.abandoned import in_flight, leave_in_flight
 from tests.kit.clusters import Cluster, cluster, eventually, looking, prompt, put, site_of
 from tests.kit.faulty_root import EIO, ENOSPC, Fails, FaultyRoot, Rule
+from tests.kit.object_root import MemoryObjectRoot
 from tests.kit.patience import PATIENCE_S
 
 EPERM = Fails(PermissionDenied, errno.EPERM)
@@ -307,9 +308,6 @@ def test_plans_leave_room_for_the_log_of_the_metadata_that_name_them() -> None:
         assert c.collector().sweep(c.plans(chain)).reaped.count == 30 - report.reaped.count
 
 
-# Nodes that hold
-
-
 # Two runs of one sweep
 
 
@@ -330,7 +328,7 @@ def abandon_after_another_made_it_final(c: Cluster, chain: ChunkKeys) -> None:
 
 
 def test_g8_a_sweep_that_was_not_abandoned_after_all_can_be_finished() -> None:
-    with cluster(MemoryRoot(MemoryFiles(), objects=True), shard_bits=0) as c:
+    with cluster(MemoryObjectRoot(), shard_bits=0) as c:
         chain = prompt(1, 8)
         abandon_after_another_made_it_final(c, chain)
         (left,) = in_flight(c)
@@ -411,26 +409,6 @@ def test_c1_a_chain_that_is_garbage_is_named(c: Cluster) -> None:
 def _in_trash(name: Name) -> Callable[[Name], bool]:
     last = name.rpartition("/")[2]
     return lambda entry: entry.startswith("trash/") and last in entry
-
-
-class Died(Exception):
-    """Killed, as far as anybody else can tell."""
-
-
-def leave_in_flight(c: Cluster, node: ClusterMember, chain: ChunkKeys) -> None:
-    """A collector condemns a chain and dies while it waits for the node."""
-
-    def die(_: float) -> None:
-        raise Died
-
-    hold = looking(node, chain)
-    with pytest.raises(Died):
-        c.collector(pause=die).sweep(c.plans(chain))
-    node.node.holds.release(hold)
-
-
-def in_flight(c: Cluster) -> list[Condemned]:
-    return [Condemned.from_bytes(kv.value) for kv in c.store.list(Keys(c.identity.root).condemned).items]
 
 
 def quarantine(c: Cluster) -> list[str]:

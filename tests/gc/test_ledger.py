@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 
@@ -10,26 +10,12 @@ from kvstore.core.address import Address
 from kvstore.core.clock import SystemClock
 from kvstore.meta.keys import Keys, SweepId
 from kvstore.meta.memory import MemoryMetadata, MemoryStore
-from kvstore.meta.store import Compare, Delete, Put, TxnResult
 from kvstore.meta.sweeps import Condemned, Seq
 from kvstore_gc.ledger import InFlight, SweepStore
 from tests.kit.clusters import site_of
+from tests.kit.hooked_meta import ActingMeta
 
 KEYS = Keys(b"r" * 16)
-
-
-class Meddled(MemoryMetadata):
-    """Metadata in which ``meanwhile`` happens once, just before a transaction reaches the store."""
-
-    meanwhile: Callable[[], object] | None = None
-
-    def txn(
-        self, compares: Sequence[Compare], operations: Sequence[Put | Delete], timeout_s: float | None = None
-    ) -> TxnResult:
-        meanwhile, self.meanwhile = self.meanwhile, None
-        if meanwhile is not None:
-            meanwhile()
-        return super().txn(compares, operations, timeout_s)
 
 
 class Two:
@@ -37,7 +23,7 @@ class Two:
 
     def __init__(self) -> None:
         self.store = MemoryStore(SystemClock())
-        self.meta = Meddled(self.store)
+        self.meta = ActingMeta(self.store)
         self.ours, self.theirs = (
             SweepStore(site_of(meta, KEYS.root_id)) for meta in (self.meta, MemoryMetadata(self.store))
         )
@@ -74,7 +60,7 @@ def unlinked(two: Two, shard: int, one: Condemned) -> Callable[[], object]:
 
 def test_g2_a_shard_that_is_condemned_meanwhile_is_left_to_who_was_faster(two: Two) -> None:
     theirs = record("theirs")
-    two.meta.meanwhile = unlinked(two, 5, theirs)
+    two.meta.once_before_a_sweep_changes(unlinked(two, 5, theirs))
     ours = record("ours")
     assert [one.shard for one in two.ours.condemn({4: ours, 5: record("too late")})] == [4]
     assert two.keys() == {4: ours.sweep, 5: theirs.sweep}
@@ -88,7 +74,7 @@ def test_c1_a_link_is_put_behind_the_last_one_or_not_at_all(two: Two) -> None:
         two.theirs.condemn({2: record("second")})
         nonces.append(two.nonce())
 
-    two.meta.meanwhile = meanwhile
+    two.meta.once_before_a_sweep_changes(meanwhile)
     assert [one.shard for one in two.ours.condemn({3: record("third")})] == [3]
     found = two.store.get(KEYS.gc_seq)
     assert found is not None and [Seq.from_json(found.value).prev] == nonces
@@ -98,7 +84,7 @@ def test_c1_a_link_is_put_behind_the_last_one_or_not_at_all(two: Two) -> None:
 def test_g6_closing_compares_the_key_of_every_shard(two: Two, place: int) -> None:
     sweeps = two.ours.condemn({shard: record(f"ours {shard}") for shard in range(3)})
     other = record("another")
-    two.meta.meanwhile = unlinked(two, place, other)
+    two.meta.once_before_a_sweep_changes(unlinked(two, place, other))
     two.ours.close(sweeps)
     assert two.keys() == {place: other.sweep}, "what is another sweep by now goes on"
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.core.recency import DEPTH_MAX, QUANTUM_S, TTL_CLASSES_S, Hints, decode, stamp_ns, superseded_ns
-from kvstore_gc.policy import TIE_BITS, Column, EvictionOrder, Uses, expired, ranks, weighted_age_s
+from kvstore_gc.policy import TIE_BITS, Column, EvictionOrder, Uses, expired, ranks
 from tests.kit.cases import for_each
 from tests.kit.chains import NOW_S, Chunk, forests, stamp
 
@@ -95,14 +94,6 @@ def test_a_last_use_in_the_future_counts_as_now() -> None:
 
 def test_mtimes_of_no_clock_are_the_oldest_and_not_an_error() -> None:
     assert rank_of(-(1 << 62)) == rank_of(0) < rank_of(stamp(30 * 24 * HOUR_S, hints=Hints(priority=0)))
-
-
-@given(STAMPS | LEFT, st.integers(0, (1 << TIE_BITS) - 1))
-def test_a_rank_tells_the_weighted_age_that_it_was_made_of(mtime_ns: int, tie: int) -> None:
-    one = decode(mtime_ns, QUANTUM_S)
-    idle_s = max(NOW_S - one.last_use_s, 0)
-    weighted_s = (idle_s + 30) * 2 ** (10 * one.is_superseded - one.uses / 2 - (one.priority - 35) / 10) - 30
-    assert weighted_age_s(rank_of(mtime_ns, tie=tie)) == pytest.approx(max(weighted_s, 0), rel=1e-3, abs=0.1)
 
 
 def test_nothing_goes_before_its_ttl_has_passed_since_its_last_use() -> None:

@@ -10,24 +10,25 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.core.buffers import BufferLoan
 from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.errors import InvalidRequest, SessionLost
 from kvstore.format import places
-from kvstore.format.header import FIXED_BYTES, INCARNATION_AT
+from kvstore.format.header import FIXED_BYTES
 from kvstore.format.places import Name
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMetadata
 from kvstore.meta.session import Session
 from kvstore.meta.store import LeaseId
-from kvstore.root.interface import Root, Seen
+from kvstore.root.interface import Seen
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore_gc.execute import Sweeper
 from tests.kit import faulty_meta as meta_faulty
+from tests.kit.abandoned import leave_in_flight, republish
 from tests.kit.clusters import TIMINGS, Cluster, cluster, eventually, looking, prompt, put
 from tests.kit.faulty_meta import FaultyMeta
 from tests.kit.faulty_root import Delay, FaultyRoot, Rule
+from tests.kit.object_root import MemoryObjectRoot
 from tests.kit.patience import PATIENCE_S
+from tests.kit.sweeping import WholeSweeper
 
 
 @pytest.fixture
@@ -116,11 +117,8 @@ def test_g4_a_pinned_chunk_is_spared(c: Cluster) -> None:
 def test_g7_a_sweep_left_by_a_dead_collector_is_adopted(c: Cluster) -> None:
     node, chain = c.node(), prompt(1, 8)
     put(node, chain)
-    hold = looking(node, chain)
-    with pytest.raises(Died):
-        c.collector(pause=die).sweep(c.plans(chain))
+    leave_in_flight(c, node, chain)
     assert c.leftovers()
-    node.node.holds.release(hold)
     report = c.collector().adopt()
     assert report.sweeps["adopted"] > 0 and report.reaped.count == 8
     assert c.leftovers() == [] and c.present(chain) == 0
@@ -159,7 +157,7 @@ def test_a_collector_that_was_slow_after_it_wrote_a_plan_gives_the_sweep_up(c: C
         clock.ahead_s += seconds
 
     slow = FaultyRoot(c.root, [Rule("make_folder", Delay(TIMINGS.condemn_s_max + 1))], sleep=sleep)
-    sweeper = Sweeper(c.site(slow, clock=clock, pause=lambda _: None))
+    sweeper = WholeSweeper(c.site(slow, clock=clock, pause=lambda _: None))
     report = sweeper.sweep(c.plans(chain))
     assert report.sweeps["begun"] == 0 and report.spared["condemned too slowly"] > 0
     assert c.leftovers() == [] and c.present(chain) == 8
@@ -313,7 +311,7 @@ def test_f3_a_folder_that_no_key_names_gives_back_what_is_in_it(c: Cluster) -> N
 
 
 def test_o1_on_a_store_that_deletes_conditionally(tmp_path: Path) -> None:
-    with cluster(MemoryRoot(MemoryFiles(), objects=True)) as c:
+    with cluster(MemoryObjectRoot()) as c:
         node, chain, other = c.node(), prompt(1, 8), prompt(2, 8)
         put(node, chain)
         put(node, other)
@@ -329,26 +327,3 @@ def test_o1_a_store_that_can_neither_fence_nor_delete_conditionally_is_refused()
     root.traits = replace(root.traits, fenced=False)
     with cluster(root) as c, pytest.raises(InvalidRequest, match="not safe there"):
         c.collector()
-
-
-class Died(Exception):
-    """Killed, as far as anybody else can tell."""
-
-
-def die(_: float) -> None:
-    """Ends a collector that pauses: a ``pause`` that raises Died."""
-    raise Died
-
-
-def republish(root: Root, name: Name) -> bytes:
-    """Replaces a chunk by another publication of it, as if it had been swept and put again; its content."""
-    reader = root.open(name)
-    assert reader is not None
-    content = bytearray(reader.stat.size_bytes)
-    reader.read([memoryview(content)], 0, BufferLoan())
-    content[INCARNATION_AT] ^= 0xFF
-    root.remove(name)
-    staged = places.staged(b"z" * 16, 0)
-    root.stage(staged, [memoryview(content)], stamp_ns=1, durable=False)
-    root.publish(staged, name, durable=False)
-    return bytes(content)

@@ -6,7 +6,7 @@ The simulation (tests/sim) meets these races rarely or, if another rule hides th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,44 +18,29 @@ from kvstore.format import places
 from kvstore.meta.keys import Keys, SessionId, SweepId
 from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.meta.session import SessionRecord
-from kvstore.meta.store import Compare, Delete, Put, Snapshot, TxnResult
+from kvstore.meta.store import Snapshot
 from kvstore.meta.sweeps import Condemned
 from kvstore.root import fences
 from kvstore.root.memory import MemoryFile, MemoryRoot
 from kvstore_gc.grace import Announced, Grace
 from kvstore_gc.ledger import SweepStore
 from tests.kit.clusters import SPACE, TIMINGS, Cluster, cluster, looking, prompt, put, site_of
+from tests.kit.hooked_meta import ActingMeta
 
 KEYS = Keys(b"r" * 16)
 CHUNK = places.chunk(Address(bytes(16)), SPACE.id, 0)
 
 
-class Meanwhile(MemoryMetadata):
-    """Metadata that let somebody else act just before a transaction."""
+class StaleMeta(ActingMeta):
+    """The next read of everything gives ``stale``."""
 
-    def __init__(self, store: MemoryStore) -> None:
-        super().__init__(store)
-        self.before_txn: Callable[[], object] = _nothing
-        self.stale: Snapshot | None = None
-        """What the next read of everything gives."""
-
-    def txn(
-        self, compares: Sequence[Compare], operations: Sequence[Put | Delete], timeout_s: float | None = None
-    ) -> TxnResult:
-        if any("/gc/condemned/" in one.key for one in operations):
-            act, self.before_txn = self.before_txn, _nothing
-            act()
-        return super().txn(compares, operations, timeout_s)
+    stale: Snapshot | None = None
 
     def list(self, prefix: str, timeout_s: float | None = None) -> Snapshot:
         if self.stale is not None and prefix.count("/") == 3:
             found, self.stale = self.stale, None
             return found
         return super().list(prefix, timeout_s)
-
-
-def _nothing() -> None:
-    pass
 
 
 def record(sweep: int) -> Condemned:
@@ -67,8 +52,8 @@ def ledger(meta: MemoryMetadata) -> SweepStore:
 
 
 @pytest.fixture
-def meta() -> Meanwhile:
-    return Meanwhile(MemoryStore(SystemClock()))
+def meta() -> StaleMeta:
+    return StaleMeta(MemoryStore(SystemClock()))
 
 
 @pytest.fixture
@@ -81,7 +66,7 @@ def sweeps(meta: MemoryMetadata) -> dict[int, int]:
     return {shard: one.sweep[0] for shard, one in ledger(meta).in_flight().items()}
 
 
-def test_c3_what_was_read_in_the_lost_timeline_ends_no_grace(meta: Meanwhile) -> None:
+def test_c3_what_was_read_in_the_lost_timeline_ends_no_grace(meta: StaleMeta) -> None:
     """The one read comes in pages: the first may be older than a restore, and name a sweep that is gone."""
     mine = ledger(meta)
     begun = mine.condemn({0: record(1)})
@@ -92,7 +77,7 @@ def test_c3_what_was_read_in_the_lost_timeline_ends_no_grace(meta: Meanwhile) ->
     assert grace.decide(begun)[0] == []
 
 
-def test_g4_what_was_held_when_the_pins_were_read_is_spared(meta: Meanwhile) -> None:
+def test_g4_what_was_held_when_the_pins_were_read_is_spared(meta: StaleMeta) -> None:
     """It may have been pinned since, and its hold released: neither of the two reads shows that pin."""
     mine, address = ledger(meta), Address(b"a" * 16)
     begun = mine.condemn({0: record(1)})
@@ -108,14 +93,14 @@ def test_g4_a_session_that_begins_before_the_sweep_is_waited_for(c: Cluster) -> 
     """However late: here between the look at the chain and the transaction that condemns."""
     first, chain = c.node(), prompt(1, 4)
     put(first, chain)
-    meta = Meanwhile(c.store)
+    meta = ActingMeta(c.store)
     young: list[ClusterMember] = []
 
     def meanwhile() -> None:
         young.append(c.node())
         assert looking(young[0], chain).count == 4
 
-    meta.before_txn = meanwhile
+    meta.once_before_a_sweep_changes(meanwhile)
     collector = c.collector(meta=meta, timings=replace(TIMINGS, announce_lag_max_s=0.3, grace_max_s=60.0))
     thread = threading.Thread(target=lambda: collector.sweep(c.plans(chain)))
     present = []

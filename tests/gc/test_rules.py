@@ -14,42 +14,26 @@ from kvstore.format.header import Generation
 from kvstore.format.places import Name
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMetadata
-from kvstore.meta.store import Compare, Delete, Put, Snapshot, TxnResult
+from kvstore.meta.store import Delete, Put
 from kvstore.root.fences import lift
 from kvstore.root.interface import Stat
-from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.root.memory import MemoryRoot
 from kvstore_gc.deletion import Deleting, SweepOutcome, read_victims
-from kvstore_gc.execute import Sweeper
 from kvstore_gc.grace import Spared
 from kvstore_gc.ledger import SweepStore
 from kvstore_gc.threads import Stopped
-from tests.gc.test_protocol import Died, die, republish
+from tests.kit.abandoned import Died, die, leave_in_flight, republish
 from tests.kit.clusters import SPACE, Cluster, cluster, eventually, looking, prompt, put
 from tests.kit.faulty_root import EIO, FaultyRoot, Rule
+from tests.kit.hooked_meta import ActingMeta
+from tests.kit.object_root import MemoryObjectRoot
+from tests.kit.sweeping import WholeSweeper
 
 
 @pytest.fixture
 def c() -> Iterator[Cluster]:
     with cluster() as made:
         yield made
-
-
-class Hooked(MemoryMetadata):
-    """Metadata that call ``listed`` with each prefix after it was read, and ``writing`` before each transaction."""
-
-    listed: Callable[[str], object] = staticmethod(lambda prefix: None)
-    writing: Callable[[Sequence[Put | Delete]], object] = staticmethod(lambda operations: None)
-
-    def list(self, prefix: str, timeout_s: float | None = None) -> Snapshot:
-        found = super().list(prefix, timeout_s)
-        self.listed(prefix)
-        return found
-
-    def txn(
-        self, compares: Sequence[Compare], operations: Sequence[Put | Delete], timeout_s: float | None = None
-    ) -> TxnResult:
-        self.writing(operations)
-        return super().txn(compares, operations, timeout_s)
 
 
 class Noted(FaultyRoot):
@@ -78,10 +62,7 @@ def left_in_grace(c: Cluster, chunks: int = 8) -> None:
     """Leaves a sweep of a chain in flight, whose collector died in the grace; nobody holds anything."""
     node, chain = c.node(), prompt(1, chunks)
     put(node, chain)
-    hold = looking(node, chain)
-    with pytest.raises(Died):
-        c.collector(pause=die).sweep(c.plans(chain))
-    node.node.holds.release(hold)
+    leave_in_flight(c, node, chain)
     node.close()
 
 
@@ -145,7 +126,7 @@ def test_c3_a_sweep_whose_key_went_after_the_read_that_decides_takes_nothing(c: 
     node, chain = c.node(), prompt(1, 8)
     put(node, chain)
     node.close()
-    meta, keys = Hooked(c.store), Keys(c.identity.root)
+    meta, keys = ActingMeta(c.store), Keys(c.identity.root)
 
     def restored(prefix: str) -> None:
         if prefix == keys.prefix:
@@ -193,7 +174,7 @@ def test_g5_each_run_has_names_of_its_own_in_the_trash(c: Cluster) -> None:
 
 
 def test_g6_the_fence_is_up_before_the_key_goes(c: Cluster) -> None:
-    node, chain, meta = c.node(), prompt(1, 8), Hooked(c.store)
+    node, chain, meta = c.node(), prompt(1, 8), ActingMeta(c.store)
     put(node, chain)
     node.close()
     folders: list[int] = []
@@ -221,7 +202,7 @@ def test_g8_a_collector_that_is_stopped_while_it_takes_closes_all_its_sweeps(c: 
 
     plans = c.plans(chain)
     with pytest.raises(Stopped):
-        Sweeper(replace(site, each=stopping)).sweep(plans)
+        WholeSweeper(replace(site, each=stopping)).sweep(plans)
     assert len(plans) > 1 and c.present(chain) == 30 - len(plans[0].victims)
     assert c.leftovers() == []
 
@@ -263,7 +244,7 @@ def test_f3_a_folder_that_a_key_names_by_now_is_left_alone(c: Cluster) -> None:
 
 
 def test_o1_a_publication_that_came_later_stays() -> None:
-    with cluster(MemoryRoot(MemoryFiles(), objects=True)) as c:
+    with cluster(MemoryObjectRoot()) as c:
         left_in_grace(c, 1)
         newer = republish(c.root, c.name(prompt(1, 1).addresses[0]))
         assert c.collector().adopt().reaped.count == 0
@@ -273,7 +254,7 @@ def test_o1_a_publication_that_came_later_stays() -> None:
 
 def test_o1_every_run_deletes_from_the_list_that_became_final() -> None:
     """Ours was made before another run's became final, on which something is spared that was pinned since."""
-    with cluster(MemoryRoot(MemoryFiles(), objects=True), shard_bits=0) as c:
+    with cluster(MemoryObjectRoot(), shard_bits=0) as c:
         left_in_grace(c)
         ledger = SweepStore(c.site())
         (sweep,) = ledger.in_flight().values()
@@ -286,7 +267,7 @@ def test_o1_every_run_deletes_from_the_list_that_became_final() -> None:
 
 
 def test_o1_a_sweep_closes_only_when_all_of_its_list_is_gone() -> None:
-    with cluster(MemoryRoot(MemoryFiles(), objects=True), shard_bits=0) as c:
+    with cluster(MemoryObjectRoot(), shard_bits=0) as c:
         left_in_grace(c)
         report = c.collector(FaultyRoot(c.root, [Rule("remove_if", EIO, nth=4)])).adopt()
         assert report.sweeps["left"] == 1 and c.present(prompt(1, 8)) == 5

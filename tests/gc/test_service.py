@@ -78,7 +78,7 @@ class Driven(Cycle):
 
     @staticmethod
     def _summary_of(count: int) -> Summary:
-        return Summary(False, 0.0, 1, reaped=CountAndBytes(count, count))
+        return Summary(dry_run=False, started_s=0.0, shards_count=1, reaped=CountAndBytes(count, count))
 
 
 def test_a_cycle_that_fails_is_repeated_with_growing_pauses(caplog: pytest.LogCaptureFixture) -> None:

@@ -155,7 +155,7 @@ def test_leftovers_of_a_killed_writer_are_removed_after_a_while(parts: Parts, mo
 
 
 def test_one_round_beside_a_collector_names_its_process(parts: Parts) -> None:
-    command = [sys.executable, "-m", "kvstore_gc", "--root", str(parts.folder), "--once", "--nice", "0"]
+    command = [sys.executable, "-m", "kvstore_gc", "--root", str(parts.folder), "--once"]
     with opened(str(parts.folder), Config(), {}):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 2 and f"process {os.getpid()} collects it" in done.stderr, done.stderr

@@ -40,12 +40,13 @@ from kvstore.root.posix import PosixRoot
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.server import Worker
 from kvstore_gc.deletion import SweepPlan, SweepVictim
-from kvstore_gc.execute import Sweeper, SweepReport
+from kvstore_gc.execute import SweepReport
 from kvstore_gc.site import Site, Timings
 from tests.kit.keyed import key_file
 from tests.kit.patience import PATIENCE_S, eventually
 from tests.kit.steps import META, ROOT, Stepped, Steps
 from tests.kit.stores import SMALL, member_of
+from tests.kit.sweeping import WholeSweeper
 
 WAYS = ("embedded", "memory", "disk", "shared", "tcp", "grpc")
 """A node in this process without tiers, with memory, with memory and a local disk; a worker by each transport."""
@@ -253,7 +254,7 @@ class Backend:
         tiers = self.member.node.tiers
         return 0 if tiers is None or tiers.disk is None else tiers.disk.leading(self.chain(cache, tokens), 0)
 
-    def collector(self) -> Sweeper:
+    def collector(self) -> WholeSweeper:
         site = Site(
             cast(Root, Stepped(self._new_root(), self.steps, ROOT)) if self._folder is None else self._new_root(),
             self.identity,
@@ -261,7 +262,7 @@ class Backend:
             SystemClock(),
             timings=TIMINGS,
         )
-        return Sweeper(site)
+        return WholeSweeper(site)
 
     def sweep(self, namespaces: Sequence[Namespace]) -> SweepReport:
         """Has a collector delete everything in some namespaces that it may delete."""

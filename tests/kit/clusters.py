@@ -28,10 +28,10 @@ from kvstore.root.identity import RootId, RootIdentity, create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore_gc.deletion import SweepPlan, SweepVictim
-from kvstore_gc.execute import Sweeper
 from kvstore_gc.site import Site, Timings
 from tests.kit.patience import eventually as eventually
 from tests.kit.stores import TINY, kv_of
+from tests.kit.sweeping import WholeSweeper
 
 NODE_LIMITS = Limits(announce_s=0.01, follow_s=0.01, lanes=2, width=2)
 TIMINGS = Timings(poll_s_min=0.01, poll_s_max=0.02, announce_lag_max_s=60.0, grace_max_s=100.0)
@@ -91,9 +91,9 @@ class Cluster:
         meta: MetadataStore | None = None,
         timings: Timings = TIMINGS,
         pause: Callable[[float], object] = time.sleep,
-    ) -> Sweeper:
+    ) -> WholeSweeper:
         """A collector."""
-        return Sweeper(self.site(root, meta, timings=timings, pause=pause))
+        return WholeSweeper(self.site(root, meta, timings=timings, pause=pause))
 
     def site(
         self,

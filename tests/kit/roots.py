@@ -35,6 +35,7 @@ from kvstore.root.object_store import ObjectRoot, Remote, connect, open_object_r
 from kvstore.root.posix import PosixRoot
 from kvstore.testing.roots import WAIT_S, Hosts, eventually
 from tests.kit.faulty_root import FaultyRoot
+from tests.kit.object_root import MemoryObjectRoot
 from tests.kit.s3_endpoint import Server, serve
 
 BUCKET = "kvstore-test"
@@ -144,7 +145,7 @@ def open_hosts(kind: str, request: pytest.FixtureRequest) -> Iterator[Hosts]:
             roots = [MemoryRoot(files), MemoryRoot(files)]
         elif kind == "memory_objects":
             files = MemoryFiles()
-            roots = [MemoryRoot(files, objects=True), MemoryRoot(files, objects=True)]
+            roots = [MemoryObjectRoot(files), MemoryObjectRoot(files)]
         elif kind == "fsspec":
             url = f"memory://{uuid.uuid4().hex}/root"
             roots = [open_object_root(url), open_object_root(url)]

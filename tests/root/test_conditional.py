@@ -16,9 +16,9 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format.places import Name
 from kvstore.root.check import Probe, check_root
 from kvstore.root.interface import Root, Seen
-from kvstore.root.memory import MemoryRoot
 from kvstore.root.object_store import ObjectRoot, open_object_root
 from kvstore.testing.roots import content_of, names, publish
+from tests.kit.object_root import MemoryObjectRoot
 from tests.kit.roots import BUCKET, s3_options
 from tests.kit.s3_endpoint import Object, Server, serve
 
@@ -167,7 +167,7 @@ def test_put_back_does_not_replace_a_newer_file(server: Server) -> None:
 
 
 def test_memory_objects_read_what_the_name_holds_now() -> None:
-    root = MemoryRoot(objects=True)
+    root = MemoryObjectRoot()
     publish(root, A, b"first")
     reader = root.open(A)
     assert reader is not None and reader.map() is None

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore_gc.deletion import SweepPlan, SweepVictim
-from kvstore_gc.execute import Sweeper, SweepReport
+from kvstore_gc.execute import SweepReport
 from kvstore_gc.leftovers import Orphans
 from kvstore_gc.site import Site
 from kvstore_gc.threads import Each, Stop, Stopped, Threads, inline
+from tests.kit.sweeping import WholeSweeper
 from tests.sim.kernel import Process
 from tests.sim.shared_root import RootPort
 
@@ -46,7 +47,7 @@ class Collector:
             each=each,
             pause=self._pause,
         )
-        self.sweeper = Sweeper(site)
+        self.sweeper = WholeSweeper(site)
         self.orphans = Orphans(site)
         self._has_done = False
         self._works: dict[str, Callable[[], None]] = {

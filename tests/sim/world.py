@@ -31,6 +31,7 @@ from kvstore.root.identity import RootId, RootIdentity, publish, read_newest
 from kvstore.root.memory import MemoryFile, MemoryRoot
 from kvstore_gc.deletion import read_victims
 from kvstore_gc.site import Timings
+from tests.kit.object_root import MemoryObjectRoot
 from tests.sim.collector import Collector
 from tests.sim.faults import Faults, Rates
 from tests.sim.host import Host
@@ -99,7 +100,7 @@ class World:
         self.identity = RootIdentity(ROOT, 1, profile.shard_bits)
         self.namespace = NAMESPACE
         self.block_bytes = 16
-        self.root = MemoryRoot(SimFiles(self.oracle), objects=profile.objects)
+        self.root = (MemoryObjectRoot if profile.objects else MemoryRoot)(SimFiles(self.oracle))
         self.store = self._make_store()
         self.oracle.read_plan = self._plan_of
         self.pace_s = source.choice((0.1, 0.3, 1.0))

@@ -82,7 +82,15 @@ def of_collector() -> dict[str, Documented]:
     metrics = Metrics(pressure, SystemClock())
     metrics.follow(60.0, Cycle(site, Config(), pressure))
     some = CountAndBytes(1, 1)
-    summary = Summary(False, 0.0, 1, chosen={"ttl": some}, kept={"pinned": some}, reaped=some, seconds={"plan": 1.0})
+    summary = Summary(
+        dry_run=False,
+        started_s=0.0,
+        shards_count=1,
+        chosen={"ttl": some},
+        kept={"pinned": some},
+        reaped=some,
+        seconds={"plan": 1.0},
+    )
     summary.spared["pinned"] = summary.orphans["trash"] = 1
     metrics.done(summary)
     return {name: row for name, row in rows_of(metrics.registry.collect()).items() if name.startswith("kvstore_")}

@@ -80,7 +80,8 @@ def test_nothing_is_sent_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch,
 def test_a_single_round_writes_its_metrics_to_a_file_in_one_step(tmp_path: Path) -> None:
     path = tmp_path / "kvstore.prom"
     for scanned in (1, 2):
-        metrics, summary = Metrics(Pressure(site_of(MemoryMetadata()), None), SystemClock()), Summary(False, 0.0, 1)
+        metrics = Metrics(Pressure(site_of(MemoryMetadata()), None), SystemClock())
+        summary = Summary(dry_run=False, started_s=0.0, shards_count=1)
         summary.reaped = type(summary.reaped)(scanned, 10 * scanned)
         metrics.done(summary)
         write(metrics, str(path))

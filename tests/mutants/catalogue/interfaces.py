@@ -15,6 +15,7 @@ Behaviour = Callable[..., Any]
 """Called with the real function first, then with the arguments of the call; its result is the call's."""
 
 ROOT = ("kvstore.root.posix:PosixRoot", "kvstore.root.memory:MemoryRoot", "kvstore.root.object_store:ObjectRoot")
+OBJECT_DOUBLE = "tests.kit.object_root:MemoryObjectRoot"
 READER = (
     "kvstore.root.posix:PosixReader",
     "kvstore.root.memory:MemoryReader",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from tests.mutants.catalogue.interfaces import READER, ROOT, at, giving
+from tests.mutants.catalogue.interfaces import OBJECT_DOUBLE, READER, ROOT, at, giving
 from tests.mutants.mutant import Mutant, mutant
 
 CONTRACT = ("root/test_conformance.py -k 'not s3'",)
@@ -87,7 +87,7 @@ CONTRACTS = [
     ),
     mutant(
         "o1-removes-another-version",
-        at(ROOT[1:], "remove_if", lambda real, self, name, seen: self.remove(name)),
+        at((OBJECT_DOUBLE, ROOT[2]), "remove_if", lambda real, self, name, seen: self.remove(name)),
         *CONTRACT,
     ),
     mutant("g6-removes-full-folders", at(FENCED, "remove_folder", _remove_full_folder), *CONTRACT),
