@@ -72,7 +72,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._finished: queue.SimpleQueue[tuple[JobResult, list[bytes], OffloadingEvent | None]] = queue.SimpleQueue()
         self._condition = threading.Condition()
         self._under_way = 0
-        self._lookups = _Lookups(tier_type, self._store, settings)
+        self._lookups = TierLookups(tier_type, self._store, settings)
         self._tells = settings.events and bool(offloading_spec.kv_events_config.enable_kv_cache_events)
         self._events: list[OffloadingEvent] = []
         # vLLM bounds its jobs itself: each has chunks of the CPU cache.
@@ -233,7 +233,7 @@ def _runs(places: Sequence[_Place]) -> list[list[int]]:
     return runs
 
 
-class _Lookups(AsyncLookupManager):  # type: ignore[misc]
+class TierLookups(AsyncLookupManager):  # type: ignore[misc]
     """vLLM's own background look-ups, sent to the store."""
 
     def __init__(self, tier_type: str, store: LazyStore, settings: SecondaryTierSettings) -> None:

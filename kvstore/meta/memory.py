@@ -38,7 +38,9 @@ HISTORY_REVISIONS_MAX = 100_000
 
 
 @dataclass(slots=True)
-class _Lease:
+class MemoryLease:
+    """A lease of a ``MemoryStore``, and the keys that end with it."""
+
     ttl_s: int
     ends_s: float
     keys: set[str] = field(default_factory=set)
@@ -56,7 +58,7 @@ class MemoryStore:
         self._revision = 1
         self._compacted = 0
         self._keys: dict[str, KeyValue] = {}
-        self._leases: dict[LeaseId, _Lease] = {}
+        self._leases: dict[LeaseId, MemoryLease] = {}
         self._lease_last = 0
         self._history: deque[tuple[Event, ...]] = deque()
 
@@ -92,7 +94,7 @@ class MemoryStore:
         with self._changed:
             self._lease_last += 1
             lease = LeaseId(self._lease_last)
-            self._leases[lease] = _Lease(ttl_s, self._clock.monotonic_s() + ttl_s)
+            self._leases[lease] = MemoryLease(ttl_s, self._clock.monotonic_s() + ttl_s)
             self._changed.notify_all()
             return lease
 

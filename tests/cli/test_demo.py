@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -20,9 +21,11 @@ def temporary(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "TMPDIR": str(tmp_path)}
 
 
-def roots_of(said: str) -> list[Path]:
-    """The temporary roots that a demo names; others may run at the same time."""
-    return [Path(line.rpartition(" in ")[2]) for line in said.splitlines() if line.startswith("temporary root for")]
+def root_of(messages: str) -> Path:
+    """The root that a demo has named, perhaps in /dev/shm, where other demos may run."""
+    found = re.search(r"\S*/kvstore-demo-\w+", messages)
+    assert found, messages
+    return Path(found[0])
 
 
 def test_it_ends_with_a_table_and_leaves_nothing(tmp_path: Path, temporary: dict[str, str]) -> None:
@@ -38,8 +41,7 @@ def test_it_ends_with_a_table_and_leaves_nothing(tmp_path: Path, temporary: dict
     assert done.returncode == 0, done.stderr
     assert "tokens matched" in done.stdout
     assert "wrong bytes: 0" in done.stdout
-    (root,) = roots_of(done.stderr)
-    assert not root.exists()
+    assert not root_of(done.stderr).exists() and not list(tmp_path.glob("kvstore-*"))
 
 
 @pytest.mark.parametrize(("number", "to_all"), [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGINT, True)])
@@ -47,6 +49,7 @@ def test_a_signal_ends_it_and_nothing_is_left(
     tmp_path: Path, temporary: dict[str, str], number: int, to_all: bool
 ) -> None:
     """``to_all``: as a terminal does it, which presses Ctrl-C for all programs that the command started."""
+    root: Path | None = None
     with subprocess.Popen(
         [*KVSTORE, "demo", "--requests", "100000"],
         stdout=subprocess.PIPE,
@@ -58,10 +61,9 @@ def test_a_signal_ends_it_and_nothing_is_left(
     ) as demo:
         assert demo.stderr is not None
         # Through its messages, so that the cluster runs when the signal comes.
-        lines = []
         for line in demo.stderr:
-            lines.append(line)
             if "2 workers serve" in line:
+                root = root_of(line)
                 break
         programs = descendants(demo.pid)
         assert len(programs) == 4, programs  # etcd, two workers and the garbage collector
@@ -73,5 +75,4 @@ def test_a_signal_ends_it_and_nothing_is_left(
         said = demo.stderr.read()
     assert said == ("Aborted!\n" if number == signal.SIGINT else "")
     eventually(lambda: gone(programs), "etcd, workers and the collector end")
-    (root,) = roots_of("".join(lines))
-    assert not root.exists()
+    assert root is not None and not root.exists() and not list(tmp_path.glob("kvstore-*"))

@@ -55,10 +55,10 @@ class Slow:
 def test_after_one_look_up_past_the_deadline_the_next_ones_do_not_wait(error: Exception | None) -> None:
     slow = Slow(error)
     with vllm_modules(MODULES):
-        from kvstore.connectors.vllm_tier import _Lookups
+        from kvstore.connectors.vllm_tier import TierLookups
 
         settings = ConnectorSettings.of({"root": "memory://", "lookup_timeout_s": 0.04, "pause_s": 60})
-        lookups = _Lookups("tier", slow, settings)  # type: ignore[arg-type]
+        lookups = TierLookups("tier", slow, settings)  # type: ignore[arg-type]
         if error is None:
             assert lookups.batch_lookup([b"key"], None) == [True]
         else:

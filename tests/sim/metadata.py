@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from kvstore.core.clock import Clock
 from kvstore.errors import Unavailable
-from kvstore.meta.memory import MemoryMetadata, MemoryStore, _Lease
+from kvstore.meta.memory import MemoryLease, MemoryMetadata, MemoryStore
 from kvstore.meta.store import (
     NO_LEASE,
     Absent,
@@ -70,7 +70,9 @@ class SimStore(MemoryStore):
         self._revision = saved.revision
         self._compacted = saved.compacted
         self._keys = dict(saved.keys)
-        self._leases = {lease: _Lease(ttl_s, now_s + ttl_s, set(keys)) for lease, (ttl_s, keys) in saved.leases.items()}
+        self._leases = {
+            lease: MemoryLease(ttl_s, now_s + ttl_s, set(keys)) for lease, (ttl_s, keys) in saved.leases.items()
+        }
         self._history.clear()
         self._history.extend(saved.history)
         if bump:
