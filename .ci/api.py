@@ -41,7 +41,10 @@ def summary(thing: object) -> str:
 
 def members(thing: object) -> Iterator[tuple[str, object]]:
     """The public methods and properties of a class, or classes of a module, in the order of the source."""
-    for name, member in vars(thing).items():
+    bases = [
+        each for each in getattr(thing, "__mro__", [thing]) if each is thing or each.__module__.startswith("kvstore.")
+    ]
+    for name, member in {name: member for base in reversed(bases) for name, member in vars(base).items()}.items():
         if name.startswith("_") or isinstance(member, str | int | float | bytes | dict | tuple):
             continue
         if inspect.ismodule(thing):

@@ -25,6 +25,7 @@ from typing import Literal
 import numpy as np
 
 from benchmarks.harness import machine
+from benchmarks.harness.baselines import touch
 from benchmarks.harness.load import (
     QWEN_3B,
     QWEN_7B,
@@ -39,7 +40,6 @@ from benchmarks.harness.load import (
 )
 from benchmarks.harness.machine import GIB, MIB, percentile
 from benchmarks.harness.options import Options, names_of, show_progress
-from benchmarks.harness.page_cache import touch
 from benchmarks.harness.paths import IN_PROCESS, PATHS, reached
 from benchmarks.harness.result import Cell, Plot, Result, Table
 from kvstore.client.cache import Cache

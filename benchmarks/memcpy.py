@@ -25,6 +25,7 @@ import numpy as np
 
 import kvstore
 from benchmarks.harness import machine
+from benchmarks.harness.baselines import Loopback
 from benchmarks.harness.load import (
     BLOCK_MODELS,
     LLAMA_8B,
@@ -39,7 +40,6 @@ from benchmarks.harness.load import (
     random_bytes,
     stamp_blocks,
 )
-from benchmarks.harness.loopback import Loopback
 from benchmarks.harness.machine import timed
 from benchmarks.harness.options import Options, names_of, show_progress
 from benchmarks.harness.paths import BULK, IN_PROCESS, PATHS, Served, Way, served

@@ -36,7 +36,7 @@ import numpy.typing as npt
 
 import kvstore
 from benchmarks.engine import CHUNK_TOKENS, Engine, Prompt, Push, Settings
-from benchmarks.harness import page_cache
+from benchmarks.harness import baselines
 from benchmarks.harness.load import QWEN_7B
 from benchmarks.harness.machine import in_turns
 from benchmarks.harness.report import svg
@@ -285,7 +285,7 @@ class Batch:
 
     def first_s(self, *, in_memory: bool, ahead: int | None) -> float:
         """The median time to first token of the groups' first members, in one pass with empty caches."""
-        share = page_cache.emptied(self.folder, CACHED_SHARE_MAX)
+        share = baselines.emptied(self.folder, CACHED_SHARE_MAX)
         if share > CACHED_SHARE_MAX:
             raise SystemExit(f"benchmarks: {share:.0%} of the root stays in the page cache: give --root")
         with kvstore.open(self.folder, memory=self.memory_bytes, max_bytes=None) as store:

@@ -156,12 +156,12 @@ ENTRIES: dict[str, Entry] = {
             note=f"{_WORKER}; a put is acknowledged when the worker's memory has it, and written to the root behind",
         ),
         Entry("kvstore-grpc", "kvstore, worker, gRPC messages", f"{_OF}.own:Grpc", note=_WORKER),
-        Entry("memcpy", "memcpy", f"{_OF}.plain:Copies", note="chunk by chunk; no store at all"),
-        Entry("files", "plain files", f"{_OF}.plain:Files", note="writev, readv; no names, checks or order"),
+        Entry("memcpy", "memcpy", f"{_OF}.own:Copies", note="chunk by chunk; no store at all"),
+        Entry("files", "plain files", f"{_OF}.own:Files", note="writev, readv; no names, checks or order"),
         Entry(
             "vineyard",
             "Vineyard file mode",
-            f"{_OF}.vineyard:Vineyard",
+            f"{_OF}.others:Vineyard",
             "vineyard",
             long_prompts=True,
             note="a sync for each file; always as many threads as cores; its lists are made outside the clock",
@@ -169,39 +169,37 @@ ENTRIES: dict[str, Entry] = {
         Entry(
             "vineyard-lists",
             "Vineyard file mode, lists",
-            f"{_OF}.vineyard:VineyardLists",
+            f"{_OF}.others:VineyardLists",
             "vineyard",
             long_prompts=True,
             note="its lists are made in each call",
         ),
-        Entry("lmcache-fs", "LMCache fs", f"{_OF}.lmcache:Fs", "lmcache", note="does not verify"),
+        Entry("lmcache-fs", "LMCache fs", f"{_OF}.others:Fs", "lmcache", note="does not verify"),
         Entry(
-            "lmcache-fs-native", "LMCache fs_native", f"{_OF}.lmcache:FsNative", "lmcache", note="C++; does not verify"
+            "lmcache-fs-native", "LMCache fs_native", f"{_OF}.others:FsNative", "lmcache", note="C++; does not verify"
         ),
         Entry(
             "lmcache-cpu",
             "LMCache local CPU",
-            f"{_OF}.lmcache:LocalCpu",
+            f"{_OF}.others:LocalCpu",
             "lmcache",
             note="memory of the engine's process: gone with it",
         ),
         Entry(
             "mooncake",
             "Mooncake store, TCP",
-            f"{_OF}.mooncake:Mooncake",
+            f"{_OF}.others:Mooncake",
             "mooncake",
             note="memory of the cluster; batch_put_from, batch_get_into, registered buffers",
         ),
         Entry(
             "mooncake-memcpy",
             "Mooncake store, own memory",
-            f"{_OF}.mooncake:MooncakeOwnMemory",
+            f"{_OF}.others:MooncakeOwnMemory",
             "mooncake",
             note="memory of the same process: gone with it",
         ),
-        Entry(
-            "redis", "Redis", f"{_OF}.redis_server:Redis", "redis", note="unix socket, hiredis, one connection a thread"
-        ),
+        Entry("redis", "Redis", f"{_OF}.others:Redis", "redis", note="unix socket, hiredis, one connection a thread"),
     )
 }
 

@@ -296,13 +296,13 @@ def write_performance(results: Sequence[Result]) -> None:
     folder.mkdir(exist_ok=True)
     for old in folder.glob("*.svg"):
         old.unlink()
-    page, shown = [PERFORMANCE], list[Picture]()
+    page, shown = [PERFORMANCE], dict[Picture, Result]()
     for picture in PICTURES:
         page.append(f"\n## {picture.question}\n\n{picture.about}\n")
         for result, table in _tables_of(results, picture):
             (folder / f"{picture.name}.svg").write_text(svg(replace(table, plot=picture.plot)))
             page.append(f"\n![{picture.question}](images/{picture.name}.svg)\n\n{_origin(result)}\n")
-            shown.append(picture)
+            shown[picture] = result
             break
         else:
             page.append(f"\nNot measured yet: `python -m benchmarks {picture.benchmark}`.\n")
@@ -312,7 +312,8 @@ def write_performance(results: Sequence[Result]) -> None:
         first = next((each for each in (FASTER, FASTER_ON_GPU) if each in shown), None)
         before, after = text.partition(FIRST)[0], text.partition(LAST)[2]
         image = f"![{first.question}](docs/images/{first.name}.svg)\n" if first else ""
-        README.write_text(before + FIRST + image + LAST + after)
+        caption = f"\n{first.about.splitlines()[0]} {_origin(shown[first])}\n" if first else ""
+        README.write_text(before + FIRST + image + caption + LAST + after)
 
 
 def _tables_of(results: Sequence[Result], picture: Picture) -> Iterator[tuple[Result, Table]]:

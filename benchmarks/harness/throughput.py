@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 import kvstore
-from benchmarks.harness import machine, page_cache
-from benchmarks.harness.fio import KINDS, Figure, Job, Kind
+from benchmarks.harness import baselines, machine
+from benchmarks.harness.baselines import KINDS, Figure, Job, Kind
 from benchmarks.harness.load import DENSE, LLAMA_8B, MODELS, NAMESPACE, QWEN_3B, QWEN_7B, SMALL, Load
 from benchmarks.harness.machine import GIB, MIB, Taken, percentile
 from benchmarks.harness.options import Options, counts, names_of, show_progress, sizes_mib
@@ -134,7 +134,7 @@ def measure(
     ``between`` is called after each put and before the get: a test's chance to do damage.
     Raises Unreachable, WrongBytes, WorkerFailed.
     """
-    if case.cache == "cold" and not page_cache.can_be_cold(folder):
+    if case.cache == "cold" and not baselines.can_be_cold(folder):
         raise Unreachable(f"nothing on {folder} is ever cold (a file system in memory?)")
     loads, root = case.loads, folder / "root"
     moved = sum(load.size_bytes for load in loads) * case.calls
@@ -254,7 +254,7 @@ def _round(
 
 def _read(case: Case, phase: _Phase, members: WorkerPool, server: Served | None, root: Path) -> None:
     if case.cache == "cold":
-        share = page_cache.emptied(root, CACHED_SHARE_MAX)
+        share = baselines.emptied(root, CACHED_SHARE_MAX)
         if share > CACHED_SHARE_MAX:
             raise Unreachable(f"{share:.0%} of what was to be read cold is still cached: the figure would be wrong")
     _add(phase, members.get, server)
@@ -269,10 +269,10 @@ def _add(phase: _Phase, work: Callable[[], list[Taken]], server: Served | None) 
 def _fio_round(job: Job, case: Case) -> dict[str, Figure]:
     found = {"write": job.run("write")}
     if case.cache == "cold":
-        page_cache.evict(job.folder)  # fio's own dropping keeps pages that are not written back yet
+        baselines.evict(job.folder)  # fio's own dropping keeps pages that are not written back yet
     found["read"] = job.run("read")
     if case.cache == "cold":
-        page_cache.evict(job.folder)
+        baselines.evict(job.folder)
         found["direct"] = replace(job, direct=True).run("read")
     job.delete()  # its pages make room for ours, as ours do for its
     if case.cache == "warm":
@@ -303,7 +303,7 @@ def _count(
 
 
 def _clear(owner: kvstore.Store, root: Path) -> None:
-    for file in page_cache.files(root / PLAIN):
+    for file in baselines.files(root / PLAIN):
         file.unlink()
     for namespace in owner.namespaces():
         if namespace.name == NAMESPACE:

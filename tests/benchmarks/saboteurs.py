@@ -6,7 +6,7 @@ import os
 import subprocess
 import time
 
-from benchmarks.competitors.plain import Files
+from benchmarks.competitors.own import Files
 
 STARTED = "started"
 """The file in which ``Leaver`` notes whom it started."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import segments
-from benchmarks.harness import page_cache
+from benchmarks.harness import baselines
 from benchmarks.harness.load import WrongBytes
 from benchmarks.planning import BLOCK, Load, prefetching_main, saved, shared_by
 from kvstore.batch import PromptSet
@@ -38,12 +38,12 @@ def test_planned_order_saves_all_that_can_be_saved() -> None:
 def test_prefetching_needs_a_cold_root(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(page_cache, "emptied", lambda *_: 0.0)  # a file system in memory cannot be emptied
+    monkeypatch.setattr(baselines, "emptied", lambda *_: 0.0)  # a file system in memory cannot be emptied
     assert prefetching_main(["--root", str(tmp_path), *FEW]) == 0
     printed = capsys.readouterr().out
     assert all(way in printed for way in ("in memory", "from the root", "brought ahead"))
     assert not list(tmp_path.iterdir())
-    monkeypatch.setattr(page_cache, "emptied", lambda *_: 1.0)
+    monkeypatch.setattr(baselines, "emptied", lambda *_: 1.0)
     with pytest.raises(SystemExit, match="give --root"):
         prefetching_main(["--root", str(tmp_path), *FEW])
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvstore
-from benchmarks.harness import page_cache
+from benchmarks.harness import baselines
 from benchmarks.harness.load import BlockMover, ChunkMover, Load, WrongBytes, mover
 from benchmarks.harness.machine import MIB
 from benchmarks.harness.throughput import Case, measure, measure_mix, read_jobs
@@ -64,7 +64,7 @@ def test_workers_are_measured_without_fio(tmp_root: Path) -> None:
 @pytest.mark.slow
 def test_corruption_between_put_and_get_ends_the_run(tmp_root: Path) -> None:
     def truncate() -> None:
-        os.truncate(page_cache.files(tmp_root / "root" / "chunks")[0], 5000)
+        os.truncate(baselines.files(tmp_root / "root" / "chunks")[0], 5000)
 
     with pytest.raises(WrongBytes, match=r"tokens read: (0|16) of 32"):
         measure(SMALL, tmp_root, 1, with_fio=False, between=truncate)

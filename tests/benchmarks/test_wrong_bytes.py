@@ -11,7 +11,7 @@ import pytest
 
 import kvstore
 from benchmarks import match, storage
-from benchmarks.harness import page_cache
+from benchmarks.harness import baselines
 from benchmarks.harness.load import WrongBytes
 from benchmarks.harness.paths import IN_PROCESS
 from benchmarks.memcpy import BLOCK_TOKENS, Pool, one_round
@@ -66,6 +66,6 @@ def test_a_wrong_answer_ends_the_run(name: str, tmp_root: Path, monkeypatch: pyt
 def test_filler_chunks_have_the_names_of_chunks(tmp_root: Path) -> None:
     match.fill(tmp_root, 256, 20)
     match.fill(tmp_root, 256, 50)
-    found = page_cache.files(tmp_root / places.CHUNKS)
+    found = baselines.files(tmp_root / places.CHUNKS)
     assert len(found) == 50
     assert all(places.parse_chunk(path.name) is not None for path in found)
