@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import socket
 import threading
@@ -121,21 +120,6 @@ def test_files_that_nobody_asked_for_end_the_connection(served: Served, case: st
         assert is_cut_off(channel)
     with greeted(served, "shared") as channel:
         assert channel.is_quiet()
-
-
-def test_an_arena_of_huge_pages_is_refused(served: Served) -> None:
-    size_bytes = 2 << 20
-    try:
-        fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
-        os.ftruncate(fd, size_bytes)
-    except OSError as error:
-        pytest.skip(f"no huge pages here: {error}")
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-    with greeted(served, "shared") as channel:
-        channel.send(FrameKind.ARENA, 0, [encode_arena(size_bytes)], [fd])
-        os.close(fd)
-        _, payload = channel.receive_frame(FrameKind.REFUSED)
-        assert "ordinary pages" in pb.BulkRefusal.FromString(payload).message
 
 
 def test_a_host_that_vanished_is_noticed_by_the_kernel(served: Served) -> None:
