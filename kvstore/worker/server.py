@@ -34,7 +34,7 @@ from kvstore.transport.credentials import server_credentials
 from kvstore.transport.limits import CONTROL, SERVER_OPTIONS, SERVICE
 from kvstore.transport.status import Busy, refusal
 from kvstore.transport.watchdog import StreamWatchdog
-from kvstore.worker.admin import About, ControlService, Drain
+from kvstore.worker.admin import About, ControlService
 from kvstore.worker.context import DaemonThreads, abort, presented_by, request_of
 from kvstore.worker.data_server import BulkListener
 from kvstore.worker.limits import WorkerLimits
@@ -207,8 +207,7 @@ class Worker:
     address for clients, if it differs: discovery returns it. ``version`` is shown in lists of workers. The worker also
     takes bulk connections (kvstore/transport/BULK.md) unless ``bulk_port`` is None: on that port of the same host (0:
     chosen by the system), and on a unix socket in its own folder among the temporary files, which clients on this host
-    must see under the same path. ``on_drain`` ends the program that this worker is in when a client of the control
-    service asks for it.
+    must see under the same path.
     """
 
     def __init__(
@@ -220,7 +219,6 @@ class Worker:
         advertise: str | None = None,
         version: str = "",
         bulk_port: int | None = 0,
-        on_drain: Drain | None = None,
         security: ServerSecurity | None = None,
     ) -> None:
         self.limits = limits or WorkerLimits()
@@ -232,7 +230,7 @@ class Worker:
         """The address that discovery returns, once started."""
         self.service = WorkerService(member, self.limits, clock, self.security)
         self.control = ControlService(
-            member, self.service, lambda: About(self.advertised, self._version, self.is_serving), on_drain
+            member, self.service, lambda: About(self.advertised, self._version, self.is_serving)
         )
         self.member = member
         self._listen = listen
