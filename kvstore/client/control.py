@@ -18,7 +18,7 @@ from kvstore.client.routing import marks_of
 from kvstore.core.address import Address, Tokens, token_array
 from kvstore.core.namespace import Namespace
 from kvstore.core.results import ChunkPlace, Lineage, MemoryCopy, RootCopy
-from kvstore.core.validate import FLOAT_MAX, brief, checked_worker, is_unicode, is_whole, number
+from kvstore.core.validate import brief, checked_worker, is_whole
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format.header import Encoding
 from kvstore.transport.messages import hints_of, pack_tokens, sealed
@@ -51,30 +51,6 @@ def checked_chunks_max(chunks_max: int) -> int:
     if not is_whole(chunks_max) or chunks_max < 0:
         raise InvalidRequest(f"chunks_max={brief(chunks_max)}: expected a whole number of chunks, or 0 for all")
     return min(int(chunks_max), CHUNKS_MAX)
-
-
-def checked_changes(changes: Mapping[str, object]) -> dict[str, str]:
-    """Returns new values of limits as text, by name. Raises InvalidRequest for what is no text and no number."""
-    if not isinstance(changes, Mapping):
-        raise InvalidRequest(
-            f'changes={brief(changes)}: expected a mapping of limits, such as {{"calls_max": 100}}; limits() lists them'
-        )
-    return {_checked_name(name): _value_text(name, value) for name, value in changes.items()}
-
-
-def _checked_name(name: object) -> str:
-    if not isinstance(name, str) or not is_unicode(name):
-        raise InvalidRequest(f"changes of {brief(name)}: expected the name of a limit; limits() lists them")
-    return name
-
-
-def _value_text(name: str, value: object) -> str:
-    if isinstance(value, str) and is_unicode(value):
-        return value
-    found = number(value)
-    if found is None or (isinstance(found, int) and abs(found) > FLOAT_MAX):
-        raise InvalidRequest(f"changes[{brief(name)}]={brief(value)}: expected a number, or text")
-    return str(found)
 
 
 # Messages of the control service as values, and selections as messages.
@@ -204,7 +180,9 @@ class Control:
 
         Returns the new limits by worker, or why a worker refused.
         """
-        request = sealed(pb.SetLimitsRequest(limits=checked_changes(changes)))
+        if not isinstance(changes, Mapping):
+            raise InvalidRequest(f'changes={brief(changes)}: expected limits by name, such as {{"calls_max": 100}}')
+        request = sealed(pb.SetLimitsRequest(limits={str(name): str(value) for name, value in changes.items()}))
         if worker is not None:
             return {worker: limits_of(self._unary("SetLimits", request, checked_worker(worker)))}
         return self._each("SetLimits", request, self._limits.pin_s, limits_of)
