@@ -110,7 +110,7 @@ class Store:
 
     @property
     def control(self) -> Control:
-        """Returns the control of the workers behind this store: places, drain, limits, health.
+        """Returns the control of the workers behind this store: places, limits, health.
 
         Raises InvalidRequest on a store that was opened in this process.
         """

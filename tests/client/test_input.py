@@ -88,20 +88,6 @@ def test_any_sequence_of_ints_is_taken(store: Store, tokens: Any) -> None:
     assert same(cache.get(tokens)[1], kv)
 
 
-def test_empty_and_single_token_prompts_are_ordinary(cache: Cache) -> None:
-    for tokens in ([], [7], np.empty(0, np.int64)):
-        kv = np.zeros(SMALL.shape(len(tokens)), SMALL.numpy_dtype)
-        assert cache.match(tokens) == 0
-        result = cache.put(tokens, kv)
-        assert (result.tokens_present, result.chunks_written) == (0, 0)
-        count, found = cache.get(tokens)
-        assert count == 0 and found.shape == SMALL.shape(0)
-        with cache.hold(tokens) as hold:
-            assert hold.tokens == 0 and hold.view() == [] and list(hold.layers()) == []
-        assert cache.pin(tokens).tokens == 0
-        assert cache.refcount(tokens) == 0
-
-
 @for_each(
     "kv, says",
     [
