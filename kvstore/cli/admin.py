@@ -1,4 +1,4 @@
-"""``kvstore stats``, ``health``, ``limits``, ``drain`` and ``ops``: about running workers."""
+"""``kvstore stats``, ``health``, ``limits`` and ``ops``: about running workers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import click
 
 from kvstore.cli.access import Access, access_options
 from kvstore.cli.app import COULD_NOT_RUN, Command, check_failed
-from kvstore.cli.options import DURATION, json_option, worker_option
+from kvstore.cli.options import json_option, worker_option
 from kvstore.cli.output import operation_values, print_json, print_rows, print_table, print_values
 from kvstore.cli.selectors import identified
 from kvstore.core.metrics import GROWING, NODE_GAUGES, WORKER_GAUGES, ClientCount, NodeCount, WorkerCount
-from kvstore.core.results import LimitValue
 from kvstore.core.validate import shown, size
 from kvstore.errors import InvalidRequest, KVStoreError
 
@@ -59,34 +58,6 @@ def stats(access: Access, is_full: bool, as_json: bool) -> None:
         print(f"{len(found) - len(rows)} counters are 0: --all prints them")
 
 
-@click.command(cls=Command, short_help="Stop a worker after it has finished its calls.")
-@worker_option
-@click.option(
-    "--within",
-    "within_s",
-    type=DURATION,
-    default=0.0,
-    help="How long calls in progress may take; by default the worker's own --drain.",
-)
-@access_options
-@json_option
-def drain(worker: str | None, within_s: float, access: Access, as_json: bool) -> None:
-    """Stop a worker gracefully, as SIGTERM does. Returns immediately.
-
-    The worker refuses new calls, finishes those it accepted, writes chunks that only its memory has to the root, and
-    its program ends. Clients use other workers automatically. The worker's operations are cancelled. `kvstore up` does
-    not restart it; configure a service manager not to either.
-
-    \b
-    Examples:
-      kvstore drain --connect 10.0.0.7:7070
-      kvstore drain --etcd 10.0.0.5:2379 --worker 10.0.0.7:7070 --within 2m
-    """
-    with access.open_workers() as store:
-        left = store.control.drain(worker, within_s)
-    print_values(asdict(left), as_json)
-
-
 @click.command(cls=Command, short_help="Show or change limits of running workers.")
 @click.argument("changes", metavar="[NAME=VALUE]...", nargs=-1)
 @worker_option
@@ -118,27 +89,23 @@ def limits(changes: tuple[str, ...], worker: str | None, access: Access, as_json
         found = {address: each for address, each in found.items() if address == worker}
     refused = {address: str(each) for address, each in found.items() if isinstance(each, KVStoreError)}
     rows = [
-        {"worker": address, "limit": each.name, **_values(each)}
+        {"worker": address, "limit": name, "value": value}
         for address, limits in found.items()
         if not isinstance(limits, KVStoreError)
-        for each in limits
-        if not wanted or each.name in wanted
+        for name, value in limits.items()
+        if not wanted or name in wanted
     ]
     if as_json:
         workers: dict[str, Any] = {address: {"error": why} for address, why in refused.items()}
         for row in rows:
-            workers.setdefault(row.pop("worker"), {})[row.pop("limit")] = row
+            workers.setdefault(row["worker"], {})[row["limit"]] = row["value"]
         print_json({"workers": workers})
     else:
-        print_rows("limits", rows, ("worker", "limit", "value", "before", "started", "meaning"), as_json)
+        print_rows("limits", rows, ("worker", "limit", "value"), as_json)
         for address, why in refused.items():
             click.echo(f"{address}: {why}", err=True)
     if refused or not found:
         check_failed()
-
-
-def _values(limit: LimitValue) -> dict[str, Any]:
-    return {"value": limit.value, "before": limit.before or None, "started": limit.started, "meaning": limit.meaning}
 
 
 @click.command(cls=Command, short_help="The health of workers, root, etcd and queues.")
@@ -200,10 +167,10 @@ def _answer(look: dict[str, Any]) -> str:
     return f"answers in {look['look_s'] * 1000:.0f} ms" if look["answers"] else "does not answer"
 
 
-def _check_names(wanted: Mapping[str, str], found: Mapping[str, list[LimitValue] | KVStoreError]) -> None:
+def _check_names(wanted: Mapping[str, str], found: Mapping[str, dict[str, str] | KVStoreError]) -> None:
     """Raises InvalidRequest for a name that no worker has: workers of another version may have others than this one."""
     names = list(
-        dict.fromkeys(each.name for limits in found.values() if not isinstance(limits, KVStoreError) for each in limits)
+        dict.fromkeys(name for limits in found.values() if not isinstance(limits, KVStoreError) for name in limits)
     )
     unknown = [name for name in wanted if name not in names]
     if names and unknown:

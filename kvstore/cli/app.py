@@ -18,7 +18,7 @@ CHECK_FAILED = 1
 COULD_NOT_RUN = 2
 
 COMMANDS = {
-    "Serve": {"up": "up", "worker": "worker", "drain": "admin", "dashboard": "dashboard", "events": "events"},
+    "Serve": {"up": "up", "worker": "worker", "dashboard": "dashboard", "events": "events"},
     "Use": {
         "match": "cache",
         "pin": "cache",

@@ -269,7 +269,7 @@ def clear(
     """Delete the stored chunks of the namespace NAME, or those that match all given options, except pinned ones.
 
     Deletes them on the root and in the memory and local disks of all nodes before it returns, so one command removes
-    the chunks of a bad roll-out. Stop its writers first (kvstore drain): chunks written during the clear stay. Readers
+    the chunks of a bad roll-out. Stop its writers first: chunks written during the clear stay. Readers
     get a miss and compute the chunk again. Namespaces stay. Running it twice is harmless.
 
     A chunk that a good engine computed after a wrong prefix counts as the good engine's. If good engines continued

@@ -189,7 +189,7 @@ class Supervisor:
     def _again(self, number: int, worker: _Worker) -> None:
         program = worker.program
         if program.exit_code == 0:
-            # It was asked to end (kvstore drain, SIGTERM), so it must not come back.
+            # It was asked to end (SIGTERM), so it must not come back.
             worker.is_drained = True
             log.warning("up.worker_drained name=%s: kvstore up does not restart it", program.name)
             return

@@ -227,7 +227,7 @@ def worker(options: WorkerOptions, at: Addresses, drain_s: float) -> None:
     \b
       ready grpc=HOST:PORT etcd=ENDPOINTS metrics=HOST:PORT
 
-    On SIGTERM, Ctrl-C or `kvstore drain` it refuses new calls, finishes those it accepted, and ends. A second signal
+    On SIGTERM or Ctrl-C it refuses new calls, finishes those it accepted, and ends. A second signal
     stops it immediately.
 
     \b
@@ -248,18 +248,10 @@ def worker(options: WorkerOptions, at: Addresses, drain_s: float) -> None:
 
 
 def _serve(options: WorkerOptions, at: Addresses, stopper: Stopper, drain_s: float, undo: ExitStack) -> None:
-    """Serves until a signal, or a client of the control service, ends it; cleanup is left to ``undo``."""
+    """Serves until a signal ends it; cleanup is left to ``undo``."""
     from kvstore.peers.tier import join_peers
     from kvstore.worker.metrics import start_metrics
     from kvstore.worker.server import Worker
-
-    def end(within_s: float | None) -> float:
-        """Implements ``kvstore.worker.admin.Drain``. The first call decides how long calls may take."""
-        nonlocal drain_s
-        if not stopper.asked and within_s is not None:
-            drain_s = within_s
-        stopper.ask()
-        return drain_s
 
     _raise_file_limit()
     options.secured.make_private(keeps_keys=options.keys_file is not None)
@@ -272,7 +264,6 @@ def _serve(options: WorkerOptions, at: Addresses, stopper: Stopper, drain_s: flo
     serving = Worker(
         member,
         at.listen,
-        on_drain=end,
         advertise=at.advertise,
         version=__version__,
         bulk_port=at.bulk,

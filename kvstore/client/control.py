@@ -17,8 +17,8 @@ from kvstore.client.limits import ClientLimits
 from kvstore.client.routing import marks_of
 from kvstore.core.address import Address, Tokens, token_array
 from kvstore.core.namespace import Namespace
-from kvstore.core.results import ChunkPlace, DrainReport, LimitValue, Lineage, MemoryCopy, RootCopy
-from kvstore.core.validate import FLOAT_MAX, brief, checked_worker, is_unicode, is_whole, number
+from kvstore.core.results import ChunkPlace, Lineage, MemoryCopy, RootCopy
+from kvstore.core.validate import brief, checked_worker, is_whole
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format.header import Encoding
 from kvstore.transport.messages import hints_of, pack_tokens, sealed
@@ -27,7 +27,6 @@ from kvstore.v1 import control_pb2 as pb
 # Arguments of the control service as callers give them, whatever their type, checked before anything is sent.
 
 
-DURATION_S_MAX = 1e9
 CHUNKS_MAX = (1 << 32) - 1
 
 
@@ -37,14 +36,6 @@ class HasNamespace(Protocol):
     @property
     def namespace(self) -> Namespace:
         """The namespace that the call is about."""
-
-
-def checked_seconds(name: str, seconds: float) -> float:
-    """Returns a number of seconds, 0 or more. Raises InvalidRequest for anything else."""
-    found = number(seconds)
-    if found is None or not 0 <= found <= DURATION_S_MAX:
-        raise InvalidRequest(f"{name}={brief(seconds)}: expected a number of seconds, 0 to {DURATION_S_MAX:g}")
-    return float(found)
 
 
 def namespace_of(cache: HasNamespace) -> Namespace:
@@ -60,30 +51,6 @@ def checked_chunks_max(chunks_max: int) -> int:
     if not is_whole(chunks_max) or chunks_max < 0:
         raise InvalidRequest(f"chunks_max={brief(chunks_max)}: expected a whole number of chunks, or 0 for all")
     return min(int(chunks_max), CHUNKS_MAX)
-
-
-def checked_changes(changes: Mapping[str, object]) -> dict[str, str]:
-    """Returns new values of limits as text, by name. Raises InvalidRequest for what is no text and no number."""
-    if not isinstance(changes, Mapping):
-        raise InvalidRequest(
-            f'changes={brief(changes)}: expected a mapping of limits, such as {{"calls_max": 100}}; limits() lists them'
-        )
-    return {_checked_name(name): _value_text(name, value) for name, value in changes.items()}
-
-
-def _checked_name(name: object) -> str:
-    if not isinstance(name, str) or not is_unicode(name):
-        raise InvalidRequest(f"changes of {brief(name)}: expected the name of a limit; limits() lists them")
-    return name
-
-
-def _value_text(name: str, value: object) -> str:
-    if isinstance(value, str) and is_unicode(value):
-        return value
-    found = number(value)
-    if found is None or (isinstance(found, int) and abs(found) > FLOAT_MAX):
-        raise InvalidRequest(f"changes[{brief(name)}]={brief(value)}: expected a number, or text")
-    return str(found)
 
 
 # Messages of the control service as values, and selections as messages.
@@ -117,12 +84,9 @@ def selection_message(selection: Selection) -> pb.Selection:
     )
 
 
-def limits_of(raw: bytes) -> list[LimitValue]:
-    """Returns the limits in an encoded ``LimitsResponse``."""
-    return [
-        LimitValue(each.name, each.value, each.meaning, each.started, each.before)
-        for each in pb.LimitsResponse.FromString(raw).limits
-    ]
+def limits_of(raw: bytes) -> dict[str, str]:
+    """Returns the limits in an encoded ``LimitsResponse``, by name."""
+    return dict(sorted(pb.LimitsResponse.FromString(raw).limits.items()))
 
 
 def place_of(message: pb.ChunkPlace) -> ChunkPlace:
@@ -205,31 +169,20 @@ class Control:
 
     # Workers
 
-    def drain(self, worker: str | None = None, within: float = 0.0) -> DrainReport:
-        """Stops a worker in good order, as SIGTERM does. Returns before it has stopped.
-
-        Calls in progress get ``within`` seconds; 0 means the time that the worker was started with. ``worker`` must be
-        given if there are several.
-
-        Raises InvalidRequest if it is unclear which worker is meant, or if its program cannot be drained.
-        """
-        request = sealed(pb.DrainRequest(within_s=checked_seconds("within", within)))
-        raw = self._unary("Drain", request, _only(self.workers(), worker))
-        answer = pb.DrainResponse.FromString(raw)
-        return DrainReport(answer.calls, answer.behind_bytes, answer.operations, answer.within_s)
-
-    def limits(self) -> dict[str, list[LimitValue] | KVStoreError]:
+    def limits(self) -> dict[str, dict[str, str] | KVStoreError]:
         """Returns the limits of each worker that can change while it runs, or why it did not answer."""
         return self._each("GetLimits", b"", self._limits.pin_s, limits_of)
 
     def set_limits(
         self, changes: Mapping[str, object], worker: str | None = None
-    ) -> dict[str, list[LimitValue] | KVStoreError]:
+    ) -> dict[str, dict[str, str] | KVStoreError]:
         """Changes limits of one worker, or of all, until they stop. Each worker changes all of them or none.
 
         Returns the new limits by worker, or why a worker refused.
         """
-        request = sealed(pb.SetLimitsRequest(limits=checked_changes(changes)))
+        if not isinstance(changes, Mapping):
+            raise InvalidRequest(f'changes={brief(changes)}: expected limits by name, such as {{"calls_max": 100}}')
+        request = sealed(pb.SetLimitsRequest(limits={str(name): str(value) for name, value in changes.items()}))
         if worker is not None:
             return {worker: limits_of(self._unary("SetLimits", request, checked_worker(worker)))}
         return self._each("SetLimits", request, self._limits.pin_s, limits_of)
@@ -255,10 +208,3 @@ class Control:
             return answer
 
         return self._caller.at_worker(worker, send, self._limits.pin_s, may_repeat=False)
-
-
-def _only(known: list[str], worker: str | None) -> str | None:
-    """Returns the worker that was named, or the only one there is; None if there is none. Raises InvalidRequest."""
-    if checked_worker(worker) is None and len(known) > 1:
-        raise InvalidRequest(f"which worker? there are {len(known)}: give one of {', '.join(known)}")
-    return worker or next(iter(known), None)

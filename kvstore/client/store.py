@@ -216,7 +216,7 @@ class Store:
 
     @property
     def control(self) -> Control:
-        """The control of the workers behind this store: places, drain, limits, health.
+        """The control of the workers behind this store: places, limits, health.
 
         Raises InvalidRequest on a store that was opened in this process.
 

@@ -69,34 +69,6 @@ class PinRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class LimitValue:
-    """A limit of a worker that can change while it runs."""
-
-    name: str
-    value: str
-    meaning: str
-    """The thing that it bounds, in words."""
-    started: str
-    """The value that the worker was started with."""
-    before: str = ""
-    """The value before this change; empty if nothing changed."""
-
-
-@dataclass(frozen=True, slots=True)
-class DrainReport:
-    """The work that a draining worker still has to finish."""
-
-    calls: int
-    """Calls in progress."""
-    behind_bytes: int
-    """Bytes that only its memory has, and that it still writes to the root."""
-    operations: int
-    """Operations that it cancels."""
-    within_s: float
-    """The time that it waits for calls."""
-
-
-@dataclass(frozen=True, slots=True)
 class LayerMemory:
     """The memory for one layer: K and V of all tokens read, each contiguous bytes."""
 

@@ -200,24 +200,6 @@ class CancelOperationRequest(_message.Message):
     id: str
     def __init__(self, id: _Optional[str] = ...) -> None: ...
 
-class DrainRequest(_message.Message):
-    __slots__ = ("within_s",)
-    WITHIN_S_FIELD_NUMBER: _ClassVar[int]
-    within_s: float
-    def __init__(self, within_s: _Optional[float] = ...) -> None: ...
-
-class DrainResponse(_message.Message):
-    __slots__ = ("calls", "behind_bytes", "operations", "within_s")
-    CALLS_FIELD_NUMBER: _ClassVar[int]
-    BEHIND_BYTES_FIELD_NUMBER: _ClassVar[int]
-    OPERATIONS_FIELD_NUMBER: _ClassVar[int]
-    WITHIN_S_FIELD_NUMBER: _ClassVar[int]
-    calls: int
-    behind_bytes: int
-    operations: int
-    within_s: float
-    def __init__(self, calls: _Optional[int] = ..., behind_bytes: _Optional[int] = ..., operations: _Optional[int] = ..., within_s: _Optional[float] = ...) -> None: ...
-
 class GetLimitsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -235,25 +217,18 @@ class SetLimitsRequest(_message.Message):
     limits: _containers.ScalarMap[str, str]
     def __init__(self, limits: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
-class Limit(_message.Message):
-    __slots__ = ("name", "value", "meaning", "started", "before")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    VALUE_FIELD_NUMBER: _ClassVar[int]
-    MEANING_FIELD_NUMBER: _ClassVar[int]
-    STARTED_FIELD_NUMBER: _ClassVar[int]
-    BEFORE_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    value: str
-    meaning: str
-    started: str
-    before: str
-    def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ..., meaning: _Optional[str] = ..., started: _Optional[str] = ..., before: _Optional[str] = ...) -> None: ...
-
 class LimitsResponse(_message.Message):
     __slots__ = ("limits",)
+    class LimitsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     LIMITS_FIELD_NUMBER: _ClassVar[int]
-    limits: _containers.RepeatedCompositeFieldContainer[Limit]
-    def __init__(self, limits: _Optional[_Iterable[_Union[Limit, _Mapping]]] = ...) -> None: ...
+    limits: _containers.ScalarMap[str, str]
+    def __init__(self, limits: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class HealthRequest(_message.Message):
     __slots__ = ()

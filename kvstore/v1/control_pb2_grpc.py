@@ -69,11 +69,6 @@ class ControlStub(object):
                 request_serializer=kvstore_dot_v1_dot_control__pb2.CancelOperationRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_control__pb2.OperationResponse.FromString,
                 _registered_method=True)
-        self.Drain = channel.unary_unary(
-                '/kvstore.v1.Control/Drain',
-                request_serializer=kvstore_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
-                response_deserializer=kvstore_dot_v1_dot_control__pb2.DrainResponse.FromString,
-                _registered_method=True)
         self.GetLimits = channel.unary_unary(
                 '/kvstore.v1.Control/GetLimits',
                 request_serializer=kvstore_dot_v1_dot_control__pb2.GetLimitsRequest.SerializeToString,
@@ -147,14 +142,6 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Drain(self, request, context):
-        """Has the worker stop in good order, as SIGTERM does: it takes no more calls, finishes those it accepted, writes what only
-        its memory has, and its program ends.  The answer comes before.  INVALID_ARGUMENT where its program does not end for this.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def GetLimits(self, request, context):
         """The limits that can change while the worker runs.  Those of tenants (rates, quotas) are in its access file, which it
         reads again when that changes.
@@ -216,11 +203,6 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.CancelOperation,
                     request_deserializer=kvstore_dot_v1_dot_control__pb2.CancelOperationRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_control__pb2.OperationResponse.SerializeToString,
-            ),
-            'Drain': grpc.unary_unary_rpc_method_handler(
-                    servicer.Drain,
-                    request_deserializer=kvstore_dot_v1_dot_control__pb2.DrainRequest.FromString,
-                    response_serializer=kvstore_dot_v1_dot_control__pb2.DrainResponse.SerializeToString,
             ),
             'GetLimits': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLimits,
@@ -427,33 +409,6 @@ class Control(object):
             '/kvstore.v1.Control/CancelOperation',
             kvstore_dot_v1_dot_control__pb2.CancelOperationRequest.SerializeToString,
             kvstore_dot_v1_dot_control__pb2.OperationResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Drain(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvstore.v1.Control/Drain',
-            kvstore_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
-            kvstore_dot_v1_dot_control__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

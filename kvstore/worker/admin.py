@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from kvstore.census.selection import Selection
 from kvstore.core.executor import Deadline
 from kvstore.core.operations import NoOperation, OperationRun, OperationStatus
-from kvstore.core.results import ChunkPlace, LimitValue, RootCopy
+from kvstore.core.results import ChunkPlace, RootCopy
 from kvstore.core.validate import checked_tier
 from kvstore.engine import settings as node_limits
 from kvstore.engine.coordination import ClusterMember, Coordination
@@ -178,24 +178,9 @@ def problems_of(found: pb.HealthResponse) -> list[str]:
 LOG_LEVEL = "log_level"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
-OF_WORKER = {
-    "calls_max": "concurrent calls; more are refused",
-    "bytes_in_flight_max": "bytes of payload between network and root; a call that needs more is refused",
-    "holds_max": "live holds of clients",
-    "hold_tokens_max": "tokens of all held prompts together",
-}
-OF_NODE = {
-    "match_deadline_s": "seconds; a match that takes longer is a miss",
-    "read_deadline_s": "seconds; a read that takes longer is a miss",
-    "write_deadline_s": "seconds; a put that takes longer is refused",
-    "behind_share": "share of memory that may wait to be written to the root",
-    "operations_max": "operations (prefetch, clear) that are unfinished",
-    "pins_per_owner_max": "pins of one owner",
-    "pins_max": "pins of the whole store",
-}
-assert tuple(OF_NODE) == node_limits.CHANGEABLE
-MEANINGS: Mapping[str, str] = {**OF_WORKER, **OF_NODE, LOG_LEVEL: "how much the worker logs: " + ", ".join(LOG_LEVELS)}
-"""Every limit that can change, with a description of what it bounds."""
+OF_WORKER = ("calls_max", "bytes_in_flight_max", "holds_max", "hold_tokens_max")
+OF_NODE = node_limits.CHANGEABLE
+CHANGEABLE = (*OF_WORKER, *OF_NODE, LOG_LEVEL)
 
 
 class LiveLimits:
@@ -205,21 +190,17 @@ class LiveLimits:
         self._member = member
         self._service = service
         self._lock = threading.Lock()
-        self._started = self._now()
+        self._calls_max = service.worker.limits.calls_max * WorkerLimits.RAISE_MAX
 
-    def every(self) -> list[LimitValue]:
-        with self._lock:
-            return self._values({})
-
-    def change(self, wanted: Mapping[str, str]) -> list[LimitValue]:
+    def change(self, wanted: Mapping[str, str]) -> None:
         """Changes several limits, all or none. Raises InvalidRequest, which says what is wrong with which."""
         with self._lock:
-            before = self._now()
-            unknown = sorted(set(wanted) - set(MEANINGS))
+            before = self.values()
+            unknown = sorted(set(wanted) - set(CHANGEABLE))
             if unknown:
                 raise InvalidRequest(
                     f"limit {', '.join(unknown)}: not one that can change while the worker runs; expected one of "
-                    + ", ".join(MEANINGS)
+                    + ", ".join(CHANGEABLE)
                 )
             # Check everything before any change; the changes themselves cannot fail.
             worker, node = self._checked_worker(wanted), self._checked_node(wanted)
@@ -228,19 +209,16 @@ class LiveLimits:
             self._member.adjust(node)
             if level is not None:
                 _LOGGER.setLevel(level)
-            now = self._now()
-            changed = {name: before[name] for name in MEANINGS if before[name] != now[name]}
-            for name, was in changed.items():
-                log.warning("worker.limit_changed name=%s before=%s now=%s", name, was, now[name])
-            return self._values(changed)
+            for name, now in self.values().items():
+                if now != before[name]:
+                    log.warning("worker.limit_changed name=%s before=%s now=%s", name, before[name], now)
 
     def _checked_worker(self, wanted: Mapping[str, str]) -> WorkerLimits:
         limits = self._service.worker.limits
         new = replace(limits, **_parsed(WorkerLimits, OF_WORKER, wanted))
-        most = int(self._started["calls_max"]) * WorkerLimits.RAISE_MAX
-        if new.calls_max > most:
+        if new.calls_max > self._calls_max:
             raise InvalidRequest(
-                f"calls_max={new.calls_max}: this worker has threads for at most {most}, "
+                f"calls_max={new.calls_max}: this worker has threads for at most {self._calls_max}, "
                 f"{WorkerLimits.RAISE_MAX} times what it was started with"
             )
         return new
@@ -253,7 +231,8 @@ class LiveLimits:
             raise InvalidRequest(f"log_level={level!r}: expected one of {', '.join(LOG_LEVELS)}")
         return level.upper() if level is not None else None
 
-    def _now(self) -> dict[str, str]:
+    def values(self) -> dict[str, str]:
+        """Returns every limit that can change, as text."""
         worker, node = self._service.worker.limits, self._member.node.limits
         return {
             **{name: _text(getattr(worker, name)) for name in OF_WORKER},
@@ -261,15 +240,8 @@ class LiveLimits:
             LOG_LEVEL: logging.getLevelName(_LOGGER.getEffectiveLevel()).lower(),
         }
 
-    def _values(self, changed: Mapping[str, str]) -> list[LimitValue]:
-        now = self._now()
-        return [
-            LimitValue(name, now[name], meaning, self._started[name], changed.get(name, ""))
-            for name, meaning in MEANINGS.items()
-        ]
 
-
-def _parsed(kind: type[object], names: Mapping[str, str], wanted: Mapping[str, str]) -> dict[str, Any]:
+def _parsed(kind: type[object], names: Iterable[str], wanted: Mapping[str, str]) -> dict[str, Any]:
     """Returns the wanted values of these names as numbers, whole ones if the limit is whole."""
     whole = {each.name for each in fields(kind) if each.type == "int"}  # type: ignore[arg-type]
     found: dict[str, Any] = {}
@@ -334,27 +306,16 @@ def _root_message(copy: RootCopy) -> pb.RootCopy:
 CLOSE_S = 2.0
 WAIT_S_MAX = 10.0
 """Longest wait of one GetOperation."""
-DRAIN_S_MAX = 86_400.0
-"""Limit of ``within_s``: locks accept no endless wait, and a drain that fails would lose what only memory has."""
-
-Drain = Callable[[float | None], float]
-"""Ends the worker's program as SIGTERM does, with this many seconds for calls in progress.
-
-None means the time that the worker was started with. Returns that time immediately.
-"""
 
 
 class ControlService:
-    """Controls one worker. ``on_drain`` ends its program; without it Drain is refused."""
+    """Controls one worker."""
 
-    def __init__(
-        self, member: ClusterMember, service: WorkerService, about: Callable[[], About], on_drain: Drain | None
-    ) -> None:
+    def __init__(self, member: ClusterMember, service: WorkerService, about: Callable[[], About]) -> None:
         self._member = member
         self._node = member.node
         self._service = service
         self._about = about
-        self._on_drain = on_drain
         self._operations = member.node.operations
         self._tenant_share = 1.0 if service.calls.guard.is_open else 0.5
         """The share of the unfinished operations that one tenant may have, if the guard distinguishes tenants."""
@@ -369,7 +330,6 @@ class ControlService:
             "ClearSelected": UnaryCall(pb.ClearSelectedRequest, self._clear_selected),
             "GetOperation": UnaryCall(pb.GetOperationRequest, self._get_operation, light=True),
             "CancelOperation": UnaryCall(pb.CancelOperationRequest, self._cancel_operation, light=True),
-            "Drain": UnaryCall(pb.DrainRequest, self._drain, light=True),
             "GetLimits": UnaryCall(pb.GetLimitsRequest, self._get_limits, light=True),
             "SetLimits": UnaryCall(pb.SetLimitsRequest, self._set_limits, light=True),
             "Health": UnaryCall(pb.HealthRequest, self._health, light=True),
@@ -496,28 +456,14 @@ class ControlService:
 
     # The worker
 
-    def _drain(self, request: pb.DrainRequest, call: Call) -> Message:
-        call.allow_every()
-        if not 0 <= request.within_s <= DRAIN_S_MAX:
-            raise InvalidRequest(f"within_s is {request.within_s:g}: expected 0 to {DRAIN_S_MAX:g}")
-        if self._on_drain is None:
-            raise InvalidRequest("this worker's program cannot be drained by a call: stop the program itself")
-        within_s = self._on_drain(request.within_s or None)
-        gauges = self._service.gauges()
-        return pb.DrainResponse(
-            calls=int(gauges["calls_in_flight"]),
-            behind_bytes=int(gauges.get("behind_bytes", 0)),
-            operations=int(gauges["operations_running"] + gauges["operations_waiting"]),
-            within_s=within_s,
-        )
-
     def _get_limits(self, _: pb.GetLimitsRequest, call: Call) -> Message:
         call.allow_every()
-        return _limits_message(self._limits.every())
+        return pb.LimitsResponse(limits=self._limits.values())
 
     def _set_limits(self, request: pb.SetLimitsRequest, call: Call) -> Message:
         call.allow_every()
-        return _limits_message(self._limits.change(dict(request.limits)))
+        self._limits.change(dict(request.limits))
+        return pb.LimitsResponse(limits=self._limits.values())
 
     def _health(self, _: pb.HealthRequest, call: Call) -> Message:
         """Takes about two looks' time at most."""
@@ -534,15 +480,6 @@ class ControlService:
         found.problems.extend(problems_of(found))
         found.healthy = not found.problems
         return found
-
-
-def _limits_message(limits: list[LimitValue]) -> pb.LimitsResponse:
-    return pb.LimitsResponse(
-        limits=[
-            pb.Limit(name=each.name, value=each.value, meaning=each.meaning, started=each.started, before=each.before)
-            for each in limits
-        ]
-    )
 
 
 def _selection_of(message: pb.Selection) -> Selection:

@@ -34,7 +34,7 @@ from kvstore.transport.credentials import server_credentials
 from kvstore.transport.limits import CONTROL, SERVER_OPTIONS, SERVICE
 from kvstore.transport.status import Busy, refusal
 from kvstore.transport.watchdog import StreamWatchdog
-from kvstore.worker.admin import About, ControlService, Drain
+from kvstore.worker.admin import About, ControlService
 from kvstore.worker.context import DaemonThreads, abort, presented_by, request_of
 from kvstore.worker.data_server import BulkListener
 from kvstore.worker.limits import WorkerLimits
@@ -46,8 +46,7 @@ from kvstore.worker.service import WorkerService
 HEALTH = "grpc.health.v1.Health"
 REFLECTION = "grpc.reflection."
 STRANGERS_MAX = 16
-WATCHES_MAX = STRANGERS_MAX // 2
-"""Maximum of health watches, which last: single checks must still find room."""
+"""Limit on health checks of unauthenticated callers in progress."""
 _STATUSES = health_pb2.HealthCheckResponse
 
 
@@ -55,7 +54,7 @@ class Health:
     """The worker's answer of the health service."""
 
     def __init__(self) -> None:
-        self._servicer = _KnownServices()
+        self._servicer = health.HealthServicer()
         self.is_serving = False
         self.set(False)
 
@@ -70,39 +69,24 @@ class Health:
         reflection.enable_server_reflection((SERVICE, CONTROL, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
 
 
-class _KnownServices(health.HealthServicer):  # type: ignore[misc]  # it ships no types
-    """A health servicer that only watches existing services.
-
-    The original remembers for ever each name that was ever watched, and any caller may send names of megabytes.
-    """
-
-    def StreamWatchdog(self, request: Any, context: grpc.ServicerContext, *rest: Any) -> Iterator[Any]:
-        """Answers once for an unknown service: there will never be one of that name."""
-        if request.service not in ("", SERVICE):
-            return iter([_STATUSES(status=_STATUSES.SERVICE_UNKNOWN)])
-        watched: Iterator[Any] = super().Watch(request, context, *rest)
-        return watched
-
-
 class AuthInterceptor:
     """Authenticates callers of services that are not ours, or before ours begin.
 
-    The health service is open to all (rule X4), but only to a few strangers at a time: each call keeps a thread, and a
-    watch keeps it for as long as it likes.
+    A health check is open to all (rule X4), to a few strangers at a time. A watch of health is not: it keeps a thread
+    for as long as it likes, and the service remembers each name that was ever watched.
     """
 
     def __init__(self, guard: AccessGuard) -> None:
         self._guard = guard
-        self._asking = threading.BoundedSemaphore(STRANGERS_MAX - WATCHES_MAX)
-        self._watching = threading.BoundedSemaphore(WATCHES_MAX)
+        self._strangers = threading.BoundedSemaphore(STRANGERS_MAX)
 
     def knock(self, method: str, context: grpc.ServicerContext) -> None:
         """Returns if the caller may come in, to be authorised inside; aborts the call otherwise."""
         service, _, name = method.removeprefix("/").rpartition("/")
         if self._guard.lets_all_in:
             return
-        if service == HEALTH:
-            self._admit_to_health(name, context)
+        if service == HEALTH and (name == "Check" or self._guard.knows(presented_by(context))):
+            self._admit_to_health(context)
             return
         try:
             if service in (SERVICE, CONTROL):
@@ -116,17 +100,16 @@ class AuthInterceptor:
         except PermissionDenied as error:
             abort(context, refusal(error))
 
-    def _admit_to_health(self, name: str, context: grpc.ServicerContext) -> None:
+    def _admit_to_health(self, context: grpc.ServicerContext) -> None:
         if self._guard.knows(presented_by(context)):
             return
-        strangers = self._watching if name == "Watch" else self._asking
-        if not strangers.acquire(blocking=False):
+        if not self._strangers.acquire(blocking=False):
             abort(
                 context,
                 refusal(Busy("too many health checks without a token are in progress: back off, or show a token")),
             )
-        if not context.add_callback(strangers.release):
-            strangers.release()  # the call has already ended
+        if not context.add_callback(self._strangers.release):
+            self._strangers.release()  # the call has already ended
 
 
 class Patience(grpc.ServerInterceptor):
@@ -207,8 +190,7 @@ class Worker:
     address for clients, if it differs: discovery returns it. ``version`` is shown in lists of workers. The worker also
     takes bulk connections (kvstore/transport/BULK.md) unless ``bulk_port`` is None: on that port of the same host (0:
     chosen by the system), and on a unix socket in its own folder among the temporary files, which clients on this host
-    must see under the same path. ``on_drain`` ends the program that this worker is in when a client of the control
-    service asks for it.
+    must see under the same path.
     """
 
     def __init__(
@@ -220,7 +202,6 @@ class Worker:
         advertise: str | None = None,
         version: str = "",
         bulk_port: int | None = 0,
-        on_drain: Drain | None = None,
         security: ServerSecurity | None = None,
     ) -> None:
         self.limits = limits or WorkerLimits()
@@ -232,7 +213,7 @@ class Worker:
         """The address that discovery returns, once started."""
         self.service = WorkerService(member, self.limits, clock, self.security)
         self.control = ControlService(
-            member, self.service, lambda: About(self.advertised, self._version, self.is_serving), on_drain
+            member, self.service, lambda: About(self.advertised, self._version, self.is_serving)
         )
         self.member = member
         self._listen = listen

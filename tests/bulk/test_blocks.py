@@ -86,43 +86,6 @@ def check_descents(served: Served, way: str, write: WriteMode | WriteModeName | 
         assert seen is not None and decode_any(seen.prefix).descent == each
 
 
-def test_a_miss_in_the_middle_ends_nothing(served: Served) -> None:
-    """Every third is not there, nor are the first and the last; their buffers are not touched."""
-    for way in WAYS:
-        keys, blocks = keys_of(7), blocks_of(7)
-        missing = {0, COUNT - 1, *range(2, COUNT, 3)}
-        with connected(served, bulk=way) as store:
-            cache = store.namespace(f"gaps-{way}", MEDIUM).blocks
-            there = [at for at in range(COUNT) if at not in missing]
-            assert all(cache.put([keys[at] for at in there], [blocks[at] for at in there]))
-            buffers = buffers_for(blocks)
-            assert cache.get(keys, buffers) == [at not in missing for at in range(COUNT)]
-            assert same([buffers[at] for at in there], [blocks[at] for at in there])
-            assert not any(buffers[at].any() for at in missing)
-            assert cache.get(keys_of(8, 3), buffers_for(blocks[:3])) == [False] * 3
-            assert counted(store, "gets") == {way: 2}
-
-
-def test_blocks_larger_than_a_run_and_puts_larger_than_the_shared_memory(served: Served, turn: int) -> None:
-    for at, arena_bytes in enumerate((1, 17 << 20, 30 << 20)):
-        sizes = ((9 << 20,), (1 << 20, 100, 12 << 20))[(at + turn) % 2]
-        check_large_blocks(served, sizes, arena_bytes)
-
-
-def check_large_blocks(served: Served, sizes: tuple[int, ...], arena_bytes: int) -> None:
-    count = 4 if len(sizes) == 1 else 8
-    keys, blocks = keys_of(11, count), blocks_of(11, count, sizes)
-    limits = ClientLimits(arena_bytes_max=arena_bytes)
-    with connected(served, bulk="shared", limits=limits) as store:
-        cache = store.namespace(f"large-{sizes}-{arena_bytes}", MEDIUM).blocks
-        assert cache.put(keys, blocks) == [True] * count
-        buffers = buffers_for(blocks)
-        assert cache.get(keys, buffers) == [True] * count
-        assert same(buffers, blocks)
-        assert store.stats()["client_bulk_broken"] == 0
-        cache._port.clear(cache._namespace)
-
-
 def test_as_many_blocks_as_a_call_may_have(tmp_root: Path) -> None:
     """The answer to a put has a byte for each. Most are given several times, since each new one is a file."""
     count = 65_536

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from kvstore.client.cache import Cache
-from kvstore.client.fetch import ImageReceiver
 from kvstore.core.address import Address, block_address
 from kvstore.engine.gc_state import ClusterGcState
 from kvstore.format import places
@@ -51,17 +50,6 @@ def in_memory(served: Served, cache: Cache) -> list[bool]:
         return [entry is not None for entry in slots.entries]
 
 
-def lose(served: Served, cache: Cache, lost: range) -> None:
-    """Takes blocks out of memory."""
-    memory = memory_of(served)
-    wanted = BlockKeys.of(cache.namespace, KEYS, [len(each) for each in BLOCKS])
-    with memory.refer(wanted, 0, COUNT) as slots, memory._lock:
-        for at in lost:
-            entry = slots.entries[at]
-            assert entry is not None
-            memory._inventory.drop(entry)
-
-
 @pytest.fixture
 def served(tmp_root: Path) -> Iterator[Served]:
     with serving(tmp_root) as found:
@@ -98,46 +86,6 @@ def test_a_damaged_file_is_a_miss_of_that_block_alone(served: Served, tmp_root: 
         run_case(damage)
 
 
-@BOTH
-@pytest.mark.parametrize("place", [60, 4096 + 50_000])
-def test_a_damaged_image_is_never_used(hot: Served, way: str, place: int) -> None:
-    """I1: the client finds the damage, the worker learns of it over gRPC, and gives the root's block."""
-    with connected(hot, bulk=way) as store:
-        cache = store.namespace("m", MEDIUM)
-        cache.blocks.put(KEYS, BLOCKS, write="through")
-        memory = memory_of(hot)
-        with memory.refer(BlockKeys.of(cache.namespace, KEYS[80:81], [len(BLOCKS[80])]), 0, 1) as slots:
-            assert slots.entries[0] is not None
-            memory.arena.memory[slots.entries[0].offset + place] ^= 1
-        assert got(cache) == [True] * COUNT
-        assert got(cache) == [True] * COUNT
-        stats = store.stats()
-        assert stats["client_bulk_damaged"] == 1
-        assert stats["client_gets_grpc"] == 1
-        assert stats["memory_damaged"] == 1
-
-
-@BOTH
-def test_what_memory_lacks_comes_from_the_root_in_between(hot: Served, way: str) -> None:
-    with connected(hot, bulk=way) as store:
-        cache = store.namespace("m", MEDIUM)
-        cache.blocks.put(KEYS, BLOCKS, write="through")
-        lose(hot, cache, range(10, 80, 7))
-        assert got(cache) == [True] * COUNT
-        assert counted(store, "gets") == {way: 1}
-
-
-def test_what_memory_has_is_given_without_the_root(hot: Served, tmp_root: Path) -> None:
-    """And what only the root had, and has no more, is a miss of it alone."""
-    with connected(hot, bulk="shared") as store:
-        cache = store.namespace("m", MEDIUM)
-        cache.blocks.put(KEYS, BLOCKS, write="through")
-        lose(hot, cache, range(40, 50))
-        for file in (tmp_root / "chunks").glob("*/*"):
-            file.unlink()
-        assert got(cache) == [at not in range(40, 50) for at in range(COUNT)]
-
-
 @pytest.mark.parametrize("way", ["shared", "tcp", "grpc"])
 def test_h1_what_a_sweep_condemned_counts_as_absent(hot: Served, way: str) -> None:
     """A block in memory or on the root: a client holds neither."""
@@ -165,30 +113,6 @@ def condemn(served: Served, victims: list[Address]) -> None:
             [Event(key, KeyValue(key, value, revision, revision, NO_LEASE), revision) for key, value in said]
         )
     assert all(map(node.gc_view.condemns, victims))
-
-
-def test_a_connection_that_breaks_goes_on_over_grpc_from_what_is_there(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with connected(served, bulk="shared") as store:
-        cache = store.namespace("m", MEDIUM)
-        cache.blocks.put(KEYS, BLOCKS)
-        steps, take = 0, ImageReceiver._take_files
-
-        def take_or_break(self: ImageReceiver, *span: int) -> None:
-            nonlocal steps
-            steps += 1
-            if steps == 2:
-                raise self._link.channel.break_off("it is gone")
-            take(self, *span)
-
-        monkeypatch.setattr(ImageReceiver, "_take_files", take_or_break)
-        sent = served.worker.service.counters()["wire_bytes_out"]
-        assert got(cache) == [True] * COUNT
-        assert counted(store, "gets") == {"shared": 1, "grpc": 1}
-        assert store.stats()["client_bulk_broken"] == 1
-        twice = served.worker.service.counters()["wire_bytes_out"] - sent - sum(map(len, BLOCKS))
-        assert twice == sum(map(len, BLOCKS[64:]))
 
 
 def test_a_put_over_a_full_worker_is_refused_and_repeated_elsewhere(tmp_root: Path) -> None:

@@ -43,7 +43,7 @@ from tests.kit.arenas import all_let_go, serving_memory
 from tests.kit.descriptors import open_before, open_now
 from tests.kit.engine_blocks import blocks_of, buffers_for, keys_of, same
 from tests.kit.patience import slowness
-from tests.kit.transports import MEDIUM, greeted, is_cut_off, linked, send_head
+from tests.kit.transports import MEDIUM, greeted, linked
 from tests.kit.workers import WAIT_S, Served, connected, eventually, opened, raw_stub
 
 pytestmark = pytest.mark.slow
@@ -84,34 +84,6 @@ def put_request(served: Served, sizes: list[int] | None = None) -> bytes:
     return encode_request(WAIT_S, 0, start.SerializeToString())
 
 
-def refusal_of(channel: Channel) -> str:
-    return pb.BulkRefusal.FromString(channel.receive_frame(FrameKind.REFUSED)[1]).message
-
-
-def nothing_new(served: Served) -> bool:
-    with connected(served) as store:
-        return not any(store.namespace("m", MEDIUM).blocks.present(KEYS[4:]))
-
-
-def test_what_makes_no_sense_is_refused(served: Served) -> None:
-    for case in ("slots over tcp", "files over tcp", "mode 3", "sizes", "keys", "namespace", "timeout"):
-        digest, timeout_s = digest_of(served), WAIT_S
-        keys, sizes = pack_keys(KEYS), pack_sizes([SIZE] * COUNT)
-        mode = {"slots over tcp": Mode.SLOTS, "files over tcp": Mode.FILES, "mode 3": 3}.get(case, Mode.STREAM)
-        if case == "sizes":
-            sizes = sizes[:-1]
-        elif case == "keys":
-            keys = b"\x05short"
-        elif case == "namespace":
-            digest = bytes(32)
-        elif case == "timeout":
-            timeout_s = -1.0
-        message = pb.GetRequest(namespace=digest, keys=keys, sizes=sizes).SerializeToString()
-        with greeted(served, "tcp" if "tcp" in case else "shared") as channel:
-            channel.send(FrameKind.GET, 1, [encode_request(timeout_s, mode, message)])
-            assert refusal_of(channel)
-
-
 def test_each_block_wanted_is_answered_for(served: Served) -> None:
     """Four are in memory, two nowhere; files are handed over for reading only."""
     with greeted(served, "shared") as channel:
@@ -138,17 +110,6 @@ def test_each_block_wanted_is_answered_for(served: Served) -> None:
         parts = np.split(np.frombuffer(images[SPAN_BYTES:], np.uint8), 4)
         assert all(part[-SIZE:].tobytes() == block.tobytes() for part, block in zip(parts, BLOCKS[:4], strict=True))
         channel.receive_frame(FrameKind.END)
-
-
-@BOTH
-def test_more_than_a_run_in_one_frame_is_refused(served: Served, way: str) -> None:
-    with greeted(served, way) as channel:
-        channel.send(FrameKind.PUT, 1, [put_request(served, sizes=[2 << 20] * COUNT)])
-        channel.receive_frame(FrameKind.READY)
-        send_head(channel, FrameKind.CHUNKS, 1, 8 + 5 * ((2 << 20) + 8))
-        channel.send_bytes([memoryview(encode_span(0, 5))])
-        assert is_cut_off(channel)
-    eventually(lambda: served.worker.service.in_flight.count == 0, "all memory is given back")
 
 
 @BOTH

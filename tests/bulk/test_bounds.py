@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import pytest
 
 from kvstore.client.limits import ClientLimits
 from kvstore.client.pool import UploadArena
-from kvstore.codec.chunk_run import ChunkRun
-from kvstore.core.executor import IndexedWork
 from kvstore.errors import Unavailable
-from kvstore.root.posix import PosixReader
 from kvstore.transport.channel import SILENCE_S
-from kvstore.transport.frames import FILES_MAX, FrameKind, encode_arena, encode_request, encode_span
+from kvstore.transport.frames import FrameKind, encode_arena, encode_request, encode_span
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.worker import data_server as folder
 from kvstore.worker.data_server import BulkListener
 from kvstore.worker.limits import WorkerLimits
 from tests.kit.patience import NEVER_S, returns, slowness
-from tests.kit.transports import MEDIUM, bulk_files_of, greeted, is_cut_off, same, send_head, tokens_and_kv
+from tests.kit.transports import MEDIUM, greeted, is_cut_off, same, send_head, tokens_and_kv
 from tests.kit.workers import (
     WAIT_S,
     Served,
@@ -43,7 +38,6 @@ from tests.kit.workers import (
 pytestmark = pytest.mark.slow
 BOTH = pytest.mark.parametrize("way", ["shared", "tcp"])
 TOKENS, KV = tokens_and_kv(4)
-LONG_TOKENS, LONG_KV = tokens_and_kv(3 * FILES_MAX, seed=1)
 
 
 @pytest.fixture
@@ -123,21 +117,6 @@ def test_files_that_nobody_asked_for_end_the_connection(served: Served, case: st
         assert channel.is_quiet()
 
 
-def test_an_arena_of_huge_pages_is_refused(served: Served) -> None:
-    size_bytes = 2 << 20
-    try:
-        fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
-        os.ftruncate(fd, size_bytes)
-    except OSError as error:
-        pytest.skip(f"no huge pages here: {error}")
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-    with greeted(served, "shared") as channel:
-        channel.send(FrameKind.ARENA, 0, [encode_arena(size_bytes)], [fd])
-        os.close(fd)
-        _, payload = channel.receive_frame(FrameKind.REFUSED)
-        assert "ordinary pages" in pb.BulkRefusal.FromString(payload).message
-
-
 def test_a_host_that_vanished_is_noticed_by_the_kernel(served: Served) -> None:
     with greeted(served, "tcp") as channel, socket.socket(fileno=os.dup(channel.fileno())) as sock:
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
@@ -192,42 +171,6 @@ def test_a_connection_is_replaced_before_its_numbers_run_out(
         for _ in range(6):
             assert same(cache.get(TOKENS)[1], KV)
         assert store.stats()["bulk_connections"] == 3
-
-
-def test_an_interrupted_read_writes_nothing_afterwards(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, goes_on, ended = threading.Event(), threading.Event(), threading.Semaphore(0)
-
-    def late(read: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*arguments: Any) -> Any:
-            begun.set()
-            assert goes_on.wait(WAIT_S)
-            try:
-                return read(*arguments)
-            finally:
-                ended.release()
-
-        return wrapped
-
-    def interrupted(*_: object) -> NoReturn:
-        assert begun.wait(WAIT_S)
-        raise KeyboardInterrupt
-
-    with worker_process(tmp_root) as worker, connected(worker.address, bulk="shared") as store:
-        cache = store.namespace("m", MEDIUM)
-        cache.put(LONG_TOKENS, LONG_KV)
-        out = np.zeros_like(LONG_KV)
-        with monkeypatch.context() as patch:
-            patch.setattr(IndexedWork, "wait", interrupted)
-            patch.setattr(ChunkRun, "read_open", late(ChunkRun.read_open))
-            patch.setattr(PosixReader, "read", late(PosixReader.read))
-            with pytest.raises(KeyboardInterrupt):
-                cache.get(LONG_TOKENS, out=out)
-            goes_on.set()
-            assert ended.acquire(timeout=WAIT_S)
-            assert not out.view(np.uint16).any()
-        eventually(lambda: not [name for name in bulk_files_of(os.getpid()) if "/chunks/" in name], "no chunk is open")
-        assert cache.get(LONG_TOKENS, out=out) == len(LONG_TOKENS)
-        assert same(out, LONG_KV)
 
 
 def test_a_put_does_not_wait_for_the_arena_of_a_worker_that_is_gone(

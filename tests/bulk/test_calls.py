@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvstore.client import pool as memory
 from kvstore.client.cache import Cache
 from kvstore.client.limits import ClientLimits
-from kvstore.client.pool import Links
-from kvstore.errors import KVStoreError, Overloaded
+from kvstore.errors import Overloaded
 from kvstore.segments import Rope
 from kvstore.transport.channel import Channel
 from kvstore.transport.frames import CONTROL_BYTES_MAX, SHORT_CALLS, FrameKind, encode_request
 from kvstore.transport.limits import BLOCKS_MAX
 from kvstore.transport.messages import pack_sizes, parse, traced
 from kvstore.v1 import kvstore_pb2 as pb
-from tests.kit.arenas import serving_memory
 from tests.kit.patience import stretched
-from tests.kit.transports import MEDIUM, WAYS, greeted, open_files_of, tokens_and_kv
+from tests.kit.transports import MEDIUM, WAYS, greeted, tokens_and_kv
 from tests.kit.workers import WAIT_S, Served, connected, eventually, opened, raw_stub, serving, worker_process
 
 pytestmark = pytest.mark.slow
@@ -163,21 +157,3 @@ def test_a_call_whose_bytes_changed_on_the_way_is_refused(served: Served) -> Non
         channel.send(FrameKind.CALL, 1, [encode_request(WAIT_S, 0, bytes(message))])
         _, payload = channel.receive_frame(FrameKind.REFUSED)
         assert "changed on the way" in parse(pb.BulkRefusal, payload).message
-
-
-def test_a_store_that_closes_while_it_maps_memory_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = memory.WorkerMemory.__init__
-
-    with serving_memory() as served:
-        store = connected(served, bulk="shared")
-        links: Links = next(iter(store._port.endpoints.every())).bulk  # type: ignore[attr-defined]
-
-        def init(self: memory.WorkerMemory, *arguments: Any) -> None:
-            real(self, *arguments)
-            links.close()
-
-        before = sum("memfd:kvstore-memory" in name for name in open_files_of(os.getpid()))
-        monkeypatch.setattr(memory.WorkerMemory, "__init__", init)
-        with store, suppress(KVStoreError):
-            store.namespace("m", MEDIUM).get(TOKENS)
-        assert sum("memfd:kvstore-memory" in name for name in open_files_of(os.getpid())) == before

@@ -6,13 +6,10 @@ import weakref
 from functools import partial
 
 import numpy as np
-import pytest
 
 from kvstore.client import upload
-from kvstore.client.upload import copy_rows
 from kvstore.core.clock import SystemClock
-from kvstore.core.executor import Deadline, DeadlinePassed, Executor
-from tests.kit.fake_meta import FakeClock
+from kvstore.core.executor import Deadline, Executor
 
 
 def test_what_is_copied_lives_as_long_as_somebody_copies_it() -> None:
@@ -30,16 +27,3 @@ def test_what_is_copied_lives_as_long_as_somebody_copies_it() -> None:
         assert kept() is None
     finally:
         lanes.close()
-
-
-def test_nothing_is_begun_after_the_deadline() -> None:
-    source, target = np.ones(8, np.uint8), np.zeros(8, np.uint8)
-    clock = FakeClock()
-    lanes = Executor(1, 1, 8, 5, clock)
-    try:
-        with pytest.raises(DeadlinePassed):
-            to, origin = (np.array([each.ctypes.data], np.uint64) for each in (target, source))
-            copy_rows(to, origin, 8, (source, target), lanes, Deadline(clock, 0))
-    finally:
-        lanes.close()
-    assert not target.any()

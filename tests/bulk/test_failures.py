@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
@@ -18,13 +17,9 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.client import pool
 from kvstore.client.cache import Cache
-from kvstore.client.limits import ClientLimits
-from kvstore.client.pool import Bulk, Connector, Links, NoAnswer, NoBulkPath
+from kvstore.client.pool import Connector
 from kvstore.errors import Unavailable
-from kvstore.format import places
-from kvstore.format.keyset import ChunkKeys
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.transport.channel import GRANT_BYTES, SECRET_BYTES
@@ -83,34 +78,6 @@ def test_a_damaged_file_is_a_miss_from_there_on(served: Served, tmp_root: Path, 
 
     for damage in DAMAGES:
         run_case(damage)
-
-
-def test_the_first_file_of_a_run_that_is_damaged_ends_the_read(served: Served, tmp_root: Path) -> None:
-    """Nothing of the next run counts: the caller would take old content of its memory for KV."""
-    for index in (0, 64):
-        for reads in ("get", "read_into", "view"):
-            with connected(served, bulk="shared") as store:
-                cache = store.namespace("m", MEDIUM)
-                cache.put(TOKENS, KV)
-                chain = ChunkKeys.of(cache.namespace, TOKENS.astype(np.uint32))
-                shard_bits = served.member.node.identity.shard_bits
-                with open(
-                    tmp_root / places.chunk(chain.addresses[index], cache.namespace.id, shard_bits), "r+b"
-                ) as file:
-                    file.seek(4096 + 70_000)
-                    wrong = file.read(1)[0] ^ 1
-                    file.seek(4096 + 70_000)
-                    file.write(bytes([wrong]))
-                size = MEDIUM.chunk_tokens
-                if reads == "get":
-                    assert cache.get(TOKENS)[0] == index * size
-                    continue
-                with cache.hold(TOKENS) as hold:
-                    assert hold.tokens == len(TOKENS)
-                    if reads == "view":
-                        assert len(hold.view()) == index
-                    else:
-                        assert hold.read_into(np.zeros_like(KV)) == index * size
 
 
 @BOTH
@@ -193,25 +160,6 @@ def test_a_worker_that_is_silent_within_tls_is_a_miss(tmp_path: Path, monkeypatc
             assert cache.get(TOKENS)[0] == 0
             with pytest.raises(Unavailable):
                 cache.put(TOKENS, KV)
-
-
-IMPATIENT = ClientLimits(probe_s=0.05, bulk_retry_s=1e-9)
-
-
-def test_a_silent_worker_is_said_once_and_what_follows_it_counts(caplog: pytest.LogCaptureFixture) -> None:
-    """One that takes its place and offers no way is no silent one: then the request is wrong."""
-    caplog.set_level(logging.INFO, pool.log.name)
-    with Silent() as silent:
-        offered = silent.offered.SerializeToString()
-        asked = Links("127.0.0.1:1", Bulk.TCP, IMPATIENT, lambda *_: offered)
-        for _ in range(3):
-            with pytest.raises(NoAnswer), asked.link(1.0):
-                raise AssertionError("a connection was had")
-        offered = pb.OpenBulkResponse().SerializeToString()
-        with pytest.raises(NoBulkPath), asked.link(1.0):
-            raise AssertionError("a connection was had")
-    levels = [record.levelname for record in caplog.records if record.message.startswith("client.no_bulk")]
-    assert levels == ["WARNING", "INFO", "INFO", "INFO"]
 
 
 def _stored(cache: Cache) -> bool:

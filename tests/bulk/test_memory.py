@@ -25,7 +25,7 @@ from tests.kit.arenas import (
     worker_with_memory,
 )
 from tests.kit.transports import MEDIUM, bulk_files_of, same, tokens_and_kv
-from tests.kit.workers import Served, connected, eventually, serving
+from tests.kit.workers import Served, connected, eventually
 
 pytestmark = pytest.mark.slow
 SIZE = MEDIUM.chunk_tokens
@@ -231,18 +231,6 @@ def test_what_only_memory_has_and_cannot_be_leased_is_sent(
         assert store.stats()["client_gets_grpc"] == 0
 
 
-def test_views_of_a_worker_without_memory_are_copies(tmp_root: Path) -> None:
-    with serving(tmp_root) as served, connected(served, bulk="shared") as store:
-        cache = store.namespace("m", MEDIUM)
-        cache.put(TOKENS, KV)
-        with cache.hold(TOKENS) as hold:
-            views = hold.view()
-        assert len(views) == COUNT
-        assert all(same(view, KV[:, :, at * SIZE : (at + 1) * SIZE]) for at, view in enumerate(views))
-        assert not any(view.flags.writeable for view in views)
-        assert not [name for name in bulk_files_of(os.getpid()) if "/chunks/" in name]
-
-
 @pytest.mark.parametrize(("place", "reads"), [("header", "get"), ("payload", "view")])
 def test_a_damaged_image_is_never_used(served: Served, place: str, reads: str) -> None:
     """I1: the client finds the damage, the worker learns of it over gRPC, and gives the root's chunk."""
@@ -268,25 +256,6 @@ def test_a_damaged_image_is_never_used(served: Served, place: str, reads: str) -
                 del views
         assert store.stats()["client_bulk_damaged"] == 1
         assert store.stats()["memory_damaged"] == 1
-
-
-def test_one_mapping_serves_all_connections(served: Served) -> None:
-    filled(served, TOKENS, KV, MEDIUM)
-    gc.collect()
-    before = mappings()
-    with connected(served, bulk="shared") as store:
-        cache = store.namespace("m", MEDIUM)
-        holds = [cache.hold(TOKENS) for _ in range(3)]
-        views = [hold.view() for hold in holds]
-        assert mappings() - before == 1
-        views.clear()
-        for hold in holds:
-            hold.release()
-
-
-def mappings() -> int:
-    """Memories in this process: workers' own, and those of clients."""
-    return Path("/proc/self/maps").read_text().count("memfd:kvstore-memory")
 
 
 @pytest.mark.parametrize("way", ["shared", "tcp"])

@@ -76,15 +76,6 @@ def test_only_what_is_missing_is_sent(served: Served) -> None:
             assert cache.put(tokens, kv) == PutResult(len(tokens), 0, 9, 0)
 
 
-def test_put_behind_without_memory_is_on_the_root(tmp_root: Path) -> None:
-    with serving(tmp_root) as served, serving(tmp_root) as other, connected(other) as reader:
-        for way in WAYS:
-            tokens, kv = tokens_and_kv(20, seed=len(way))
-            with connected(served, bulk=way, write="behind") as store:
-                assert store.namespace("m", MEDIUM).put(tokens, kv).chunks_written == 20
-            assert same(reader.namespace("m", MEDIUM).get(tokens)[1], kv)
-
-
 def test_a_put_larger_than_the_shared_memory(served: Served) -> None:
     for arena_bytes in (1, 16 * MEDIUM.chunk_bytes, 13 << 20):
         check_large_puts(served, arena_bytes)
@@ -144,14 +135,3 @@ def test_another_host_is_not_taken_for_this_one(served: Served, monkeypatch: pyt
         assert store.stats()["client_puts_tcp"] == 1
     with connected(served, bulk="shared") as store, pytest.raises(InvalidRequest, match="another host"):
         store.namespace("m", MEDIUM).get(tokens)
-
-
-def test_the_environment_chooses_where_the_call_does_not(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVSTORE_BULK", "tcp")
-    tokens, kv = tokens_and_kv(3, seed=13)
-    with connected(served) as store:
-        store.namespace("m", MEDIUM).put(tokens, kv)
-        assert store.stats()["client_puts_tcp"] == 1
-    monkeypatch.setenv("KVSTORE_BULK", "pigeon")
-    with pytest.raises(InvalidRequest, match=r"pigeon.*auto, shared, tcp, grpc"):
-        connected(served)

@@ -91,20 +91,6 @@ def _others() -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each is not threading.main_thread()]
 
 
-def test_operation_is_awaited(tmp_root: Path) -> None:
-    async def use() -> None:
-        async with aio.open(str(tmp_root), memory=16 << 20) as found:
-            space = await found.namespace("m", TINY)
-            await space.put(TOKENS, KV)
-            operation = await space.prefetch(TOKENS)
-            assert await operation.wait(PATIENCE_S)
-            assert (operation.state, operation.done) == ("done", len(TOKENS))
-            await operation.cancel()
-            await space.evict_first(TOKENS)
-
-    asyncio.run(use())
-
-
 @for_each(
     "here, there",
     [
@@ -249,8 +235,3 @@ def test_what_cannot_be_opened_says_so_and_leaves_no_thread() -> None:
 
     asyncio.run(use())
     assert not any(each.name.startswith("kvstore-aio") for each in _others())
-
-
-async def _closed(opening: Any) -> None:
-    async with opening:
-        pass

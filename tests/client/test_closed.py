@@ -13,9 +13,7 @@ import pytest
 
 import kvstore
 from kvstore.census.selection import Selection
-from kvstore.client.failover import FileLanes
-from kvstore.core.clock import SystemClock
-from kvstore.errors import StoreClosed, Unavailable
+from kvstore.errors import StoreClosed
 from tests.kit.cases import for_each
 from tests.kit.patience import eventually
 from tests.kit.stores import TINY, kv_of
@@ -173,14 +171,3 @@ def test_calls_that_run_while_it_is_closed_end_with_their_result_or_that(
         it.store.close()
         eventually(lambda: not any(thread.is_alive() for thread in threads), "the end of the calls")
         assert not wrong
-
-
-def test_lanes_that_are_made_once_their_store_is_closed_have_ended() -> None:
-    """A store may close while a call waits for a worker's answer: nobody would end lanes that are made afterwards."""
-    lanes = FileLanes(SystemClock())
-    lanes.close()
-    before = threading.active_count()
-    for made in (lanes.get(), lanes.copiers()):
-        with pytest.raises(Unavailable, match="the store is closed"):
-            made.start(1, bool)
-    eventually(lambda: threading.active_count() <= before)

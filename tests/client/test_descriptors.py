@@ -5,20 +5,15 @@ from __future__ import annotations
 import json
 import os
 import resource
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import pytest
-
-from kvstore.transport.channel import Channel, LinkBroken
-from kvstore.transport.frames import FrameKind
 from tests.kit.arenas import filled, serving_memory
 from tests.kit.cases import for_each
-from tests.kit.descriptors import open_before, open_now
+from tests.kit.descriptors import open_now
 from tests.kit.stores import SMALL
 from tests.kit.transports import same, tokens_and_kv
 from tests.kit.workers import WAIT_S, Served, connected, serving
@@ -122,19 +117,6 @@ def test_client_with_few_descriptors_keeps_its_hits(tmp_root: Path, holding: obj
         assert len(others[1]) <= len(others[0]), others
         damage = {name: count for name, count in served.member.stats().items() if "damage" in name and count}
         assert not damage
-
-
-def test_files_that_came_without_descriptors_for_them_are_closed() -> None:
-    ours, theirs = socket.socketpair()
-    sender, receiver = Channel(ours, WAIT_S), Channel(theirs, WAIT_S)
-    with open(os.devnull) as file:
-        before = open_before()
-        sender.send(FrameKind.FILES, 1, [bytes(8)], [file.fileno()] * 20)
-        with few_descriptors(3), pytest.raises(LinkBroken, match="descriptors"):
-            receiver.receive_frame(FrameKind.FILES)
-        receiver.close()
-        assert open_now() <= before - 1
-    sender.close()
 
 
 @for_each("memory", [False, True])

@@ -5,10 +5,8 @@ An error of numpy or Python from inside would name neither the argument nor what
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore import aio
 from kvstore.client import Cache, Store
 from kvstore.client.cache import BlockHold, Hold
 from kvstore.errors import InvalidRequest, KVStoreError
@@ -152,55 +149,6 @@ def test_no_keyword_of_connect_raises_what_is_not_ours() -> None:
     assert raw == []
 
 
-def test_no_keyword_of_asyncio_raises_what_is_not_ours() -> None:
-    raw: list[str] = []
-
-    async def ask() -> None:
-        async with aio.open("memory://") as store:
-            cache = await store.namespace("m", SMALL)
-            await cache.put(TOKENS, KV)
-            for name, call in (
-                ("match", lambda value: cache.match(TOKENS, counts=value)),
-                ("hold", lambda value: cache.hold(TOKENS, ttl=value)),
-                ("pin", lambda value: cache.pin(TOKENS, owner=value)),
-                ("prefetch", lambda value: cache.prefetch(TOKENS, value)),
-                ("blocks.put", lambda value: cache.blocks.put(KEYS, [bytes(9)] * 3, descents=value)),
-            ):
-                for value in ODD:
-                    try:
-                        with suppress(KVStoreError):
-                            made = await call(value)
-                            if isinstance(made, aio.Hold):
-                                await made.release()
-                    except Exception as error:  # noqa: BLE001 - what must not come is the question
-                        raw.append(f"{name}({type(value).__name__}): {error!r}")
-
-    asyncio.run(ask())
-    assert raw == []
-
-
-@for_each(
-    "make, says",
-    [
-        (lambda value: kvstore.Namespace("m", value), "namespace layout="),
-        (lambda value: kvstore.Namespace("m", SMALL, attributes=value), "namespace attributes="),
-        (lambda value: kvstore.Namespace("m", SMALL, attributes=(value,)), r"namespace attributes=\("),
-        (lambda value: kvstore.EtcdUser(value, "word"), "etcd user name="),
-        (lambda value: kvstore.EtcdUser("me", value), "etcd user password is (None|an? \\w+): "),
-        (lambda value: kvstore.Hints(priority=value), "priority="),
-        (lambda value: kvstore.Hints(ttl_s=-5 if value is None else value), "ttl_s="),
-        (SMALL.shape, "shape of .* tokens"),
-    ],
-)
-def test_what_a_caller_makes_says_what_is_wrong(make: Callable[[Any], object], says: str) -> None:
-    for value in (None, np.array([1]), np.array(1.5), 1.5, True, b"secret", object(), -5):
-        with pytest.raises(InvalidRequest, match=f"^{says}.*expected") as refused:
-            make(value)
-        assert "secret" not in str(refused.value) or "password" not in says, "a password is not shown"
-    with pytest.raises(InvalidRequest, match="expected"):
-        kvstore.EtcdUser("me", "\ud800")
-
-
 def test_put_with_an_invalid_cache_flag_is_refused(cache: Cache) -> None:
     flag: Any = 1
     with pytest.raises(InvalidRequest, match="cache=1: expected True or False"):
@@ -208,15 +156,6 @@ def test_put_with_an_invalid_cache_flag_is_refused(cache: Cache) -> None:
     with pytest.raises(InvalidRequest, match="cache=False with write='behind'"):
         cache.put(TOKENS, KV, write="behind", cache=False)
     assert cache.put(TOKENS, KV, cache=False).tokens_present == len(TOKENS)
-
-
-def test_whole_numbers_of_numpy_are_sizes_and_counts(store: Store, cache: Cache, tmp_root: Path) -> None:
-    number: Any = np.int64
-    with kvstore.open(f"file://{tmp_root}/other", memory=number(64 << 20), max_bytes=number(1 << 27)) as opened:
-        assert opened.namespace("m", SMALL).put(TOKENS, KV).chunks_written == 4
-    cache.supersede(TOKENS, kept=number(0))
-    with cache.plan([TOKENS], memory_tokens=number(0)).run(ahead=number(1), attempts=number(2)) as run:
-        assert len(list(run)) == 1
 
 
 @pytest.mark.filterwarnings("error")  # numpy's of a bound that a small type cannot hold

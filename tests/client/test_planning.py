@@ -10,7 +10,6 @@ import pytest
 
 from kvstore.batch import run as storage
 from kvstore.client import Cache, Store
-from kvstore.client import cache as cache_module
 from kvstore.client.local import LocalTransport
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.kit.stores import SMALL, kv_of, member_on
@@ -66,26 +65,6 @@ def test_what_the_store_holds_is_free(cache: Cache) -> None:
     assert plan.tokens_to_compute == ALONE - 7 * SIZE
     assert plan.tokens_stored == 2 * 3 * SIZE + 2 * 4 * SIZE
     assert [group.stored_tokens for group in plan.groups] == [0, 3 * SIZE, 4 * SIZE]
-
-
-def test_many_prompts_are_several_calls(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "PROMPTS_MAX", 2)
-    monkeypatch.setattr(cache_module, "TOKENS_MAX", 5 * SIZE)
-    for number in range(9):
-        cache.put(document(number), kv_of(SMALL, document(number)))
-    plan = cache.plan([document(number) for number in range(12)], memory_tokens=0)
-    assert plan.tokens_to_compute == 3 * 4 * SIZE
-
-
-def test_a_store_that_answers_late_is_asked_no_longer_than_allowed(
-    cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache.put(document(1), kv_of(SMALL, document(1)))
-    cache.blocks.put([bytes(16)], [b"12"])
-    monkeypatch.setattr(cache_module, "EACH_S", 0.0)
-    monkeypatch.setattr(storage, "KEYS_S", 0.0)
-    assert cache.plan([document(1)], memory_tokens=0).tokens_stored == 0
-    assert cache.blocks.plan([[bytes(16)]], memory_tokens=0).tokens_stored == 0
 
 
 def test_blocks_of_an_engine_are_planned_by_their_keys(cache: Cache) -> None:

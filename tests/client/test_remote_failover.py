@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -24,11 +23,9 @@ from kvstore.errors import HoldBroken, InvalidRequest, Unavailable
 from kvstore.format import places
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.kit.cases import for_each
-from tests.kit.faulty_root import Delay, FaultyRoot, Rule
 from tests.kit.patience import stretched
 from tests.kit.stores import SMALL, kv_of, same
 from tests.kit.workers import (
-    WAIT_S,
     Served,
     Several,
     connected,
@@ -87,22 +84,6 @@ def test_load_is_spread_and_prompts_that_begin_alike_stay_together(pair: tuple[S
         assert sorted(matches(served) - was for served, was in zip(pair, before, strict=True)) == [0, 4]
 
 
-def test_a_busy_worker_gives_up_its_favourites() -> None:
-    """Calls in progress count more than memory of a prompt."""
-    files = MemoryFiles()
-    slow = [FaultyRoot(MemoryRoot(files)) for _ in range(2)]
-    with serving(slow[0]) as first, serving(slow[1]) as second, connected(first, second) as store:
-        cache = store.namespace("m", SMALL)
-        for root in slow:
-            root.set_rules([Rule("stat", Delay(0.3))])
-        threads = [threading.Thread(target=cache.match, args=(TOKENS,)) for _ in range(12)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert min(matches(first), matches(second)) >= 3
-
-
 def test_a_worker_that_stops_is_left_out_and_comes_back(pair: tuple[Served, Served]) -> None:
     first, second = pair
     with connected(*pair) as store:
@@ -124,25 +105,6 @@ def test_a_worker_that_stops_is_left_out_and_comes_back(pair: tuple[Served, Serv
                 "it gets calls",
             )
         assert second.worker.is_serving
-
-
-def test_a_draining_worker_hands_over_without_an_error(pair: tuple[Served, Served]) -> None:
-    with connected(*pair) as store:
-        cache = store.namespace("m", SMALL)
-
-        def work(number: int, turn: int) -> None:
-            tokens = tokens_of(1000 * number + turn % 50, len(TOKENS))
-            kv = kv_of(SMALL, tokens)
-            assert cache.put(tokens, kv).tokens_present == len(tokens)
-            assert same(cache.get(tokens)[1], kv)
-
-        clients = Several(4, work)
-        eventually(lambda: gets(pair[0]) > 5, "both serve")
-        assert pair[0].worker.drain(WAIT_S)
-        served = gets(pair[1])
-        eventually(lambda: gets(pair[1]) > served + 20, "the other one goes on")
-        clients.stop()
-        assert store.stats()["client_misses_unreachable"] == 0
 
 
 @pytest.mark.slow
@@ -245,17 +207,6 @@ def test_a_hold_says_that_it_is_gone_with_its_worker(tmp_root: Path) -> None:
             assert hold.tokens == len(TOKENS)
         hold.release()
         assert cache.get(TOKENS)[0] == len(TOKENS), "the other worker serves the same chunks"
-
-
-def test_a_chunk_lost_under_a_live_hold_is_a_miss(tmp_root: Path) -> None:
-    with serving(tmp_root) as served, connected(served) as store:
-        cache = store.namespace("m", SMALL)
-        cache.put(TOKENS, KV)
-        with cache.hold(TOKENS) as hold:
-            for chunk in tmp_root.glob("chunks/*/*"):
-                chunk.unlink()
-            assert hold.read_into(np.empty_like(KV)) == 0
-            assert hold.view() == []
 
 
 def test_no_worker_at_all_is_a_miss_for_reads_and_an_error_for_the_rest() -> None:

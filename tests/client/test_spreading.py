@@ -6,11 +6,9 @@ import random
 from collections import Counter
 
 import numpy as np
-import pytest
 
 from benchmarks.spreading import by_first_chunk, marks_of_blocks, replay, zipf_chats
 from kvstore import Layout
-from kvstore.client import routing
 from kvstore.client.routing import Spreading, depths, marks_of
 from kvstore.core.namespace import Namespace
 from tests.kit.cases import for_each
@@ -83,11 +81,3 @@ def test_a_worker_that_joins_or_leaves_moves_few_prompts() -> None:
     assert sum(a != b for a, b in zip(before, fewer, strict=True)) <= 1.3 * before.count(WORKERS[-1])
     again = sent(WORKERS)
     assert sum(a != b for a, b in zip(fewer, again, strict=True)) <= 0.3 * len(prompts)
-
-
-def test_marks_are_forgotten_and_never_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing, "MARKS_MAX", 100)
-    choices = Spreading()
-    for number in range(300):
-        choices.chosen(marks_of_blocks(chat(number, 3)), WORKERS)
-    assert len(choices._seen) == 100

@@ -273,6 +273,16 @@ def test_layers_can_be_left_in_the_middle(cache: Cache) -> None:
         assert len(list(hold.layers())) == SMALL.layers
 
 
+def test_layers_after_release_in_the_middle_break(cache: Cache) -> None:
+    cache.put(TOKENS, KV)
+    hold = cache.hold(TOKENS)
+    layers = hold.layers()
+    next(layers)
+    hold.release()
+    with pytest.raises(HoldBroken, match="match again"):
+        list(layers)
+
+
 def test_layers_are_read_into_memory_of_the_caller_in_turn(cache: Cache) -> None:
     cache.put(TOKENS, KV)
     for count in (3, 4, 5):

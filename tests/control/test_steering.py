@@ -1,8 +1,10 @@
-"""``kvstore lookup``, ``health``, ``limits``, ``ops`` and ``drain`` against real programs: two workers, an etcd."""
+"""``kvstore lookup``, ``health``, ``limits`` and ``ops`` against real programs: two workers, an etcd."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -99,9 +101,9 @@ def test_limits_of_one_worker_or_all_and_exit_code_1_where_one_refuses(run: Run,
     first, second = workers(up)
     at = ("--connect", up.grpc)
     done = parsed(run("limits", "calls_max=100", *at, "--worker", first, "--json"))["workers"]
-    assert done == {first: {"calls_max": {**done[first]["calls_max"], "value": "100", "before": "64", "started": "64"}}}
+    assert done == {first: {"calls_max": "100"}}
     shown = parsed(run("limits", *at, "--json"))["workers"]
-    assert (shown[first]["calls_max"]["value"], shown[second]["calls_max"]["value"]) == ("100", "64")
+    assert (shown[first]["calls_max"], shown[second]["calls_max"]) == ("100", "64")
     refused = run("limits", "calls_max=200", "pins_max=none", *at)
     assert refused.exit_code == 1 and refused.stderr.count("expected a whole number") == 2
     assert parsed(run("limits", *at, "--json"))["workers"] == shown
@@ -136,17 +138,15 @@ def test_operations_are_listed_and_cancelled_by_command(run: Run, up: Running) -
     assert none.exit_code == 2 and "give its id" in none.stderr
 
 
-def test_a_drained_worker_finishes_what_it_accepted_and_ends_and_stays_away(run: Run, up: Running) -> None:
+def test_worker_stopped_by_sigterm_has_written_and_stays_away(run: Run, up: Running) -> None:
     # The last one here: it takes a worker from those that the others share.
     first, second = workers(up)
     tokens = TOKENS + 1000
     with kvstore.connect(first) as store:
         cache = store.namespace("m", SMALL)
         cache.put(tokens, kv_of(SMALL, tokens), write="behind")
-        several = run("drain", "--connect", up.grpc)
-        assert several.exit_code == 2 and "which worker?" in several.stderr
-        said = parsed(run("drain", "--connect", up.grpc, "--worker", first, "--within", "5s", "--json"))
-        assert (said["within_s"], said["operations"]) == (5.0, 0)
+    health = json.loads(run("health", "--connect", up.grpc, "--json").stdout)["workers"]
+    os.kill(health[first]["worker"]["pid"], signal.SIGTERM)
     eventually(lambda: "up.worker_drained" in up.log.read_text(), "up sees that it ended in good order")
     assert up.child.poll() is None
     health = json.loads(run("health", "--connect", up.grpc, "--json").stdout)["workers"]

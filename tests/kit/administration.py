@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.client.control import Control
-from kvstore.core.results import LimitValue
-from kvstore.errors import KVStoreError
 from kvstore.v1.control_pb2_grpc import ControlStub
 from tests.kit.stores import SMALL, kv_of
 from tests.kit.workers import Served, connected, raw_channel
@@ -40,8 +38,3 @@ def damage_payload(path: Path) -> None:
     content[-1] ^= 0xFF
     path.write_bytes(content)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-def value(found: list[LimitValue] | KVStoreError, name: str) -> LimitValue:
-    assert not isinstance(found, KVStoreError), found
-    return next(each for each in found if each.name == name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,23 +21,3 @@ def store(tmp_root: Path) -> Iterator[Store]:
 @pytest.fixture
 def cache(store: Store) -> Cache:
     return cache_of(store)
-
-
-@pytest.fixture
-def small_root(tmp_path: Path) -> Iterator[Path]:
-    """A root on a file system of 4 MiB, where this user may mount one."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "kvstore-test", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    if mounted.returncode:
-        pytest.skip(f"may not mount a small file system: {mounted.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True, timeout=60)

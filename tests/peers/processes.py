@@ -58,21 +58,3 @@ def put_and_die(root: str, number: int) -> None:
     (Path(root) / "staging" / "dead").mkdir()
     (Path(root) / "staging" / "dead" / "0.part").write_bytes(b"half a chunk")
     os._exit(0)
-
-
-def query_while_updated(root: str, count: int) -> None:
-    """Queries a prompt that another process extends chunk by chunk; prints the matches seen, in order."""
-    store, cache = open_cache(root)
-    with store:
-        print("ready", flush=True)
-        seen: list[int] = []
-        give_up_s = time.monotonic() + 60
-        tokens = prompt(1, count)
-        while (not seen or seen[-1] < len(tokens)) and time.monotonic() < give_up_s:
-            matched, kv = cache.get(tokens)
-            if not is_kv_of(kv, tokens[:matched]):
-                print("wrong bytes", flush=True)
-                return
-            if not seen or matched != seen[-1]:
-                seen.append(matched)
-    print(json.dumps(seen))

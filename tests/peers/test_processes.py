@@ -19,7 +19,7 @@ from kvstore import Layout
 from kvstore.client import Cache, Store
 from kvstore.core.recency import QUANTUM_S, is_fresh
 from tests.kit.heartbeat import others_run_during
-from tests.kit.peers import CHUNK, files_under, finish, is_kv_of, kv_of, open_cache, prompt, start
+from tests.kit.peers import files_under, finish, is_kv_of, kv_of, open_cache, prompt, start
 
 pytestmark = pytest.mark.slow
 
@@ -85,17 +85,3 @@ def test_other_threads_run_during_put_and_get(store: Store) -> None:
     kv, numbers = np.zeros(layout.shape(512), np.float16), itertools.count()
     assert others_run_during(lambda: cache.put(np.full(512, next(numbers)), kv))
     assert others_run_during(lambda: cache.get(np.full(512, 0), out=kv))
-
-
-def test_queries_never_fail_while_another_process_puts(tmp_root: Path, cache: Cache) -> None:
-    count = 200
-    reader = start("query_while_updated", str(tmp_root), count)
-    assert reader.stdout is not None
-    assert reader.stdout.readline() == "ready\n"
-    tokens = prompt(1, count)
-    kv = kv_of(tokens)
-    for end in range(CHUNK, len(tokens) + 1, CHUNK):
-        assert cache.put(tokens[:end], kv[:, :, end - CHUNK : end], prefix=end - CHUNK).tokens_present == end
-    seen = json.loads(finish(reader))
-    assert seen == sorted(seen)
-    assert seen[-1] == len(tokens)

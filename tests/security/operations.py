@@ -143,7 +143,6 @@ OPERATIONS = {
         lambda cell: control.ClearSelectedRequest(selection={"fingerprint": "f"}, dry_run=True),
     ),
     "list operations": one("Control.ListOperations", "any:read", lambda cell: control.ListOperationsRequest()),
-    "drain": one("Control.Drain", "every:admin", lambda cell: control.DrainRequest()),
     "get limits": one("Control.GetLimits", "every:read", lambda cell: control.GetLimitsRequest()),
     "set limits": one("Control.SetLimits", "every:admin", lambda cell: control.SetLimitsRequest()),
     "health": one("Control.Health", "every:read", lambda cell: control.HealthRequest()),

@@ -96,10 +96,3 @@ def test_a_prompt_in_two_tiers_counts_in_both(way: str, read: Callable[[Cache], 
         stats = store.stats()
         assert stats["bytes_read"] + stats["memory_bytes"] == KV.nbytes
         assert stats["chunks_read"] + stats["memory_hits"] == COUNT
-
-
-def test_a_step_of_memory_counts_the_bytes_that_it_copies(tmp_root: Path) -> None:
-    with serving_memory(tmp_root) as served, connected(served, bulk="grpc") as store:
-        filled(served, TOKENS, KV, MEDIUM)
-        got(store.namespace("m", MEDIUM))
-        assert served.worker.service.tiers.snapshot()["memory", "read"].size_bytes == KV.nbytes

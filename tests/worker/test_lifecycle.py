@@ -81,14 +81,6 @@ def test_worker_is_listed_from_its_start_to_its_drain() -> None:
 # Health, reflection, metrics
 
 
-def test_health_says_serving() -> None:
-    with serving() as served, raw_channel(served) as channel:
-        assert health_of(channel) == SERVING
-        assert health_of(channel, "kvstore.v1.KVStore") == SERVING
-        code, _, _ = refused(lambda: health_of(channel, "nonsense"))
-        assert code is grpc.StatusCode.NOT_FOUND
-
-
 def test_reflection_lists_the_services_and_describes_ours() -> None:
     def asked() -> Iterator[reflection_pb2.ServerReflectionRequest]:
         yield reflection_pb2.ServerReflectionRequest(list_services="")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from kvstore.core.results import PutResult
@@ -84,17 +83,3 @@ def test_a_foreign_client_that_sends_what_is_there_writes_only_the_rest() -> Non
         assert (answer.tokens_present, answer.chunks_written, answer.chunks_found) == (5 * acting.size, 2, 3)
         start.write = 7  # type: ignore[assignment]
         assert "write is 7" in refused(lambda: stub.Put(iter([pb.PutRequest(start=start)]), timeout=WAIT_S))[1]
-
-
-def test_blocks_say_how_they_are_put_too() -> None:
-    root = faulty()
-    with working(root) as (acting, served), caching(served, acting) as cache:
-        keys = [bytes([number]) * 32 for number in range(4)]
-        blocks = [np.full(5000, number, np.uint8) for number in range(4)]
-        with held(root):
-            assert cache.blocks.put(keys, blocks, write="behind") == [True] * 4
-            assert cache.blocks.match(keys) == 4
-        acting.drain()
-        out = [np.zeros(5000, np.uint8) for _ in keys]
-        assert cache.blocks.get(keys, out) == [True] * 4
-        assert all(map(np.array_equal, out, blocks))

@@ -333,7 +333,7 @@ KEEPING = [
     mutant(
         "timings-that-contradict",
         at("kvstore.core.validate", "check_limits", giving(None)),
-        "gc/test_safety.py worker/test_limits.py client/test_input.py",
+        "gc/test_safety.py client/test_input.py",
     ),
     mutant(
         "policy-ranks-nothing",

@@ -68,18 +68,18 @@ MUTANTS: list[Mutant] = [
     mutant(
         "limit-calls",
         at(f"{CONTEXT}:Gate", "passing", lambda real, self, *, light: nullcontext()),
-        "worker/test_limits.py",
+        "worker/test_requests.py",
     ),
-    mutant("limit-draining", at(f"{CONTEXT}:Gate", "close", giving(None)), "worker/test_limits.py"),
+    mutant("limit-draining", at(f"{CONTEXT}:Gate", "close", giving(None)), "worker/test_lifecycle.py"),
     mutant(
         "limit-bytes-in-flight",
         at(f"{CONTEXT}:BytesInFlight", "reserved", lambda real, self, *count: nullcontext()),
-        "worker/test_limits.py security/test_rules.py",
+        "security/test_rules.py",
     ),
     mutant(
         "limit-client-holds",
         at("kvstore.worker.context:ClientHolds", "add", _add_unlimited),
-        "worker/test_limits.py security/test_rules.py",
+        "security/test_rules.py",
     ),
     mutant("limit-pins-of-an-owner", at(PINS, "pin", _pin_unlimited), "meta/test_pins.py"),
     mutant("limit-full-root", at(VIEW, "check_room", giving(None)), "node/test_view.py"),

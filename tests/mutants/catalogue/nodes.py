@@ -147,7 +147,7 @@ HOLDING = [
     mutant(
         "h4-client-holds-never-expire",
         at("kvstore.worker.context:ClientHolds", "expire", giving(None)),
-        "worker/test_leased_holds.py worker/test_limits.py",
+        "worker/test_leased_holds.py",
     ),
     mutant(
         "h4-lagging-node-keeps-alive",
