@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore.batch import run as storage
 from kvstore.client import Cache, Store
 from kvstore.client.local import LocalTransport
 from kvstore.root.memory import MemoryFiles, MemoryRoot
