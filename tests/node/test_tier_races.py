@@ -3,73 +3,12 @@
 from __future__ import annotations
 
 import gc
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from types import FrameType
 
 import pytest
 
 from kvstore.format.keyset import BlockKeys
-from tests.kit.disks import CHUNKS, Disk, chain_of
 from tests.kit.tiers import ASKING, IN_TIME_S, Acting, eventually, faulty, held, timed, together
-
-
-@contextmanager
-def meanwhile(name: str, locked: Callable[[], bool], change: Callable[[], object]) -> Iterator[None]:
-    """Once a function of this name begins in this thread while nothing is ``locked``, something else happens first."""
-    left = [change]
-
-    def tracer(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_name == name and left and not locked():
-            sys.settrace(None)
-            left.pop()()
-            sys.settrace(tracer)
-
-    sys.settrace(tracer)
-    try:
-        yield
-    finally:
-        sys.settrace(None)
-
-
-def test_d3_a_fetch_beside_a_split_of_its_run_is_a_hit(tmp_path: Path) -> None:
-    disk, chain = Disk(tmp_path / "disk"), chain_of()
-    disk.tier.open()
-    disk.wait_refilled()
-    assert all(disk.add(chain, *range(CHUNKS)))
-    with meanwhile("tokens_of", disk.tier._shelf._lock.locked, lambda: disk.tier.drop(chain.addresses[5])):
-        assert disk.has(chain, 7)
-    assert disk.tier._shelf._inventory.referenced_bytes == 0
-    disk.tier.close()
-
-
-def test_what_is_demoted_beside_a_split_of_its_run_is_found_on_the_disk(tmp_path: Path) -> None:
-    with Acting(faulty(), disk=tmp_path / "disk") as node:
-        eventually(lambda: not node.stat("disk_refilling"))
-        node.put(1, 8)
-        node.drain()
-        assert node.get(1, 8) == 8
-        chain = node.chain(1, 8)
-        with node.memory.victims(node.memory.size_bytes) as victims:
-            entries = list(victims.images())
-
-            def split() -> None:
-                with node.memory._lock:
-                    entry = node.memory._inventory.find(chain.addresses[3])
-                    assert entry is not None
-                    node.memory._inventory.drop(entry)
-
-            with meanwhile("tokens_of", node.memory._lock.locked, split):
-                for each in entries:
-                    node.tiers.demote(*each)
-        assert node.on_disk(1, 8) == [True] * 8
-        disk = node.tiers.disk
-        assert disk is not None
-        on_disk = [disk._shelf._inventory.find(address) for address in chain.addresses]
-        assert all(entry is not None and entry.place.tokens for entry in on_disk)
 
 
 @pytest.mark.parametrize("chunks", [1, 12])
