@@ -71,7 +71,7 @@ class Clears:
         """Returns the sessions of live nodes that have not answered. Raises Unavailable."""
         # Read the sessions last: one that begins in between has read the order at its start, and answers as well.
         found = self._meta.list(self._keys.clear_answers(order), timeout_s).items
-        answers = {parse_id(kv.key.rpartition("/")[2]) for kv in found}
+        answers = {SessionId(id) for kv in found if (id := parse_id(kv.key.rpartition("/")[2])) is not None}
         return live_sessions(self._meta, self._keys, timeout_s) - answers
 
     def snapshot(self, timeout_s: float) -> Snapshot:
