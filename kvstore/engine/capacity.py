@@ -6,6 +6,7 @@ collectors publish, and the follower reports.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -64,9 +65,10 @@ class CreditReservation:
 class NodeUsage:
     """Byte counts of one node, and its credit. Thread-safe. All counts are of this node's life, and only grow."""
 
-    def __init__(self, refused: Callable[[], None] = lambda: None) -> None:
-        """``refused`` is called for each put that gets no credit."""
+    def __init__(self, refused: Callable[[], None] = lambda: None, wait_s_max: float = WAIT_S) -> None:
+        """``refused`` is called for each put that gets no credit, for which it waits ``wait_s_max``."""
         self._refused = refused
+        self._wait_s_max = wait_s_max
         self._lock = threading.Condition()
         self._written = self._removed = self._largest = 0
         self._pending = 0
@@ -117,20 +119,20 @@ class NodeUsage:
         return capacity is not None and capacity.is_full
 
     def reserve(
-        self, size_bytes: int = 1, missing_bytes: Callable[[], int] | None = None, wait_s: float = WAIT_S
+        self, size_bytes: int = 1, missing_bytes: Callable[[], int] | None = None, wait_s: float = math.inf
     ) -> CreditReservation:
         """Reserves credit for a put, of at least one byte where its size is not known.
 
-        Waits while there is none, at most ``wait_s`` and WAIT_S; then raises Overloaded, or StoreFull if collectors
-        publish that nothing can be evicted. ``missing_bytes`` is called before the wait, and returns how many bytes of
-        the put are not stored yet. Nothing is reserved for no bytes.
+        Waits while there is none, at most ``wait_s`` and the node's limit; then raises Overloaded, or StoreFull if
+        collectors publish that nothing can be evicted. ``missing_bytes`` is called before the wait, and returns how
+        many bytes of the put are not stored yet. Nothing is reserved for no bytes.
         """
         with self._lock:
             self._largest = max(self._largest, size_bytes)
             if not self._waiting and self._admits(size_bytes):
                 return self._reserved(size_bytes)
         size_bytes = size_bytes if missing_bytes is None else missing_bytes()
-        put, ends_s = object(), time.monotonic() + min(wait_s, WAIT_S)
+        put, ends_s = object(), time.monotonic() + min(wait_s, self._wait_s_max)
         with self._lock:
             self._waiting.append(put)
             try:
@@ -236,7 +238,7 @@ class NodeUsage:
         """Seconds until a report may be due; infinity if there is nothing to report."""
         with self._lock:
             is_reported = self._written - self._written_before == self._reported.written_bytes
-            return float("inf") if self._capacity is None or (is_reported and not self._waiting) else PACE_S_MIN
+            return math.inf if self._capacity is None or (is_reported and not self._waiting) else PACE_S_MIN
 
     @property
     def answers(self) -> int:

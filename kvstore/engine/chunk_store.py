@@ -24,9 +24,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +37,7 @@ from kvstore.core import recency
 from kvstore.core.address import ADDRESS_BYTES, Address
 from kvstore.core.buffers import BufferLoan, BufferMap, Pieces, Sections, Withdrawn, byte_length, untouched_zeros
 from kvstore.core.clock import Clock, Ids
-from kvstore.core.executor import Decision, Loop
+from kvstore.core.executor import Tasks
 from kvstore.core.metrics import Counters, NodeCount
 from kvstore.core.namespace import NamespaceId
 from kvstore.core.recency import (
@@ -1087,6 +1086,9 @@ class _Plan:
     stamp_ns: int | None
 
 
+N = TypeVar("N")
+
+
 class TouchQueue:
     """A bounded queue of used chunks, whose recency is renewed: parents before children, once per quantum.
 
@@ -1099,14 +1101,9 @@ class TouchQueue:
     def __init__(self, chunks: ChunkStore, counters: Counters, queue_max: int) -> None:
         self._chunks = chunks
         self._counters = counters
-        self._queue_max = queue_max
-        self._changed = threading.Condition()
-        self._waiting: deque[_Renewal | _Branch] = deque()
-        self._is_busy = False
-        self._loop = Loop("kvstore-refresh", self._changed, self._next, drains=True)
+        self._tasks = Tasks("kvstore-refresh", 1, queue_max)
         self._enabled = chunks.root.traits.touch
         self._keeps_hints: bool | None = None
-        self._loop.start()
 
     def used(self, wanted: KeySet, hints: Hints = LEAST, lacking: frozenset[int] = frozenset()) -> None:
         """Notes that all of these were read or found. Never blocks.
@@ -1114,33 +1111,21 @@ class TouchQueue:
         A put raises the hints of found chunks to its ``hints``: ``lacking`` are the positions of those whose hints were
         lower.
         """
-        if not self._enabled or not len(wanted) or self._loop.closed:
+        if not self._enabled or not len(wanted):
             return
         # Neither tokens nor keys are kept.
         depths = None if wanted.prefix_ordered else wanted.depths()
         renewal = _Renewal(wanted.namespace.id, wanted.packed_addresses, depths, hints, lacking)
-        if not self._places(renewal, self._chunks.known.quantum()):
-            return
-        with self._changed:
-            is_full = len(self._waiting) + self._is_busy >= self._queue_max
-            if not is_full:
-                self._waiting.append(renewal)
-                self._changed.notify_all()
-        if is_full:
-            self._counters.add(NodeCount.REFRESH_DROPPED, len(wanted))
+        if self._places(renewal, self._chunks.known.quantum()):
+            self._submit(self._renew, renewal, len(wanted))
 
     def superseded(self, wanted: KeySet, first: int, left_s: int) -> None:
         """Notes that the chunks from ``first`` on are unused since the quantum ``left_s``. Never blocks."""
-        if not self._enabled or first >= len(wanted) or self._loop.closed:
+        if not self._enabled or first >= len(wanted):
             return
         depths = range(first, len(wanted)) if wanted.prefix_ordered else None
         branch = _Branch(wanted.namespace.id, tuple(wanted.addresses[first:]), depths, left_s)
-        with self._changed:  # not shared with ``used``, whose every call is on the path of a read
-            if len(self._waiting) + self._is_busy < self._queue_max:
-                self._waiting.append(branch)
-                self._changed.notify_all()
-                return
-        self._counters.add(NodeCount.REFRESH_DROPPED, len(branch.addresses))
+        self._submit(self._supersede, branch, len(branch.addresses))
 
     def renew(self, chain: KeySet, hints: Hints, lacking: frozenset[int], start_s: float) -> None:
         """Renews the leading chunks of a chain on the calling lane, before a child of theirs gets a fresh stamp."""
@@ -1151,28 +1136,23 @@ class TouchQueue:
                 self._counters.add(NodeCount.REFRESH_DROPPED)
 
     def drain(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._waiting and not self._is_busy)
+        self._tasks.drain()
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Finishes what is queued, as far as ``timeout_s`` allows."""
-        self._loop.close(timeout_s)
+        self._tasks.close(timeout_s)
 
-    def _next(self) -> Decision:
-        self._is_busy = bool(self._waiting)
-        if self._is_busy:
-            return partial(self._serve, self._waiting.popleft())
-        self._changed.notify_all()  # for ``drain``
-        return None
+    def _submit(self, work: Callable[[N], None], noted: N, count: int) -> None:
+        """Queues ``work(noted)``; counts its chunks as dropped if the queue is full or the root refuses."""
 
-    def _serve(self, noted: _Renewal | _Branch) -> None:
-        try:
-            if isinstance(noted, _Branch):
-                self._supersede(noted)
-            else:
-                self._renew(noted)
-        except KVStoreError:
-            self._counters.add(NodeCount.REFRESH_DROPPED)
+        def task() -> None:
+            try:
+                work(noted)
+            except KVStoreError:
+                self._counters.add(NodeCount.REFRESH_DROPPED)
+
+        if not self._tasks.submit(task):
+            self._counters.add(NodeCount.REFRESH_DROPPED, count)
 
     def _supersede(self, branch: _Branch) -> None:
         """Marks a branch from its last chunk on, up to the first chunk with a use apart from the branch.

@@ -31,7 +31,7 @@ from kvstore.meta.clears import BARRIER_S, PASSING_S, Barrier, Barriers, Clears,
 from kvstore.meta.keys import SessionId
 from kvstore.meta.session import Session
 from kvstore.meta.store import Watch, WatchLost
-from kvstore.root.fences import make_room
+from kvstore.root.fences import with_reserve
 from kvstore.root.identity import read_writers
 from kvstore.root.posix import PosixRoot, translated
 
@@ -66,16 +66,12 @@ class ClearsFollower:
         self._loop = Loop("kvstore-clears", self._changed, lambda: self._turn)
         # Only the thread uses the fields below.
         self._followed: Session | None = None
-        self._orders: dict[bytes, ClearOrder] = {}
-        self._obeyed: set[bytes] = set()
-        self._asked: dict[bytes, bool] = {}
-        """Orders whose issuer may wait for this session's answer, and whether they are done."""
+        self._orders: dict[bytes, tuple[ClearOrder, bool]] = {}
+        """The orders that are kept, and whether each is done: the root has nothing of it any more."""
+        self._obeyed: dict[bytes, bool] = {}
+        """For each order that was obeyed, whether it was done then."""
         self._answered: set[bytes] = set()
-        """Orders that this session has answered and that are not done."""
-        self._answer_keys: set[bytes] = set()
-        """All orders that this session has answered, done or not: each answer is a key in etcd."""
-        self._stale: set[bytes] = set()
-        """Answers to orders that are no longer kept. Their keys must go, or they last as long as the session."""
+        """Orders that this session has answered: each answer is a key in etcd, and must go with its order."""
         self._unswept: list[ClearOrder] = []
         self._is_looser = False
         """True if an order ended, so that what it named is allowed again."""
@@ -141,9 +137,7 @@ class ClearsFollower:
             self._watch = watch
         if self._followed is not session:
             self._answered.clear()
-            self._answer_keys.clear()
-            self._stale.clear()
-        self._followed, self._asked = session, {}
+        self._followed = session
         orders = [self._clears.read(each.key, each) for each in snapshot.items]
         for id in self._orders.keys() - {each.id for each in orders if each is not None}:
             self._drop(id)
@@ -156,48 +150,35 @@ class ClearsFollower:
         if order.content is None:
             self._drop(order.id)
             return
-        if not order.is_done:
-            self._asked[order.id] = False
-        elif order.id in self._answered:
-            self._asked[order.id] = True
-            self._obeyed.discard(order.id)  # sweep again: reads may have cached its chunks during the root's sweep
-        if order.id not in self._orders:
-            try:
-                self._orders[order.id] = ClearOrder.from_json(order.content)
-            except InvalidRequest as error:
-                self._asked.pop(order.id, None)  # from a later version: its issuer sees no answer from this node
-                log.warning("clears.not_understood %s %s", order.id.hex(), error)
+        try:
+            self._orders[order.id] = ClearOrder.from_json(order.content), order.is_done
+        except InvalidRequest as error:  # from a later version: its issuer sees no answer from this node
+            log.warning("clears.not_understood %s %s", order.id.hex(), error)
 
     def _drop(self, id: bytes) -> None:
         if self._orders.pop(id, None) is not None:
             self._is_looser = True
-        self._obeyed.discard(id)
-        self._asked.pop(id, None)
-        self._answered.discard(id)
-        if id in self._answer_keys:
-            self._answer_keys.discard(id)
-            self._stale.add(id)
+        self._obeyed.pop(id, None)
 
     def _answer(self, session: Session) -> None:
-        """Obeys new orders, and answers those whose issuers wait. The next step retries what is not done yet."""
-        new = [id for id in self._orders if id not in self._obeyed]
+        """Obeys new orders, and answers those whose issuers wait. The next step retries what is not done yet.
+
+        An order that is done is obeyed once more: reads may have remembered its chunks during the root's sweep.
+        """
+        new = [id for id, (_, is_done) in self._orders.items() if self._obeyed.get(id) is not is_done]
         if new or self._is_looser:
-            orders = [self._orders[id] for id in new]
-            if self._obey(orders, list(self._orders.values())):
+            orders = [self._orders[id][0] for id in new]
+            if self._obey(orders, [order for order, _ in self._orders.values()]):
                 self._is_looser = False
-                self._obeyed.update(new)
+                self._obeyed.update((id, self._orders[id][1]) for id in new)
                 self._unswept += orders
-        for id in self._asked.keys() & self._obeyed:
-            self._answer_keys.add(id)
-            self._stale.discard(id)
-            self._clears.answer(session, id, self._timeout_s, done=self._asked[id])
-            if self._asked.pop(id):
-                self._answered.discard(id)
-            else:
-                self._answered.add(id)
-        for id in [*self._stale]:
+        waiting = {id for id, is_done in self._obeyed.items() if not is_done}
+        for id in waiting - self._answered:
+            self._clears.answer(session, id, self._timeout_s)
+            self._answered.add(id)
+        for id in self._answered - waiting:
             self._clears.withdraw(session, id, self._timeout_s)
-            self._stale.discard(id)
+            self._answered.discard(id)
 
     def _drop_watch(self) -> None:
         with self._changed:
@@ -267,7 +248,6 @@ class NamespaceClear:
         def waiting() -> None:
             progress(0, 0)
 
-        node.on_root(lambda: make_room(node.root))  # orders and barriers are written before anything is deleted
         if clears is None:
             try:
                 self._obey_alone(order, waiting)
@@ -279,12 +259,12 @@ class NamespaceClear:
         lease = clears.tell(id, content, self._timeout_s, stands=order.stands)
         clears.trim(self._timeout_s)  # now, not at the end: a call that is cut short never gets there
         with self._kept(lambda: clears.renew(lease, self._timeout_s)):
-            silent = self._wait_for_answers(clears.silent, id, waiting)
+            silent = self._wait_for_answers(clears, id, waiting)
             done = self._behind_barrier(id, order, progress)
-        if not clears.renew(lease, self._timeout_s):  # a node that forgot it withdrew its answer
+        node.forget()  # a look during the sweep may have remembered a chunk; other nodes forget when they read ``done``
+        if not clears.renew(lease, self._timeout_s):  # nodes that forgot it may have taken its chunks back
             raise Unavailable("etcd forgot the order while the root was swept: clear again")
         clears.done(id, content, self._timeout_s, stands=order.stands)
-        silent |= self._wait_for_answers(clears.still_silent, id, lambda: None)
         return replace(done, unconfirmed=tuple(sorted(session.hex() for session in silent)))
 
     def _obey_alone(self, order: ClearOrder, waiting: Callable[[], None]) -> None:
@@ -334,12 +314,10 @@ class NamespaceClear:
             ended.set()
             thread.join(self._timeout_s)
 
-    def _wait_for_answers(
-        self, look: Callable[[bytes, float], set[SessionId]], id: bytes, waiting: Callable[[], None]
-    ) -> set[SessionId]:
+    def _wait_for_answers(self, clears: Clears, id: bytes, waiting: Callable[[], None]) -> set[SessionId]:
         deadline = Deadline(self._node.clock, ANSWER_S)
         while True:
-            silent = look(id, self._timeout_s)
+            silent = clears.silent(id, self._timeout_s)
             waiting()
             if not silent or deadline.passed:
                 return silent
@@ -460,9 +438,7 @@ class HostClearing:
         Raises Unavailable, the root's errors, and what ``progress`` raises: clear again.
         """
         progress(0, 0)
-        make_room(self._root)  # the order is written before anything is deleted
-        with translated("write", f"{self._host.folder}/host"):
-            silent = self.clears.tell(order)
+        silent = with_reserve(self._root, lambda: self._tell(order))  # it is written before anything is deleted
         count = size_bytes = 0
         ends_s = time.monotonic() + HELD_S
         while True:
@@ -484,6 +460,10 @@ class HostClearing:
                 break
             time.sleep(HOST_POLL_S)
         return Cleared(count, size_bytes, left.pinned_count + stay_count, failed + left.failed_count, silent)
+
+    def _tell(self, order: ClearOrder) -> tuple[str, ...]:
+        with translated("write", f"{self._host.folder}/host"):
+            return self.clears.tell(order)
 
     def _found(self, order: ClearOrder, progress: Progress) -> tuple[list[ChunkFile], int]:
         """Returns the chunks that the order names, and how many shards or files could not be read."""

@@ -1,7 +1,8 @@
-"""What a node knows of garbage collection: what is condemned, whether holds protect, and whether there is space.
+"""What a node knows of garbage collection, and the chunks that it holds.
 
-Matching, holding and publishing query it under one lock. Everything that must be atomic against an event (rules H1 to
-H3) happens under ``lock``, and no I/O does.
+``GcState`` has what is condemned, whether holds protect, and whether there is space. Matching, holding and publishing
+query it under one lock. Everything that must be atomic against an event (rules H1 to H3) happens under ``lock``, and no
+I/O does. ``Holds`` are in memory: they protect matched chunks until the load that follows.
 """
 
 from __future__ import annotations

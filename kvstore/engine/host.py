@@ -76,7 +76,8 @@ class HostMember:
     def view(self, known: PresenceCache, counters: Counters) -> HostGcState:
         """What the node knows of evictions, with its room."""
         refused: Callable[[], None] = lambda: counters.add(NodeCount.PUT_REFUSED_FULL)  # noqa: E731
-        self._room = HostRoom(self.shared, self.table, refused, self._wake)
+        wake: Callable[..., None] = self._limit_again if self.collecting is None else self.collecting.wake
+        self._room = HostRoom(self.shared, self.table, refused, wake)
         return HostGcState(self.shared, self.table, known, self._room)
 
     def leave(self) -> None:
@@ -95,11 +96,10 @@ class HostMember:
         if self.collecting is not None:
             self.collecting.close()
 
-    def _wake(self, *, at_once: bool) -> None:
-        if self.collecting is not None:
-            self.collecting.wake(at_once=at_once)
-        elif at_once and time.monotonic() - self._limited_s >= LIMITED_S:
-            self._limit()  # the process that set the limit may have been killed
+    def _limit_again(self, *, at_once: bool) -> None:
+        """Has a process without a limit set that of the others again: the one that set it may have been killed."""
+        if at_once and time.monotonic() - self._limited_s >= LIMITED_S:
+            self._limit()
 
     def _limit(self) -> None:
         self._limited_s = time.monotonic()

@@ -1,8 +1,7 @@
 """Orders to clear by selection, the answers of nodes that have dropped the chunks, and the barrier against pins.
 
     /kv/<root>/clears/<id>               an order; a standing one has no lease: a node that is away receives it later
-    /kv/<root>/cleared/<id>/<session>    a node has obeyed it: once on receipt, and once more when the root is swept;
-                                         under its session's lease, and as long as the order is kept
+    /kv/<root>/cleared/<id>/<session>    a node has obeyed it; under its session's lease, until the order is done
     /kv/<root>/clearing/<id>             the order of a clear that is deleting, under a lease that it renews: until
                                          then no node pins what it may be about to delete (gc/PROTOCOL.md, P5)
 
@@ -60,29 +59,20 @@ class Clears:
         """Announces to all nodes that the root has no chunk of the order any more. Raises Unavailable."""
         self._put(order, _DONE + content, timeout_s, stands=stands)
 
-    def answer(self, session: Session, order: bytes, timeout_s: float, *, done: bool) -> None:
-        """Answers that this node has obeyed an order, or obeyed it once more after it was ``done``.
-
-        Raises SessionLost, Unavailable.
-        """
-        session.put(self._keys.clear_answer(order, session.id), _DONE if done else _WAITING, timeout_s)
+    def answer(self, session: Session, order: bytes, timeout_s: float) -> None:
+        """Answers that this node has obeyed an order. Raises SessionLost, Unavailable."""
+        session.put(self._keys.clear_answer(order, session.id), b"", timeout_s)
 
     def withdraw(self, session: Session, order: bytes, timeout_s: float) -> None:
-        """Withdraws this session's answer to an order that is no longer kept. Raises Unavailable."""
+        """Withdraws this session's answer to an order that is done, or no longer kept. Raises Unavailable."""
         self._meta.delete(self._keys.clear_answer(order, session.id), timeout_s)
 
     def silent(self, order: bytes, timeout_s: float) -> set[SessionId]:
         """Returns the sessions of live nodes that have not answered. Raises Unavailable."""
         # Read the sessions last: one that begins in between has read the order at its start, and answers as well.
-        answers = self._answers(order, timeout_s).keys()
+        found = self._meta.list(self._keys.clear_answers(order), timeout_s).items
+        answers = {SessionId(id) for kv in found if (id := parse_id(kv.key.rpartition("/")[2])) is not None}
         return live_sessions(self._meta, self._keys, timeout_s) - answers
-
-    def still_silent(self, order: bytes, timeout_s: float) -> set[SessionId]:
-        """Returns live sessions that answered once, but not again since the order was done.
-
-        A session that began since then has nothing from before. Raises Unavailable.
-        """
-        return {session for session, value in self._answers(order, timeout_s).items() if value != _DONE}
 
     def snapshot(self, timeout_s: float) -> Snapshot:
         return self._meta.list(self._keys.clears, timeout_s)
@@ -96,11 +86,6 @@ class Clears:
         if order is None or found is None:
             return None if order is None else OrderTold(order, None, True)
         return OrderTold(order, found.value[1:], found.value[:1] == _DONE)
-
-    def _answers(self, order: bytes, timeout_s: float) -> dict[SessionId, bytes]:
-        found = self._meta.list(self._keys.clear_answers(order), timeout_s).items
-        parsed = ((parse_id(kv.key.rpartition("/")[2]), kv.value) for kv in found)
-        return {SessionId(session): value for session, value in parsed if session is not None}
 
     def _put(self, order: bytes, value: bytes, timeout_s: float, *, stands: bool) -> LeaseId:
         lease = NO_LEASE if stands else self._meta.grant(PASSING_S, timeout_s)

@@ -12,7 +12,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import islice
+from itertools import islice, takewhile
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -341,6 +341,8 @@ class TierInventory:
     def __init__(self, room: TierSpace) -> None:
         self._room = room
         self._entries: dict[Address, TierEntry] = {}
+        self._ready: dict[Address, TierEntry] = {}
+        """Those that look-ups find."""
         self._orphans: dict[Address, int] = {}
         """Numbers of children, by the address of their missing parent."""
         self._queues = Queues(self._is_evictable)
@@ -364,18 +366,11 @@ class TierInventory:
         return len(self._entries)
 
     def find(self, address: Address) -> TierEntry | None:
-        entry = self._entries.get(address)
-        return entry if entry is not None and entry.is_ready else None
+        return self._ready.get(address)
 
     def leading(self, addresses: Sequence[Address], first: int = 0) -> int:
         """Returns how many consecutive chunks from index ``first`` on are ready; of one chain, or any blocks."""
-        entries, count = self._entries, 0
-        for address in islice(addresses, first, None):
-            entry = entries.get(address)
-            if entry is None or not entry.is_ready:
-                break
-            count += 1
-        return count
+        return len(list(takewhile(self._ready.__contains__, islice(addresses, first, None))))
 
     def claim(
         self,
@@ -416,6 +411,7 @@ class TierInventory:
         if entry.is_gone:
             return False
         entry.is_ready = True
+        self._ready[entry.address] = entry
         self._prints.add(entry.address)
         self._queues.moved(entry)
         self._queues.offer(entry)
@@ -592,6 +588,7 @@ class TierInventory:
     def _forget(self, entry: TierEntry) -> None:
         """Takes an entry out. Its children are still found, and count as its children if it comes back."""
         del self._entries[entry.address]
+        self._ready.pop(entry.address, None)
         if entry.children_count:
             self._orphans[entry.address] = entry.children_count
         entry.is_ready, entry.is_gone = False, True

@@ -139,10 +139,6 @@ PAUSE_S = 0.5
 """Pause after the root refused or did not answer."""
 JOIN_S = 2.0
 """At the end, the wait for threads that still write."""
-STUCK_S = 3.0
-"""At the end, the node stops waiting once nothing was written or given up for this long: the root refuses, or lacks
-parents.
-"""
 
 
 @dataclass(slots=True, eq=False)
@@ -158,8 +154,6 @@ class FlushJob:
     """Time (monotonic) at which it is given up."""
     begins_s: float = 0.0
     """Earliest time to begin: its put is still going on, or the root refused it just now."""
-    was_tried: bool = False
-    """It could not be written once, and so may never be."""
 
     def continues(self, other: FlushJob) -> bool:
         """True if some of its chunks have parents in ``other``, or are the same."""
@@ -182,8 +176,6 @@ class WriteBehind:
         self._writing: list[FlushJob] = []
         self._bytes = 0
         self._jobs = 0
-        self._ended_s = 0.0
-        """Time at which a job ended last."""
         self._lost_chunks = 0
         self._is_closing = False
         self._close_said = False
@@ -279,18 +271,14 @@ class WriteBehind:
             return self._changed.wait_for(lambda: not self._jobs, timeout_s)
 
     def close(self, waited_s: float = 0.0) -> None:
-        """Writes what is queued for at most ``flush_s``, and for at most STUCK_S where nothing can be written; the rest
-        is lost (rule W3). Takes nothing more. Idempotent.
+        """Writes what is queued for at most ``flush_s``; the rest is lost (rule W3). Takes nothing more. Idempotent.
 
         ``waited_s`` of that time have passed already.
         """
-        timeout_s = max(0.0, self._node.limits.flush_s - waited_s)
         lost_before = self._lost_chunks
-        began_s = self._clock.monotonic_s()
         with self._changed:
             self._is_closing = True
-            while self._jobs and (left_s := self._may_wait_s(began_s, timeout_s)) > 0:
-                self._changed.wait(left_s)
+            self._changed.wait_for(lambda: not self._jobs, max(0.0, self._node.limits.flush_s - waited_s))
             self._loop.stop()
             left = [*self._waiting]
             self._waiting.clear()
@@ -306,13 +294,6 @@ class WriteBehind:
                 "will be misses (a put with write='through' waits for the root)",
                 lost_count,
             )
-
-    def _may_wait_s(self, began_s: float, timeout_s: float) -> float:
-        """Returns how long ``close``, which began at ``began_s``, may still wait before it looks again."""
-        now_s, ends_s = self._clock.monotonic_s(), began_s + timeout_s
-        if all(job.was_tried for job in self._writing):
-            ends_s = min(ends_s, max(began_s, self._ended_s) + STUCK_S)
-        return min(ends_s - now_s, STUCK_S)
 
     def _next(self) -> Decision:
         """Returns the oldest job that may begin and continues no running or waiting job; else the seconds until one may
@@ -366,7 +347,6 @@ class WriteBehind:
             # Some may be gone since the job was queued: cleared, or damaged, which counts as lost where it is found.
             self._counters.add(NodeCount.BEHIND_WRITTEN, job.count - gone)
             return True
-        job.was_tried = True
         if self._clock.monotonic_s() < job.ends_s:
             return False
         self._lost(job, why)
@@ -387,7 +367,6 @@ class WriteBehind:
         with self._changed:
             self._bytes -= job.size_bytes
             self._jobs -= 1
-            self._ended_s = self._clock.monotonic_s()
             self._changed.notify_all()
 
 

@@ -176,27 +176,3 @@ def test_a_frame_that_claims_more_than_a_section_takes_no_memory() -> None:
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()
-
-
-@settings(max_examples=10)
-@given(chunk_files(), wishes, salts)
-def test_the_header_of_another_chunk_is_not_taken_whatever_its_key(file: ChunkFile, wish: Wish, salt: bytes) -> None:
-    content, wanted = encoded(file, wish, salt), file.expected
-    flipped = type(wanted.address)(bytes([wanted.address[0] ^ 1]) + wanted.address[1:])
-    for other in (replace(wanted, address=flipped), replace(wanted, parent=flipped), replace(wanted, depth=7**7)):
-        with pytest.raises(Damaged) as caught:
-            decode_header(content, other)
-        assert caught.value.damage is Damage.IDENTITY
-
-
-@settings(max_examples=10)
-@given(chunk_files(), salts)
-def test_what_is_stored_is_known_to_be_damaged_without_its_key(file: ChunkFile, salt: bytes) -> None:
-    """By its checksum: even without the key it is known whether a file is whole."""
-    content = encoded(file, Wish(key=KEY), salt)
-    decoding = Decoding(content, decode_header(content, file.expected), KEY)
-    offset, size = decoding.where(0)
-    content[offset] ^= 1
-    with pytest.raises(Damaged) as caught:
-        decoding.section(0, memoryview(content)[offset : offset + size], memoryview(bytearray(size)))
-    assert caught.value.damage is Damage.SECTION_CHECKSUM

@@ -2,57 +2,17 @@
 
 from __future__ import annotations
 
-import struct
-from hashlib import blake2b
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.core.address import TOKEN_ID_MAX, TOKENS_MAX, Address, block_address, chunk_address, token_array
+from kvstore.core.address import TOKEN_ID_MAX, TOKENS_MAX, block_address, token_array
 from kvstore.core.layout import Layout
 from kvstore.core.namespace import Namespace
 from kvstore.errors import InvalidRequest
 from kvstore.format.keyset import ChunkKeys
 from tests.kit.strategies import namespaces, token_ids
-
-
-@given(namespaces, st.lists(token_ids, max_size=40))
-def test_addresses_are_those_of_the_definition(namespace: Namespace, tokens: list[int]) -> None:
-    """FORMAT.md, section 4.1, which files are checked with."""
-    size, parent = namespace.layout.chunk_tokens, bytes(16)
-    chain = ChunkKeys.of(namespace, token_array(tokens))
-    assert len(chain) == len(tokens) // size
-    for index, address in enumerate(chain.addresses):
-        packed = struct.pack(f"<{size}I", *tokens[index * size : (index + 1) * size])
-        assert chunk_address(namespace.digest, Address(parent), packed) == address
-        assert bytes(chain.chunk_tokens(index)) == packed
-        parent = blake2b(parent + packed, digest_size=16, key=namespace.digest, person=b"kvstore.chunk.1").digest()
-        assert parent == address
-
-
-@given(namespaces, st.lists(token_ids, min_size=1, max_size=40), st.data())
-def test_changed_token_changes_its_chunk_and_all_after(
-    namespace: Namespace, tokens: list[int], data: st.DataObject
-) -> None:
-    position = data.draw(st.integers(0, len(tokens) - 1))
-    other = list(tokens)
-    other[position] ^= 1 << data.draw(st.integers(0, 31))
-    a, b = ChunkKeys.of(namespace, token_array(tokens)), ChunkKeys.of(namespace, token_array(other))
-    first = position // namespace.layout.chunk_tokens
-    assert a.addresses[:first] == b.addresses[:first]
-    assert not set(a.addresses[first:]) & set(b.addresses[first:])
-
-
-@given(namespaces, namespaces, st.lists(token_ids, min_size=7, max_size=21), st.binary(min_size=16, max_size=64))
-def test_two_namespaces_share_no_address(one: Namespace, other: Namespace, tokens: list[int], key: bytes) -> None:
-    if one.digest == other.digest:
-        return
-    array = token_array(tokens)
-    assert not set(ChunkKeys.of(one, array).addresses) & set(ChunkKeys.of(other, array).addresses)
-    assert block_address(one, key) != block_address(other, key)
-
 
 CHANGES: list[dict[str, object]] = [
     {"name": "m2"},

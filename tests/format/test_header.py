@@ -78,27 +78,6 @@ def test_random_bytes_are_damage(content: bytes) -> None:
         decode(content)
 
 
-@given(chunk_files(), st.data())
-def test_random_changes_are_damage(file: ChunkFile, data: st.DataObject) -> None:
-    header = bytearray(file.content[: file.expected.header_bytes])
-    start = data.draw(st.integers(0, 200))
-    junk = data.draw(st.binary(min_size=1, max_size=60))
-    if header[start : start + len(junk)] == junk:
-        return
-    header[start : start + len(junk)] = junk
-    with pytest.raises(Damaged):
-        decode(header)
-
-
-@given(chunk_files(), chunk_files())
-def test_header_of_another_chunk_is_damage(file: ChunkFile, other: ChunkFile) -> None:
-    if file.expected.address == other.expected.address:
-        return
-    with pytest.raises(Damaged) as caught:
-        decode_as(other.content, file.expected)
-    assert caught.value.damage is Damage.IDENTITY
-
-
 @given(chunk_files())
 def test_every_field_of_the_identity_counts(file: ChunkFile) -> None:
     wanted = file.expected

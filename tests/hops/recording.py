@@ -20,7 +20,7 @@ GENERATED = f"{PACKAGE}v1/"
 BACKGROUND = (
     *("kvstore-refresh", "kvstore-follower", "kvstore-behind", "kvstore-demote", "kvstore-disk-refill"),
     *("kvstore-worker", "kvstore-leases", "kvstore-renewing", "kvstore-endpoints", "kvstore-client-watch"),
-    *("kvstore-arena", "kvstore-pages", "kvstore-clears", "session", "presence"),
+    *("kvstore-arena", "kvstore-pages", "kvstore-clears", "kvstore-collecting", "session", "presence"),
 )
 """Beginnings of the names of threads that no call waits for.  Any other thread counts, so that work which moves to a
 new thread stays in the count.

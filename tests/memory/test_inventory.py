@@ -7,11 +7,10 @@ import random
 from itertools import pairwise
 
 import numpy as np
-import pytest
 
 from kvstore.core.address import NO_PARENT, Address, hashed_block_address
 from kvstore.core.recency import DEFAULT, Hints
-from kvstore.tiers.inventory import Admission, ChunkIdentity, TierEntry, TierInventory, print_of, shard_of
+from kvstore.tiers.inventory import Admission, ChunkIdentity, TierEntry, TierInventory
 from kvstore_gc.policy import EvictionOrder, Uses, ranks
 from tests.kit.memory import NAMESPACES, Bytes, block, chain, fill, lru
 
@@ -30,70 +29,6 @@ def test_e1_children_go_before_their_parents_and_the_oldest_chain_first() -> Non
     assert inventory.claim(block(9), 10, 4.0) is None, "all that is left is being written"
 
 
-def test_e1_a_parent_does_not_go_for_its_own_child() -> None:
-    inventory = lru(Bytes(20))
-    places = chain(3)
-    fill(inventory, places[:2])
-    assert inventory.claim(places[2], 10, 1.0) is None
-    assert inventory.leading([place.address for place in places]) == 2
-
-
-def test_e2_referenced_pinned_and_dirty_entries_stay() -> None:
-    inventory = lru(Bytes(40))
-    referenced, pinned, plain = fill(inventory, map(block, range(3)))
-    dirty = inventory.claim(block(3), 10, 0.0, dirty=True)
-    assert dirty is not None
-    inventory.ready(dirty)
-    inventory.unrefer(dirty)
-    inventory.refer(referenced)
-    assert inventory.pin(pinned.address)
-    assert inventory.claim(block(10), 20, 1.0) is None
-    assert inventory.victims(1_000) == [plain]
-    inventory.unrefer(referenced)
-    inventory.unpin(pinned.address)
-    inventory.clean(dirty)
-    assert not dirty.is_dirty
-    assert set(inventory.victims(1_000)) == {referenced, pinned, plain, dirty}
-    assert inventory.claim(block(10), 40, 1.0) is not None
-
-
-def test_e2_pins_are_counted_and_are_of_the_address() -> None:
-    inventory = lru(Bytes(20))
-    (entry,) = fill(inventory, [block(0)])
-    assert inventory.pin(entry.address) and inventory.pin(entry.address)
-    assert not inventory.pin(block(1).address)
-    inventory.unpin(block(1).address)
-    inventory.unpin(entry.address)
-    assert inventory.pinned_bytes == 10 and inventory.victims(1) == []
-    inventory.drop(entry)
-    assert inventory.pinned_bytes == 0
-    (again,) = fill(inventory, [block(0)])
-    assert inventory.pinned_bytes == 10 and inventory.victims(1) == []
-    inventory.unpin(entry.address)
-    inventory.unpin(entry.address)
-    assert inventory.pinned_bytes == 0 and inventory.victims(1) == [again]
-
-
-def test_i2_room_is_given_back_only_when_nobody_refers_to_it() -> None:
-    inventory = lru(room := Bytes(10))
-    (entry,) = fill(inventory, [block(0)])
-    inventory.refer(entry)
-    inventory.refer(entry)
-    inventory.drop(entry)
-    inventory.drop(entry)
-    assert inventory.find(entry.address) is None
-    assert entry.place == block(0), "it can still say what it was"
-    inventory.unrefer(entry)
-    assert room.free_bytes == 0 and inventory.held_bytes == inventory.referenced_bytes == 10
-    assert inventory.claim(block(1), 10, 1.0) is None
-    inventory.unrefer(entry)
-    assert room.free_bytes == 10 and inventory.held_bytes == inventory.referenced_bytes == 0
-    with pytest.raises(AssertionError):
-        inventory.unrefer(entry)
-    with pytest.raises(AssertionError):
-        inventory.refer(entry)
-
-
 def test_retired_entry_is_evicted_first_until_used_again() -> None:
     inventory = lru(Bytes(100))
     old = fill(inventory, chain(3, seed=1), now_s=0.0)
@@ -105,19 +40,6 @@ def test_retired_entry_is_evicted_first_until_used_again() -> None:
     inventory.drop(new[2])
     inventory.retire([new[2]])
     assert inventory.leading([entry.address for entry in new]) == 2, "nothing else is lost"
-
-
-def test_prints_tell_what_is_ready_and_which_shards_changed() -> None:
-    inventory = lru(Bytes(10_000))
-    entries = fill(inventory, map(block, range(500)))
-    assert inventory.changes() == {shard_of(entry.address) for entry in entries}
-    assert inventory.changes() == set()
-    for entry in entries[::2]:
-        inventory.drop(entry)
-    for shard in range(64):
-        expected = sorted({print_of(entry.address) for entry in entries[1::2] if shard_of(entry.address) == shard})
-        assert inventory.prints(shard).tolist() == expected
-        assert inventory.prints(shard).dtype == np.uint32
 
 
 def test_two_addresses_with_one_print_are_told_until_both_are_gone() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from typing import Any
 
 import numpy as np
@@ -103,37 +102,7 @@ def test_what_two_prompts_share_is_not_hashed_again(hashed: list[int]) -> None:
             assert hashed == [64, len(chain) - shared]
 
 
-def test_a_caller_may_reuse_its_tokens() -> None:
-    recent, tokens = RecentChains(AMPLE), prompt(64)
-    chain = recent.of(ONE, tokens)
-    tokens[:] = prompt(64, seed=1)
-    assert_right(chain, ONE, prompt(64))
-    assert_right(recent.of(ONE, tokens), ONE, tokens)
-    assert_right(recent.of(ONE, prompt(64)), ONE, prompt(64))
-
-
 def test_a_prompt_of_too_many_chunks_is_refused() -> None:
     tiny = Namespace.of("m", Layout(layers=1, kv_heads=1, head_dim=1, chunk_tokens=1))
     with pytest.raises(InvalidRequest, match=f"limit of {CHAIN_CHUNKS_MAX}"):
         RecentChains(AMPLE).of(tiny, np.zeros(CHAIN_CHUNKS_MAX + 1, np.uint32))
-
-
-def test_many_threads_get_right_chains() -> None:
-    recent, wrong = RecentChains(20_000), []
-    prompts = [np.concatenate([prompt(100), prompt(60, seed)]) for seed in range(8)]
-
-    def ask(seed: int) -> None:
-        for turn in range(60):
-            tokens = prompts[(seed + turn) % 8][: 40 + 2 * ((seed * 31 + turn * 7) % 60)]
-            chain = recent.of(ONE, tokens)
-            if list(chain.addresses) != as_defined(ONE, tokens) or chain.tokens.tolist() != tokens.tolist():
-                wrong.append((seed, turn))
-            if recent.size_bytes > 20_000:
-                wrong.append((seed, turn))
-
-    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong

@@ -11,12 +11,11 @@ import pytest
 
 from kvstore import Layout
 from kvstore.codec.image import ImagesIn, copy_sections, make_images, take_images, verify_images
-from kvstore.core.address import block_address
 from kvstore.core.buffers import BufferLoan, Planes, Withdrawn, planes_of
 from kvstore.core.namespace import Namespace
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import decode
-from kvstore.format.keyset import BlockKeys, ChunkKeys
+from kvstore.format.keyset import ChunkKeys
 from kvstore.native import is_available
 from kvstore.native import library as native
 from tests.kit.images import DAMAGES, CountedIds, Spoil, chain_of, made
@@ -163,26 +162,6 @@ def test_nothing_is_written_beside_sections_and_images(way: bool) -> None:
     for shift in (0, 1, 8, 16, 48):
         for section_bytes in (1, 17, 63, 64, 240, 241, 1024, 1040, 5000, 70_001):
             run_case(shift, section_bytes)
-
-
-def test_blocks_of_many_sizes(way: bool) -> None:
-    generator = np.random.default_rng(5)
-    sizes = [1, 16, 240, 241, 4096, 65_536, 300_001]
-    blocks = [generator.integers(0, 256, size, np.uint8) for size in sizes]
-    namespace = Namespace.of("m", TINY)
-    keys = [bytes([at]) * (16 + 6 * at) for at in range(len(sizes))]
-    addresses = [block_address(namespace, key) for key in keys]
-    keyed = BlockKeys(namespace, keys, addresses, sizes)
-    images = [memoryview(bytearray(keyed.image_bytes(at))) for at in range(len(sizes))]
-    make_images(keyed, range(len(sizes)), lambda at: [blocks[at].data], images, CountedIds())
-    out = [np.zeros(size, np.uint8) for size in sizes]
-    chosen = [6, 0, 3]
-    done = take_images(keyed, chosen, [images[at] for at in chosen], lambda at: [out[at].data], BufferLoan())
-    assert done.all() and all(np.array_equal(out[at], blocks[at]) for at in chosen) and not out[5].any()
-    images[2][-1] ^= 1
-    assert verify_images(keyed, range(7), images).tolist() == [at != 2 for at in range(7)]
-    other = BlockKeys(namespace, keys, addresses, [size + 1 for size in sizes])
-    assert not verify_images(other, range(7), images).any()
 
 
 def test_memory_that_was_taken_back_is_not_written_to(way: bool) -> None:

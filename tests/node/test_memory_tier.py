@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.codec.image import make_images
 from kvstore.core.address import block_address
-from kvstore.core.buffers import BufferLoan, Withdrawn, planes_of
+from kvstore.core.buffers import BufferLoan
 from kvstore.core.clock import RandomIds
 from kvstore.core.namespace import Namespace
 from kvstore.format.keyset import BlockKeys
@@ -21,7 +21,7 @@ from kvstore.native import library as native
 from kvstore.tiers.memory import Slots
 from tests.kit.memory_tiers import SPACE, UNIT, Case, chain_of, make
 from tests.kit.patience import PATIENCE_S
-from tests.kit.stores import LARGE, SMALL, TINY
+from tests.kit.stores import LARGE, TINY
 
 
 @pytest.fixture
@@ -30,43 +30,6 @@ def case() -> Iterator[Case]:
     opened = Case(8)
     yield opened
     opened.tier.close()
-
-
-def test_i1_a_wrong_image_is_dropped_and_the_next_fill_repairs_it(case: Case) -> None:
-    chain = chain_of(1, 3)
-    for look in ("read", "view", "verified"):
-        case.fill(chain, 0, 3)
-        damaged = case.count("damaged")
-        with case.tier.refer(chain, 0, 3) as slots:
-            entry = slots.entries[1]
-            assert entry is not None
-            case.arena.memory[entry.offset + 5000] ^= 0x40
-            if look == "read":
-                assert case.read(chain, slots, 0, 3) == [True, False, True]
-            elif look == "view":
-                assert case.tier.view(slots, 1) is None and case.tier.view(slots, 0) is not None
-            else:
-                assert case.tier.verified(slots) == 1
-            assert case.tier.leading(chain) == 1 and case.tier.leading(chain, 2) == 1
-            assert case.read(chain, slots, 0, 3) == [True, False, True]
-        assert case.count("damaged") == damaged + 1, "counted once, whoever else finds it"
-        assert case.fill(chain, 1, 1) == 1
-        assert case.get(chain) == [True] * 3
-        case.tier.drop_namespace(SPACE.digest)
-        assert case.stat("held_bytes") == 0
-
-
-def test_i1_what_the_caller_changed_is_not_damage(case: Case) -> None:
-    """A read that was given up says nothing of the image."""
-    chain = chain_of(1, 1)
-    case.fill(chain, 0, 1)
-    borrowed = BufferLoan()
-    out = np.zeros(SMALL.shape(16), SMALL.numpy_dtype)
-    with case.tier.refer(chain, 0, 1) as slots:
-        borrowed.withdraw()
-        with pytest.raises(Withdrawn):
-            case.tier.read(slots, 0, 1, planes_of(out, SMALL), borrowed)
-    assert case.count("damaged") == 0 and case.tier.leading(chain) == 1
 
 
 def test_i2_room_of_what_was_dropped_is_not_given_away_while_it_is_referred_to(case: Case) -> None:

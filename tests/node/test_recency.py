@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.client import Store
 from kvstore.core.address import token_array
-from kvstore.core.recency import is_fresh, quantum_of, stamp_ns
+from kvstore.core.recency import quantum_of, stamp_ns
 from kvstore.engine.settings import Limits
 from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
@@ -35,15 +35,6 @@ def mtimes(root: Path) -> list[int]:
 
 def chain_stamps(now_s: float, count: int = CHUNKS, uses: int = 0) -> list[int]:
     return [stamp_ns(quantum_of(now_s, QUANTUM_S), depth, uses=uses) for depth in range(count)]
-
-
-def test_a_child_is_strictly_staler_than_its_parent_in_one_quantum() -> None:
-    stamps = chain_stamps(NOW_S)
-    assert stamps == sorted(stamps, reverse=True) and len(set(stamps)) == CHUNKS
-    assert all(is_fresh(stamp, quantum_of(NOW_S, QUANTUM_S)) for stamp in stamps)
-    assert not any(is_fresh(stamp, quantum_of(NOW_S + QUANTUM_S, QUANTUM_S)) for stamp in stamps)
-    deepest = stamp_ns(quantum_of(NOW_S, QUANTUM_S), 50_000_000)
-    assert is_fresh(deepest, quantum_of(NOW_S, QUANTUM_S))
 
 
 def test_readers_renew_once_per_quantum_parents_no_later_than_children(tmp_root: Path) -> None:

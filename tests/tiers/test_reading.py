@@ -22,34 +22,6 @@ def node(request: pytest.FixtureRequest, tmp_root: Path) -> Iterator[Acting]:
         yield acting
 
 
-def test_r1_r4_one_prompt_from_everywhere(node: Acting) -> None:
-    """In memory, on the disk and on the root, in every order."""
-    for number, order in enumerate(("mdr", "rdm", "dmr", "rmd", "mrd", "drm"), 1):
-        node.put(number, 6)
-        node.drain()
-        places = [each for each in order for _ in range(2)]
-        scatter(node, number, places)
-        assert node.match(number, 6) == 6, order
-        assert node.get(number, 6) == 6, order
-        assert node.get(number, 6) == 6
-    assert node.stat("disk_hits") >= 12 and node.stat("memory_hits") >= 12
-    node.assert_settled()
-
-
-def test_i1_a_damaged_image_in_memory_is_dropped_and_read_from_the_root(node: Acting) -> None:
-    node.put(1, 6)
-    node.drain()
-    for at in (0, 20, 60, 5_000, 266_239):
-        node.damage(1, 3, at)
-        assert node.get(1, 6) == 6
-        assert node.put(1, 6, write=WriteMode.THROUGH).tokens_present == 6 * node.size
-    assert node.stat("memory_damaged") == 5 and node.stat("miss_damaged") == 0
-    node.damage(1, 3)
-    node.lose(1, 6, first=3)
-    assert node.get(1, 6) == 3 and not node.in_memory(1, 6)[3]
-    node.assert_settled()
-
-
 @pytest.mark.parametrize("way", ["get", "view", "layers", "read_into"])
 def test_i1_damage_by_any_way_of_reading(node: Acting, way: str) -> None:
     """Dropped from the tier that it was found in; then from the root."""
@@ -128,8 +100,10 @@ def test_r2_what_only_the_root_has_comes_into_memory_from_the_second_time_on(nod
 
 @pytest.mark.parametrize("way", ["get", "view", "layers", "read_into"])
 def test_mixed_places_by_any_way_of_reading(node: Acting, way: str) -> None:
+    """R1, R4: in memory, on the disk and on the root."""
     for number, order in enumerate(("mdr", "rdm", "dmr"), 1):
         scatter(node, number, [each for each in order for _ in range(2)])
+        assert node.match(number, 6) == 6, order
         for _ in range(3):
             assert read(node, number, 6, way) == 6, order
     node.assert_settled()

@@ -50,8 +50,8 @@ MUTANTS: list[Mutant] = [
         at(MEMORY_TIER, "all_still_right", lambda real, self, slots, indexes: _all(indexes)),
         "tiers/test_read_image.py tiers/test_writing.py",
     ),
-    mutant("memory-second-writer-wins", at(INVENTORY, "claim", _claim_over), "memory/test_inventory.py"),
-    mutant("memory-evicts-pinned", at(INVENTORY, "pin", giving(None)), "memory/test_inventory.py"),
+    mutant("memory-second-writer-wins", at(INVENTORY, "claim", _claim_over), "memory/test_inventory_model.py"),
+    mutant("memory-evicts-pinned", at(INVENTORY, "pin", giving(None)), "memory/test_inventory_model.py"),
     mutant(
         "memory-evicts-dirty",
         at(
@@ -61,9 +61,11 @@ MUTANTS: list[Mutant] = [
                 self, place, size, now_s, **({"hints": hints} if hints else {}), **how
             ),
         ),
-        "memory/test_inventory.py",
+        "memory/test_inventory_model.py",
     ),
-    mutant("extents-overlap", at("kvstore.tiers.arena:Extents", "take", _first_extent), "memory/test_extents.py"),
+    mutant(
+        "extents-overlap", at("kvstore.tiers.arena:Extents", "take", _first_extent), "memory/test_inventory_model.py"
+    ),
     mutant(
         "put-behind-though-durable",
         at("kvstore.tiers.stack:TierStack", "mode", lambda real, self, asked, hints: _behind()),
