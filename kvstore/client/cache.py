@@ -371,7 +371,6 @@ class BlockCache:
         prompts: Iterable[Sequence[bytes]],
         *,
         memory_tokens: int,
-        decode_tokens: int | Sequence[int | None] | None = None,
     ) -> Plan:
         """Plans a batch, as ``Cache.plan`` does, from the keys of each prompt's full blocks in order.
 
@@ -383,7 +382,6 @@ class BlockCache:
             return make_plan(
                 PromptSet.of_blocks(checked, size),
                 memory_tokens=memory_tokens,
-                decode_tokens=decode_tokens,
                 chunk_tokens=size,
                 storage=KeyStorage(self, checked, size),
             )
@@ -713,14 +711,12 @@ class Cache:
         prompts: Iterable[Tokens],
         *,
         memory_tokens: int,
-        decode_tokens: int | Sequence[int | None] | None = None,
     ) -> Plan:
         """Plans a batch: groups of prompts that share a prefix, and the order that computes the fewest tokens.
 
-        ``memory_tokens`` is the KV of prefixes that the engine keeps, in tokens; 0: it keeps none. ``decode_tokens``
-        are the expected output tokens of each prompt (None: not known), or of every one: of equals, those that decode
-        more go first. Prompts share whole chunks. What the store holds is asked for in a few calls, and counts as free;
-        a store that does not answer holds nothing. kvstore/batch/PLANNING.md has the algorithm and its bounds.
+        ``memory_tokens`` is the KV of prefixes that the engine keeps, in tokens; 0: it keeps none. Prompts share whole
+        chunks. What the store holds is asked for in a few calls, and counts as free; a store that does not answer holds
+        nothing. kvstore/batch/PLANNING.md has the algorithm and its bounds.
         """
         with tracing.span("kvstore.plan"):
             size = self.layout.chunk_tokens
@@ -728,7 +724,6 @@ class Cache:
             return make_plan(
                 packed,
                 memory_tokens=memory_tokens,
-                decode_tokens=decode_tokens,
                 chunk_tokens=size,
                 storage=TokenStorage(self, packed),
             )
