@@ -130,8 +130,7 @@ crash-test: $(READY) ## power cuts of hosts (ext4, XFS) and of NFS servers, with
 cluster-test: $(READY) ## three hosts in network namespaces with etcd and MooseFS, killed, cut off, upgraded (root, 6 minutes)
 	@$(BIN)/python -m pytest -q -s -m cluster tests/cluster $(ARGS)
 
-# KVSTORE_SCREENSHOTS=deploy/screenshots keeps its pictures.
-browser-test: $(READY) ## every view of the dashboard in a headless Chromium, with its screenshots (apt install chromium-driver)
+browser-test: $(READY) ## every view of the dashboard in a headless Chromium (apt install chromium-driver)
 	@$(BIN)/python -m pytest -q -m browser tests/dashboard $(ARGS)
 
 sanitizers-test: $(READY) ## the native library with the address and undefined behaviour sanitizers (gcc)
