@@ -61,11 +61,10 @@ PLAN_COLUMNS = ("batch", "memory, tokens", "arrival, LRU %", "one level %", "pla
 
 @dataclass(frozen=True)
 class Load:
-    """A batch, and the output tokens of its prompts."""
+    """A batch."""
 
     name: str
     prompts: PromptSet
-    decode: list[int]
 
     @property
     def longest(self) -> int:
@@ -78,7 +77,7 @@ def trace(path: Path) -> Load:
     requests = [each for each in load_trace(path) if each.input_length]
     blocks = [each.hash_ids[: each.full_blocks] for each in requests]
     prompts = PromptSet.of_blocks(blocks, BLOCK_TOKENS, [each.input_length for each in requests])
-    return Load(path.stem, prompts, [each.output_length for each in requests])
+    return Load(path.stem, prompts)
 
 
 def loads(seed: int = 0) -> Iterator[Load]:
@@ -91,7 +90,7 @@ def loads(seed: int = 0) -> Iterator[Load]:
     }
     for name, prompts in shapes.items():
         packed = PromptSet.of_tokens((prompts[at] for at in chance.permutation(len(prompts))), BLOCK)
-        yield Load(name, packed, chance.integers(1, 512, len(prompts)).tolist())
+        yield Load(name, packed)
 
 
 def ids(chance: np.random.Generator, count: int) -> Ids:
@@ -130,7 +129,7 @@ def template(chance: np.random.Generator, documents: int, questions: int) -> lis
 def saved(load: Load, memories: Sequence[int]) -> Iterator[list[str | int | float | None]]:
     """One row for each size of memory, the first of which holds the two longest prompts and no more."""
     for memory in (2 * load.longest, *memories):
-        plan = make_plan(load.prompts, memory_tokens=memory, decode_tokens=load.decode)
+        plan = make_plan(load.prompts, memory_tokens=memory)
         counts = (plan.tokens_arrival, plan.tokens_one_level, plan.tokens_to_compute, plan.tokens_optimum)
         yield [load.name, memory, *(None if each is None else 100 * plan.share_saved(each) for each in counts)]
 

@@ -252,8 +252,9 @@ def _print(summary: Summary) -> None:
 def _print_dry_run(summary: Summary) -> None:
     freed = summary.used_before_bytes - summary.used_after_bytes
     print(f"would delete {sum(tally.count for tally in summary.chosen.values())} chunks, {size(freed)}")
+    names = {each.id: each.name or each.id for each in summary.namespaces.values()}
     examples = [
-        (each.address, each.namespace, each.reason, size(each.size_bytes), _ago(each.idle_s))
+        (each.address, names.get(each.namespace, each.namespace), each.reason, size(each.size_bytes), _ago(each.idle_s))
         for each in summary.examples
     ]
     if examples:

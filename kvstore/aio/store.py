@@ -240,10 +240,9 @@ class BlockCache(Twin[cache.BlockCache]):
         prompts: Iterable[Sequence[bytes]],
         *,
         memory_tokens: int,
-        decode_tokens: int | Sequence[int | None] | None = None,
     ) -> Plan:
         """As the synchronous one; a run of the plan hands its groups to tasks."""
-        making = partial(self._twin.plan, prompts, memory_tokens=memory_tokens, decode_tokens=decode_tokens)
+        making = partial(self._twin.plan, prompts, memory_tokens=memory_tokens)
         return Plan.of(await self._threads.run(making), self._threads)
 
     def hold(self, keys: Sequence[bytes], ttl: float | None = None) -> Opening[BlockHold]:
@@ -310,11 +309,9 @@ class Cache(Twin[cache.Cache]):
             return await self._threads.run(lambda: self._twin.get(tokens))
         return await self._threads.run(lambda: self._twin.get(tokens, out))
 
-    async def plan(
-        self, prompts: Iterable[Tokens], *, memory_tokens: int, decode_tokens: int | Sequence[int | None] | None = None
-    ) -> Plan:
+    async def plan(self, prompts: Iterable[Tokens], *, memory_tokens: int) -> Plan:
         """As the synchronous one; a run of the plan hands its groups to tasks."""
-        making = partial(self._twin.plan, prompts, memory_tokens=memory_tokens, decode_tokens=decode_tokens)
+        making = partial(self._twin.plan, prompts, memory_tokens=memory_tokens)
         return Plan.of(await self._threads.run(making), self._threads)
 
     async def segments(self, rope: Rope, *, chunk_tokens: int = CHUNK_TOKENS) -> Segments:

@@ -19,7 +19,6 @@ from typing import Any, Protocol
 from zlib import crc32
 
 from kvstore.batch.prompts import PromptSet
-from kvstore.core.address import TOKENS_MAX
 from kvstore.core.operations import Progress, unwatched
 from kvstore.core.validate import kind_of, parse_json
 from kvstore.errors import InvalidRequest
@@ -115,28 +114,16 @@ def _translated(what: str) -> Iterator[None]:
         raise InvalidRequest(f"{what}: {said}") from cause
 
 
-# What a plan needs of each request: its prompt and its output tokens. A request is one of OpenAI's batch format, with
-# ``custom_id`` and ``body``, which has ``prompt`` (text or token ids) or ``messages``.
+# What a plan needs of each request: its prompt. A request is one of OpenAI's batch format, with ``custom_id`` and
+# ``body``, which has ``prompt`` (text or token ids) or ``messages``.
 
 
 CUSTOM_ID_CHARS_MAX = 1024
-OUTPUTS = ("max_completion_tokens", "max_tokens")
 _PATH = re.compile(r"/[!-~]*")
 
 
-@dataclass(frozen=True, slots=True)
-class BatchRequest:
-    """One request of a batch."""
-
-    custom_id: str
-    tokens: Sequence[int]
-    """The prompt."""
-    decode_tokens: int | None
-    """Output tokens at most; None if the request does not say."""
-
-
-def parse_request(record: Any, tokenizer: Tokenizer | None) -> BatchRequest:
-    """The request in ``record``. Raises InvalidRequest."""
+def parse_request(record: Any, tokenizer: Tokenizer | None) -> tuple[str, Sequence[int]]:
+    """The custom_id and the prompt of the request in ``record``. Raises InvalidRequest."""
     if not isinstance(record, dict) or "body" not in record:
         raise InvalidRequest("not a request of a batch: expected an object with custom_id and body")
     body, custom_id = record["body"], record.get("custom_id")
@@ -149,10 +136,7 @@ def parse_request(record: Any, tokenizer: Tokenizer | None) -> BatchRequest:
     method, url = record.get("method", "POST"), record.get("url", "/")
     if method != "POST" or not isinstance(url, str) or not _PATH.fullmatch(url):
         raise InvalidRequest(f"method={method!r}, url={url!r}: expected POST, and a path such as /v1/completions")
-    output = next((body[name] for name in OUTPUTS if body.get(name) is not None), None)
-    if output is not None and (type(output) is not int or not 0 <= output <= TOKENS_MAX):
-        raise InvalidRequest(f"max_tokens={output!r}: expected a whole number up to {TOKENS_MAX}")
-    return BatchRequest(custom_id, _prompt_of(body, tokenizer), output)
+    return custom_id, _prompt_of(body, tokenizer)
 
 
 def _prompt_of(body: dict[str, Any], tokenizer: Tokenizer | None) -> Sequence[int]:
@@ -181,8 +165,6 @@ class RequestFile:
 
     path: Path
     prompts: PromptSet
-    decode_tokens: list[int | None]
-    """Output tokens of each request at most; None if it does not say."""
     starts: array[int]
     """Where each request's line begins in the file."""
     checksums: array[int]
@@ -247,7 +229,6 @@ class _Reading:
         self._path = path
         self._progress = progress
         self._tokenizer = tokenizer
-        self._decode: list[int | None] = []
         self._starts = array("q")
         self._checksums = array("I")
         self._seen: dict[str, str] = {}
@@ -262,16 +243,15 @@ class _Reading:
         if not len(prompts):
             self.where = ""
             raise InvalidRequest("it holds no requests")
-        return RequestFile(self._path, prompts, self._decode, self._starts, self._checksums)
+        return RequestFile(self._path, prompts, self._starts, self._checksums)
 
     def _prompts(self) -> Iterator[Sequence[int]]:
         for record in self._read():
-            found = parse_request(record, self._tokenizer)
-            before = self._seen.setdefault(found.custom_id, self.where)
+            custom_id, tokens = parse_request(record, self._tokenizer)
+            before = self._seen.setdefault(custom_id, self.where)
             if before != self.where:
-                raise InvalidRequest(f"custom_id {found.custom_id!r} is that of {before} too: expected each once")
-            self._decode.append(found.decode_tokens)
-            yield found.tokens
+                raise InvalidRequest(f"custom_id {custom_id!r} is that of {before} too: expected each once")
+            yield tokens
 
     def _read(self) -> Iterator[Any]:
         """Yields the requests as JSON."""

@@ -1,14 +1,12 @@
 """The order of a batch: depth first through the trie, so that a prefix is in memory only while it is needed.
 
-Any depth-first order computes each shared prefix once, whatever the order of siblings. That leaves siblings free:
-those with more output tokens for each token to compute go first, as in the paper, so that their decoding overlaps the
-prefill of those behind them.
+Any depth-first order computes each shared prefix once, whatever the order of siblings, which go in order of arrival.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -207,26 +205,19 @@ class _Unit:
 
     splits: bool
     """True if groups of its own begin below: what its parent's group needs goes first, and stays together."""
-    ratio: float
-    """Output tokens for each token to compute."""
     first: int
-    """The first prompt's index in the batch: equals are served in order of arrival."""
+    """The first prompt's index in the batch."""
     at: int
     """The node, or ~position of a prompt."""
 
     @property
-    def place(self) -> tuple[bool, float, int]:
-        return self.splits, -self.ratio, self.first
+    def place(self) -> tuple[bool, int]:
+        return self.splits, self.first
 
 
-def depth_first(trie: Trie, serving: Counts, computed: Counts, edges: Counts, decoded: Sequence[int]) -> PromptOrder:
-    """The order to run the prompts in.
-
-    ``serving``: by node, as ``serving_nodes`` gives it. ``computed``: by position, tokens of a prompt behind its
-    deepest node that are to be computed. ``edges``: by node, tokens between it and its parent that are to be computed.
-    ``decoded``: by position, output tokens.
-    """
-    below = _below(trie, serving, computed, edges, decoded)
+def depth_first(trie: Trie, serving: Counts) -> PromptOrder:
+    """The order to run the prompts in. ``serving``: by node, as ``serving_nodes`` gives it."""
+    below = _below(trie, serving)
     stack, positions, shared = [0], list[int](), list[int]()
     depth, parent, deepest = trie.depth.tolist(), trie.parent.tolist(), trie.deepest.tolist()
     low = 0  # depth of the highest node passed since the last prompt
@@ -243,17 +234,13 @@ def depth_first(trie: Trie, serving: Counts, computed: Counts, edges: Counts, de
     return PromptOrder(np.array(positions, np.int64), np.array(shared, np.int64))
 
 
-def _below(trie: Trie, serving: Counts, computed: Counts, edges: Counts, decoded: Sequence[int]) -> list[list[_Unit]]:
+def _below(trie: Trie, serving: Counts) -> list[list[_Unit]]:
     """By node: the prompts and nodes directly below it, in the order to run them."""
     count = len(trie.depth)
-    compute, decode = edges.tolist(), [0] * count
     first, splits = [len(trie.order)] * count, [False] * count
     below: list[list[_Unit]] = [[] for _ in range(count)]
-    rows = zip(trie.deepest.tolist(), trie.order.tolist(), computed.tolist(), decoded, strict=True)
-    for position, (node, index, tokens, output) in enumerate(rows):
-        below[node].append(_Unit(False, output / max(1, tokens), index, ~position))
-        compute[node] += tokens
-        decode[node] += output
+    for position, (node, index) in enumerate(zip(trie.deepest.tolist(), trie.order.tolist(), strict=True)):
+        below[node].append(_Unit(False, index, ~position))
         first[node] = min(first[node], index)
     parents, serves = trie.parent.tolist(), serving.tolist()
     for node in trie.from_top[::-1].tolist():
@@ -261,10 +248,8 @@ def _below(trie: Trie, serving: Counts, computed: Counts, edges: Counts, decoded
         if not node:
             break
         over = parents[node]
-        is_split = over != 0 and (splits[node] or serves[node] == node)
-        below[over].append(_Unit(is_split, decode[node] / max(1, compute[node]), first[node], node))
-        compute[over] += compute[node]
-        decode[over] += decode[node]
+        is_split = splits[node] or serves[node] == node
+        below[over].append(_Unit(over != 0 and is_split, first[node], node))
         first[over] = min(first[over], first[node])
-        splits[over] |= splits[node] or serves[node] == node
+        splits[over] |= is_split
     return below

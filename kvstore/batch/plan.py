@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -75,22 +74,19 @@ def make_plan(
     prompts: PromptSet,
     *,
     memory_tokens: int,
-    decode_tokens: int | Sequence[int | None] | None = None,
     chunk_tokens: int = 1,
     storage: Storage | None = None,
 ) -> Plan:
     """Plans a batch.
 
-    ``memory_tokens`` is the KV that the engine keeps, in tokens. ``decode_tokens`` are the output tokens of each
-    prompt, None where they are not known, or of every one. ``storage`` has chunks of ``chunk_tokens`` tokens; blocks
-    must then be whole chunks. Raises InvalidRequest.
+    ``memory_tokens`` is the KV that the engine keeps, in tokens. ``storage`` has chunks of ``chunk_tokens`` tokens;
+    blocks must then be whole chunks. Raises InvalidRequest.
     """
     if not (is_whole(memory_tokens) and 0 <= memory_tokens <= COUNT_MAX):
         raise InvalidRequest(
             f"memory_tokens={brief(memory_tokens)}: expected a whole number of tokens, from 0 to {COUNT_MAX}"
         )
     trie = Trie.of(prompts)
-    outputs = decoded(len(prompts), 0 if decode_tokens is None else decode_tokens)[trie.order]
     stored = np.zeros(len(trie.order), np.int64)
     if storage is not None:
         if prompts.block_tokens % chunk_tokens:
@@ -99,7 +95,7 @@ def make_plan(
                 f"blocks of {prompts.block_tokens} tokens: expected a multiple of the store's {chunk_tokens}"
             )
         stored = stored_tokens(prompts, trie, chunk_tokens, storage.stored)
-    return _Planning(prompts, trie, stored, int(memory_tokens)).plan(outputs.tolist(), storage or Storage())
+    return _Planning(prompts, trie, stored, int(memory_tokens)).plan(storage or Storage())
 
 
 class _Planning:
@@ -113,12 +109,10 @@ class _Planning:
         self._held, self._stored = agreed(trie, stored)
         self._serving = serving_nodes(trie, self._held)
 
-    def plan(self, outputs: Sequence[int], storage: Storage) -> Plan:
+    def plan(self, storage: Storage) -> Plan:
         """Puts the prompts in order and counts."""
         trie, block = self._trie, self._prompts.block_tokens
-        above = np.where(trie.parent >= 0, trie.depth[trie.parent], 0)
-        edges = np.maximum(0, trie.depth - np.maximum(above, self._held))
-        order = depth_first(trie, self._serving, self._behind(trie.depth[trie.deepest]), edges, outputs)
+        order = depth_first(trie, self._serving)
         found = np.minimum(order.shared, self._memory_tokens // block * block)
         computed = self._lengths[order.positions] - np.maximum(found, self._stored[order.positions])
         return Plan(
@@ -173,33 +167,3 @@ class _Planning:
                 )
             )
         return tuple(groups)
-
-
-def decoded(count: int, decode_tokens: int | Sequence[int | None]) -> Counts:
-    """Output tokens of each of ``count`` prompts, given those of each or of every one. Raises InvalidRequest.
-
-    Where they are not known (None) they are estimated: the mean of those that are.
-    """
-    if isinstance(decode_tokens, int | np.integer):
-        if not is_whole(decode_tokens):
-            raise _not_decoded(decode_tokens)
-        decode_tokens = [int(decode_tokens)] * count
-    try:
-        given = len(decode_tokens)
-        known = np.asarray([each for each in decode_tokens if each is not None])
-    except (TypeError, ValueError) as cause:
-        raise _not_decoded(decode_tokens) from cause
-    if given != count:
-        raise InvalidRequest(f"{given} decode_tokens for {count} prompts: expected one for each")
-    is_counts = known.ndim == 1 and known.dtype.kind in "iu"
-    if len(known) and not (is_counts and int(known.min()) >= 0 and int(known.max()) <= COUNT_MAX):
-        raise _not_decoded(decode_tokens)
-    mean = round(float(known.mean())) if len(known) else 0
-    return np.fromiter((mean if each is None else each for each in decode_tokens), np.int64, count)
-
-
-def _not_decoded(given: object) -> InvalidRequest:
-    return InvalidRequest(
-        f"decode_tokens are not whole numbers from 0 ({brief(given)}): expected the output tokens of each prompt, or "
-        "of every one"
-    )

@@ -56,6 +56,8 @@ def stats(access: Access, is_full: bool, as_json: bool) -> None:
     print_table(("counter", "value", "meaning"), rows)
     if len(rows) < len(found):
         print(f"{len(found) - len(rows)} counters are 0: --all prints them")
+    others = "" if access.etcd is not None else "; those of others are not in them: --etcd ENDPOINTS finds all"
+    print(f"counters of {len(each)} worker{'s' if len(each) > 1 else ''}: {', '.join(each)}{others}")
 
 
 @click.command(cls=Command, short_help="Show or change limits of running workers.")

@@ -152,9 +152,6 @@ def _values(choice: Choice) -> dict[str, Any]:
         "verdict": _row_of(choice.verdict),
         "bounds": asdict(choice.verdict.bounds),
         "tried": [_row_of(each) for each in choice.tried],
-        "layers": [
-            {"share": each.share, **{name: each.relative(name) for name in each.sums}} for each in choice.layers
-        ],
     }
 
 
@@ -171,7 +168,6 @@ def _print(choice: Choice) -> None:
     values = _values(choice)
     columns = ("rule", "check_layers", "ratios", "work", "agreement", "kl", "answers_lost", "prompts")
     print_rows("tried", values["tried"], columns, as_json=False)
-    print_rows("layers", values["layers"], tuple(values["layers"][0]) if values["layers"] else (), as_json=False)
     print_values({"verdict": _outcome(choice), **values["verdict"]}, as_json=False)
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import click
 
 from kvstore.core import tracing
-from kvstore.core.validate import size
+from kvstore.core.validate import SIZE_UNITS, scaled, size
 from kvstore.core.write_mode import BOUND_BYTES_MIN, Durability
 
 # Durations, sizes and addresses as people type them.
@@ -25,12 +25,7 @@ from kvstore.core.write_mode import BOUND_BYTES_MIN, Durability
 
 
 _DURATION_S = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
-_SIZE_BYTES = {"": 1, "b": 1}
-for _power, _letter in enumerate("kmgtp", start=1):
-    _SIZE_BYTES[f"{_letter}ib"] = 1 << (10 * _power)
-    _SIZE_BYTES[f"{_letter}b"] = 1000**_power
 _COUNTS = {"": 1, "k": 1000, "m": 1_000_000, "g": 1_000_000_000}
-_NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
 
 
 class Scaled(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest click
@@ -45,14 +40,12 @@ class Scaled(click.ParamType):  # type: ignore[type-arg]  # generic only in the 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, (int, float)):
             return value
-        found = _NUMBER.fullmatch(str(value).strip())
-        unit = self._units.get(found[2].lower()) if found else None
-        if found is None or unit is None:
+        found = scaled(str(value), self._units)
+        if found is None:
             self.fail(f"{value!r} is not a {self.name}: write {self._example}", param, ctx)
-        scaled = float(found[1]) * unit
-        if scaled < self.least:
+        if found < self.least:
             self.fail(f"{value!r} is under {size(self.least)}: give a unit, such as {self._example}", param, ctx)
-        return scaled if isinstance(unit, float) else int(scaled)
+        return found
 
 
 class Moment(Scaled):
@@ -115,8 +108,8 @@ def split(address: str) -> tuple[str, int]:
 DURATION = Scaled("time", _DURATION_S, "30s, 5m, 1h or 2d")
 MOMENT = Moment("time", _DURATION_S, "2026-11-21T10:00, or 2h for two hours ago")
 COUNT = Scaled("count", _COUNTS, "400000, 400k or 1.6M")
-SIZE = Scaled("size", _SIZE_BYTES, "512MiB, 8GiB or a number of bytes")
-BOUND = Scaled("size", _SIZE_BYTES, "200GiB", least=BOUND_BYTES_MIN)
+SIZE = Scaled("size", SIZE_UNITS, "512MiB, 8GiB or a number of bytes")
+BOUND = Scaled("size", SIZE_UNITS, "200GiB", least=BOUND_BYTES_MIN)
 """A size of 1 MiB or more: less is one whose unit was forgotten."""
 HOST_PORT, LISTEN, BULK_PORT = HostPort(), Listen(), BulkPort()
 

@@ -161,11 +161,11 @@ def _plan(batch: RequestFile, planned: Planned, access: Access) -> Plan:
     if planned.namespace is None:
         from kvstore.batch import make_plan
 
-        return make_plan(batch.prompts, memory_tokens=planned.memory_tokens, decode_tokens=batch.decode_tokens)
+        return make_plan(batch.prompts, memory_tokens=planned.memory_tokens)
     with access.open() as store:
         cache = open_cache(store, planned.namespace, planned.tenant, planned.fingerprint)
         prompts = (batch.prompts.tokens(at) for at in range(len(batch.prompts)))
-        return cache.plan(prompts, memory_tokens=planned.memory_tokens, decode_tokens=batch.decode_tokens)
+        return cache.plan(prompts, memory_tokens=planned.memory_tokens)
 
 
 def _values(batch: str, plan: Plan) -> dict[str, Any]:

@@ -69,6 +69,13 @@ class UpOptions:
         metavar="FOLDER",
         help="Where the embedded etcd keeps its files; by default one for each root under ~/.local/state/kvstore.",
     )
+    etcd_port: int = option(
+        "--etcd-port",
+        type=click.IntRange(0, 65535),
+        default=0,
+        show_default=True,
+        help="Port of the embedded etcd; 0: that of its last start, or any free one.",
+    )
     room: StorageLimits = group(StorageLimits)
     no_gc: bool = flag("--no-gc", help="Do not run kvstore-gc here: it runs elsewhere.")
     drain_s: float = option(
@@ -96,8 +103,10 @@ class UpOptions:
                 f"--memory is for each worker: {self.workers} * {size(memory_bytes)}, and this host or container has "
                 f"at most {size(memory_most_bytes())} for it; give less, or fewer --workers"
             )
-        if serving.cluster.etcd is not None and self.etcd_folder is not None:
-            raise InvalidRequest("--etcd-folder is for the embedded etcd, --etcd names another: give one of them")
+        if serving.cluster.etcd is not None and (self.etcd_folder is not None or self.etcd_port):
+            raise InvalidRequest(
+                "--etcd-folder and --etcd-port are for the embedded etcd, --etcd names another: give one of them"
+            )
         self.publishing.endpoints(serving.secured)
         addresses = [self.listen, self.metrics, self.gc_metrics, self.dashboard]
         serving.secured.check([each for each in addresses if each is not None])
@@ -137,7 +146,7 @@ def up(serving: WorkerOptions, options: UpOptions) -> None:
     programs: list[Program] = []
     with ExitStack() as undo:
         stopper = undo.enter_context(Stopper(at_once=lambda: kill_all(programs)))
-        etcd, server = undo.enter_context(_metadata(serving, options.etcd_folder))
+        etcd, server = undo.enter_context(_metadata(serving, options.etcd_folder, options.etcd_port))
         serving = replace(serving, cluster=replace(serving.cluster, etcd=etcd))
         host = Supervisor(serving, options.drain_s, stopper, programs)
         undo.callback(host.stop)
@@ -168,7 +177,9 @@ def _start_all(host: Supervisor, options: UpOptions, secured: ServerAccess) -> s
 
 
 @contextmanager
-def _metadata(serving: WorkerOptions, folder: str | None) -> Iterator[tuple[EtcdAccess, EmbeddedEtcd | None]]:
+def _metadata(
+    serving: WorkerOptions, folder: str | None, port: int
+) -> Iterator[tuple[EtcdAccess, EmbeddedEtcd | None]]:
     """The way to etcd, and the embedded etcd if no other is given."""
     if serving.cluster.etcd is not None:
         yield serving.cluster.etcd, None
@@ -196,7 +207,7 @@ def _metadata(serving: WorkerOptions, folder: str | None) -> Iterator[tuple[Etcd
         if (root := local_path(serving.cluster.root)) is not None:
             Path(root).mkdir(parents=True, exist_ok=True)
             _lock(Path(root), undo)
-        server = undo.enter_context(EmbeddedEtcd(path, binary=binary))
+        server = undo.enter_context(EmbeddedEtcd(path, port, binary=binary))
         log.info("up.etcd endpoints=%s folder=%s", server.endpoints, path)
         etcd = EtcdAccess(server.endpoints)
         _accept_root(replace(serving.cluster, etcd=etcd))

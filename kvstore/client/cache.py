@@ -406,7 +406,6 @@ class BlockCache:
         prompts: Iterable[Sequence[bytes]],
         *,
         memory_tokens: int,
-        decode_tokens: int | Sequence[int | None] | None = None,
     ) -> Plan:
         """Plans a batch, as ``Cache.plan`` does, from the keys of each prompt's full blocks in order.
 
@@ -418,7 +417,6 @@ class BlockCache:
             return make_plan(
                 PromptSet.of_blocks(checked, size),
                 memory_tokens=memory_tokens,
-                decode_tokens=decode_tokens,
                 chunk_tokens=size,
                 storage=KeyStorage(self, checked, size),
             )
@@ -918,7 +916,6 @@ class Cache:
         prompts: Iterable[Tokens],
         *,
         memory_tokens: int,
-        decode_tokens: int | Sequence[int | None] | None = None,
     ) -> Plan:
         """Plans a batch: groups of prompts that share a prefix, and the order that computes the fewest tokens.
 
@@ -931,9 +928,6 @@ class Cache:
             The prompts of the batch; they share full chunks.
         memory_tokens
             KV of prefixes that the engine keeps, in tokens; 0: it keeps none.
-        decode_tokens
-            Expected output tokens of each prompt (None: not known), or of every one. Among equals, those that decode
-            more run first.
 
         Examples
         --------
@@ -948,7 +942,6 @@ class Cache:
             return make_plan(
                 packed,
                 memory_tokens=memory_tokens,
-                decode_tokens=decode_tokens,
                 chunk_tokens=size,
                 storage=TokenStorage(self, packed),
             )

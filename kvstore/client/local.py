@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from os import PathLike, fspath
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import numpy.typing as npt
@@ -349,13 +349,13 @@ def open(
     root_options: Mapping[str, Any] | None = None,
     create: bool = True,
     shard_bits: int = SHARD_BITS_DEFAULT,
-    memory: int = 0,
-    disk: tuple[str, int] | None = None,
+    memory: int | str = 0,
+    disk: tuple[str, int | str] | None = None,
     write: WriteMode | WriteModeName = "behind",
     label: str = "",
     keys: str | PathLike[str] | None = None,
     compress: bool = False,
-    max_bytes: int | Literal["auto"] | None = "auto",
+    max_bytes: int | str | None = "auto",
     ttl: float | None = None,
 ) -> Store:
     """Opens the root at ``root`` (a path or URL) in this process.
@@ -369,12 +369,12 @@ def open(
     root; a new one gets ``2 ** shard_bits`` folders (0 to 16; the default suits ten million chunks, take more for
     more). ``root_options`` go to fsspec; ``etcd_tls`` and ``etcd_user`` say how to reach a protected etcd.
 
-    ``memory`` is the size in bytes (16 MiB or more) of a memory tier for hot chunks: a ``get`` of those is a copy, a
-    ``view`` none. ``disk`` is a folder of this process alone and its size in bytes: chunks that memory evicts go there
-    if they were used more than once. With memory, ``write="behind"`` returns once memory has the chunks and writes them
-    to the root soon after (a killed process loses those not yet written); ``"through"`` waits for the
-    root and keeps a copy in memory. ``durability="everysec"`` and ``"fsync"`` always wait. See
-    kvstore/tiers/MEMORY.md.
+    Sizes are bytes, or text such as ``"256MiB"``. ``memory`` is the size (16 MiB or more) of a memory tier for hot
+    chunks: a ``get`` of those is a copy, a ``view`` none. ``disk`` is a folder of this process alone and its size:
+    chunks that memory evicts go there if they were used more than once. With memory, ``write="behind"`` returns once
+    memory has the chunks and writes them to the root soon after (a killed process loses those not yet written);
+    ``"through"`` waits for the root and keeps a copy in memory. ``durability="everysec"`` and ``"fsync"`` always wait.
+    See kvstore/tiers/MEMORY.md.
 
     ``label`` names a roll-out: it is recorded with all that this process writes, and ``kvstore clear --written-by
     label=...`` deletes exactly that. ``keys`` is a file with the keys of tenants whose chunks are encrypted on the root

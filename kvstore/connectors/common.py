@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from difflib import get_close_matches
 from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
@@ -28,6 +29,7 @@ from kvstore.client.limits import ClientLimits
 from kvstore.core.clock import SystemClock
 from kvstore.core.layout import Layout
 from kvstore.core.namespace import Namespace
+from kvstore.core.validate import parse_size, size
 from kvstore.engine.settings import AskedBound, Limits, TierSettings
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.security.tls import ClientTls
@@ -282,6 +284,8 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 TimeoutS = Annotated[float, msgspec.Meta(ge=1e-3, le=TIMEOUT_S_MAX)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
+SIZES = ("memory", "bytes", "bytes_max")
+"""The ends of names of settings that are sizes: bytes, or text such as ``256MiB``."""
 WITH_ROOT = ("root", "etcd", "durability", "root_options", "memory", "write", "max_bytes", "ttl")
 """Settings of a store that is opened by its root: workers have their own."""
 WITH_CONNECT = ("connect", "tls_ca", "tls_cert", "tls_key", "tls_server_name", "token_file")
@@ -353,10 +357,14 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
         An unknown key is an error, because a misspelt one would otherwise be ignored silently.
         """
+        sizes = [name for name in given if name in cls.names() and name.endswith(SIZES)]
         try:
-            return msgspec.convert(given, cls)
+            return msgspec.convert({**given, **{name: parse_size(given[name]) for name in sizes}}, cls)
         except msgspec.ValidationError as wrong:
-            raise InvalidRequest(f"{where}: {wrong}") from wrong
+            unknown = [name for name in map(str, given) if name not in cls.names()]
+            near = [close for name in unknown for close in get_close_matches(name, cls.names(), 1)]
+            hint = f": did you mean {', '.join(near)}?" if near else ""
+            raise InvalidRequest(f"{where}: {wrong}{hint}") from wrong
 
     @classmethod
     def names(cls) -> frozenset[str]:
@@ -483,6 +491,9 @@ class LazyStore:
             self._store.namespace(each.name, each.layout, each.fingerprint, each.tenant, dict(each.attributes)).blocks
             for each in self._namespaces
         ]
+        with suppress(KVStoreError):
+            # A warning, because engines show only those of other packages' loggers.
+            log.warning("connector.opened %r %s", self._store, _described(self._store, self._namespaces))
 
     def _retry(self) -> None:
         while not self._closing.wait(self._pause_s):
@@ -495,6 +506,16 @@ class LazyStore:
             if self._closing.is_set():  # while it was opened
                 self.close()
             return
+
+
+def _described(store: Store, namespaces: Sequence[Namespace]) -> str:
+    """Namespaces, capacity and fill of a store, for the log."""
+    names, stats = ",".join(dict.fromkeys(each.name for each in namespaces)), store.stats()
+    capacity, used = stats.get("bound_bytes", 0), stats.get("bound_used_bytes", 0)
+    if not capacity:  # a cluster's: the file system of the root
+        capacity = stats.get("root_total_bytes", 0)
+        used = capacity - stats.get("root_free_bytes", 0)
+    return f"namespace={names or 'by model'} capacity={size(capacity)} used={size(used)}"
 
 
 _ENGINE_KEY = blake2b(digest_size=32, person=b"kvstore.engine")  # a copy costs less than a new one

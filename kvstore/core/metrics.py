@@ -211,6 +211,7 @@ NODE_GAUGES = {
     "lease_margin_seconds": "until the session ends unless etcd acknowledges a keepalive; 0 without one",
     "bound_bytes": "bytes that the root's files may take, as this process asks; 0 where it asks for no bound. The "
     "smallest of all living processes that have put something is in force, which may be less",
+    "bound_used_bytes": "bytes that they take now",
     "collecting": "1 while this process runs the collector of a root without etcd",
     "root_full": "1 while a collector says that the root is full, and puts are refused",
     "memory_size_bytes": "shared memory for hot chunks, all of it",
@@ -253,7 +254,7 @@ WORKER_GAUGES = {
 LEAST = frozenset(
     {STARTED, "root_free_bytes", "root_total_bytes", "lease_margin_seconds", "certificate_expires_seconds"}
 )
-MOST = frozenset({"etcd_silent_seconds", "root_full", "root_hangs", "bound_bytes"})
+MOST = frozenset({"etcd_silent_seconds", "root_full", "root_hangs", "bound_bytes", "bound_used_bytes"})
 """Gauges of several workers that are no sum: of the root that they share, or of the one that is worst off."""
 
 

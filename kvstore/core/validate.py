@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from numbers import Real
 from operator import index
@@ -49,6 +49,29 @@ def size(count_bytes: float) -> str:
             break
         value /= 1024
     return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
+
+
+SIZE_UNITS = {"": 1, "b": 1}
+"""Bytes by unit, in small letters."""
+for _power, _letter in enumerate("kmgtp", start=1):
+    SIZE_UNITS |= {f"{_letter}ib": 1 << (10 * _power), f"{_letter}b": 1000**_power}
+_NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+
+
+def scaled(text: str, units: Mapping[str, float]) -> float | None:
+    """Returns a number with a unit, such as ``1.5GiB``, as an int where the unit is one; None if it is none."""
+    found = _NUMBER.fullmatch(text)
+    unit = units.get(found[2].lower()) if found else None
+    if found is None or unit is None:
+        return None
+    value = float(found[1]) * unit
+    return value if isinstance(unit, float) else int(value)
+
+
+def parse_size(given: object) -> object:
+    """Returns a text such as ``256MiB`` in bytes, anything else as it is."""
+    value = scaled(given, SIZE_UNITS) if isinstance(given, str) else None
+    return given if value is None else value
 
 
 def shown(text: str) -> str:

@@ -198,7 +198,6 @@ def application(documents: Documents, door: DashboardAuth) -> Starlette:
             query.get("namespace", ""), query.get("at", ""), query.get("order", "bytes")
         ),
         "damage": lambda query: documents.damage(),
-        "operations": lambda query: documents.operations(),
     }
 
     def document(request: Request) -> Response:

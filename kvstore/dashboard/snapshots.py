@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore.core.clock import Clock, RandomIds
+from kvstore.core.clock import RandomIds
 from kvstore.core.namespace import Namespace
 from kvstore.core.recency import NS_PER_S
 from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.meta.cluster import bound_root, known_roots
-from kvstore.meta.keys import Keys, SessionId
+from kvstore.meta.keys import Keys
 from kvstore.meta.pins import Pins, StoredPin
 from kvstore.meta.session import Session, SessionRecord
 from kvstore.meta.store import MetadataStore
@@ -119,8 +119,6 @@ class SessionSeen:
     announced: int | None
     """The revision up to which it follows collectors; None if its key cannot be read."""
     began_revision: int
-    seen_since_s: float = 0.0
-    """Monotonic time of the first look that found it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +180,8 @@ class WhichRoot:
 class EtcdSource:
     """Reads the cluster through one connection. ``open_meta`` is called by the first read."""
 
-    def __init__(self, open_meta: Callable[[], MetadataStore], which: WhichRoot, clock: Clock) -> None:
+    def __init__(self, open_meta: Callable[[], MetadataStore], which: WhichRoot) -> None:
         self._open_meta = open_meta
-        self._clock = clock
-        self._seen_since_s: dict[SessionId, float] = {}
         self._which = which
         self._lock = threading.Lock()
         self._meta: MetadataStore | None = None
@@ -196,12 +192,10 @@ class EtcdSource:
         keys = Keys(self._which.id(meta))
         workers = WorkerRegistry(meta, keys).list(TIMEOUT_S)
         sessions = meta.list(keys.sessions, TIMEOUT_S)
-        live = [(each, kv) for kv in sessions.items if (each := keys.parse_session(kv.key)) is not None]
-        now_s, known = self._clock.monotonic_s(), self._seen_since_s
-        since_s = self._seen_since_s = {session: known.get(session, now_s) for session, _ in live}
         seen = [
-            SessionSeen(each.hex(), workers.get(each), _announced(kv.value), kv.create_revision, since_s[each])
-            for each, kv in live
+            SessionSeen(each.hex(), workers.get(each), _announced(kv.value), kv.create_revision)
+            for kv in sessions.items
+            if (each := keys.parse_session(kv.key)) is not None
         ]
         namespaces, odd_count = _namespaces(meta, keys)
         collectors = (keys.parse_session(kv.key) for kv in meta.list(keys.collectors, TIMEOUT_S).items)

@@ -13,7 +13,6 @@ from kvstore import __version__
 from kvstore.core.address import ADDRESS_BYTES, Address
 from kvstore.core.clock import Clock, SystemClock
 from kvstore.core.namespace import Namespace, NamespaceId
-from kvstore.core.operations import OperationStatus
 from kvstore.dashboard.poller import Feed, SourceValue
 from kvstore.dashboard.prefix_tree import ORDERS, Forest, PrefixNode, Sum, explore
 from kvstore.dashboard.snapshots import (
@@ -138,12 +137,6 @@ def run(run: PrefixNode, known: Mapping[NamespaceId, Namespace]) -> Document:
     }
 
 
-def operation(each: OperationStatus) -> Document:
-    """An operation of a worker."""
-    fields = ("id", "kind", "about", "identity", "tenant", "worker", "unit", "began_s", "done", "total", "message")
-    return {**{name: getattr(each, name) for name in fields}, "state": each.state.value}
-
-
 def pin(each: StoredPin, of: Namespace | None) -> Document:
     """A pin; ``of`` is its namespace, if that is known."""
     return {
@@ -203,8 +196,7 @@ def _of_workers(workers: Mapping[str, WorkerSeen]) -> Iterator[Item]:
     for address, worker in workers.items():
         counts = worker.counts
         if counts is None:
-            said = "does not answer" if worker.missing_since_s is None else "is missing"
-            yield _item("bad", "workers", f"worker {address} {said}: {worker.error}")
+            yield _item("bad", "workers", f"worker {address} does not answer: {worker.error}")
             continue
         if counts.get("root_hangs"):
             yield _item("bad", "workers", f"worker {address}: the root does not answer it")
@@ -252,14 +244,13 @@ def _of_root(root: RootSeen | None, quarantine: QuarantineReport | None) -> Iter
 
 @dataclass(frozen=True, slots=True)
 class RefreshIntervals:
-    """Seconds between two readings of each source; the last four are read only while a page requests them."""
+    """Seconds between two readings of each source; the last three are read only while a page requests them."""
 
     workers_s: float = 2.0
     cluster_s: float = 5.0
     root_s: float = 10.0
     quarantine_s: float = 30.0
     pins_s: float = 10.0
-    operations_s: float = 2.0
     plan_s: float = 60.0
     forest_s: float = 60.0
     late_s: float = 6.0
@@ -312,7 +303,7 @@ def open_board(reach: SourceOpener, pace: RefreshIntervals | None = None, clock:
     """Makes a board of one cluster; connects to nothing yet."""
     pace, clock = pace or RefreshIntervals(), clock or SystemClock()
     which = WhichRoot(reach.root_url)
-    etcd = EtcdSource(reach.open_meta, which, clock)
+    etcd = EtcdSource(reach.open_meta, which)
     # One source per feed: if the root hangs, the thread that asks for its room must not delay the other feeds.
     room, set_aside, explored = (RootSource(reach.open_root, which.learn) for _ in range(3))
     workers = WorkersSource(lambda: reach.connect(etcd.root_id().hex()), clock)
@@ -325,7 +316,6 @@ def open_board(reach: SourceOpener, pace: RefreshIntervals | None = None, clock:
         ("root", room.seen, pace.root_s, pace.late_s, False),
         ("quarantine", set_aside.quarantine, pace.quarantine_s, pace.late_s, False),
         ("pins", etcd.pins, pace.pins_s, pace.late_s, True),
-        ("operations", workers.operations, pace.operations_s, pace.late_s, True),
         ("plan", plans.plan, pace.plan_s, LONG_S, True),
         ("forest", partial(_forest, explored), pace.forest_s, LONG_S, True),
     ):
@@ -369,8 +359,6 @@ class Documents:
             "workers": {
                 "answering": sum(each.counts is not None for each in workers.values()),
                 "known": len(workers),
-                "missing": sum(each.missing_since_s is not None for each in workers.values()),
-                "restarts": sum(each.restarts for each in workers.values()),
             },
             "cluster": None if etcd is None else cluster(etcd),
             "space": space(looks["root"].value),
@@ -443,18 +431,14 @@ class Documents:
         for address in sorted(seen.keys() | sessions.keys()):
             worker, session = seen.get(address), sessions.get(address)
             record = session.worker if session else None
-            is_former = _is_former(session, worker)
             rows.append(
                 {
                     "address": address,
-                    "session": session.id if session and not is_former else None,
-                    "awaited": is_former,
+                    "session": session.id if session else None,
                     "host": record.host if record else None,
-                    "pid": record.pid if record and not is_former else None,
+                    "pid": record.pid if record else None,
                     "version": record.version if record else None,
                     "error": worker.error if worker else "it is registered, but was not asked yet",
-                    "missing_since_s": worker.missing_since_s if worker else None,
-                    "restarts": worker.restarts if worker else 0,
                     "counts": worker.counts if worker else None,
                     "rates": worker.grown if worker else {},
                 }
@@ -526,13 +510,6 @@ class Documents:
             "files": [asdict(each) for each in (quarantine.newest if quarantine else ())],
         }
 
-    def operations(self) -> Document:
-        """Returns operations of workers, unfinished and finished."""
-        looks = self._look("operations")
-        found: list[OperationStatus] | None = looks["operations"].value
-        rows = None if found is None else [operation(each) for each in found]
-        return {**self._head(looks), "operations": rows}
-
     def _look(self, *names: str) -> dict[str, SourceValue[Any]]:
         return {name: self._board.feeds[name].look() for name in names}
 
@@ -554,13 +531,6 @@ def _newest(sessions: Iterable[SessionSeen]) -> dict[str, SessionSeen]:
     """Returns the newest session of each worker, by address: that of one that was killed stays until its lease ends."""
     ordered = sorted(sessions, key=lambda each: each.began_revision)
     return {each.worker.address: each for each in ordered if each.worker}
-
-
-def _is_former(session: SessionSeen | None, worker: WorkerSeen | None) -> bool:
-    """True if the session is of a run that ended: workers are asked more often than etcd, which has the new one."""
-    if session is None or worker is None or worker.former_until_s is None:
-        return False
-    return session.seen_since_s <= worker.former_until_s
 
 
 def _id(what: str, text: str, size: int) -> bytes:

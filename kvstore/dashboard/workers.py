@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvstore.core.clock import Clock
-from kvstore.core.metrics import STARTED
-from kvstore.core.operations import OperationStatus
 from kvstore.errors import KVStoreError
 
 if TYPE_CHECKING:
@@ -152,82 +150,6 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-# The roster of workers: which of them are missing, and how often each began again. Pure.
-
-
-SILENT_S = 4.0
-"""A worker that ends by itself leaves etcd immediately, and no client queries it for longer than this. The registration
-of a killed worker stays until its lease expires, which takes longer."""
-MISSING_S = 3_600.0
-"""A missing worker is shown for so long."""
-MISSING_MAX = 100
-
-
-class WorkerTable:
-    """Workers by address. A worker is missing if etcd still had it while it was silent, and then forgot it.
-
-    Not thread-safe. Times are in seconds since the epoch.
-    """
-
-    def __init__(self) -> None:
-        self._last: dict[str, Counts] = {}
-        self._asked_at_s: dict[str, float] = {}
-        self._restarts: Counter[str] = Counter()
-        self._former_until_s: dict[str, float] = {}
-        self._silent_since_s: dict[str, float] = {}
-        self._missing_since_s: dict[str, float] = {}
-
-    def call(
-        self, answers: Mapping[str, Counts | None], now_s: float, asked_at_s: float | None = None
-    ) -> Mapping[str, float]:
-        """Notes the answer of each registered worker, None if it is silent; they were asked at ``asked_at_s``.
-
-        Returns the missing workers, and since when each has been silent.
-        """
-        for address, counts in answers.items():
-            self._missing_since_s.pop(address, None)
-            if counts is None:
-                self._silent_since_s.setdefault(address, now_s)
-            else:
-                self._silent_since_s.pop(address, None)
-                if _is_another_run(self._last.get(address, counts), counts):
-                    self._restarts[address] += 1
-                    self._former_until_s[address] = self._asked_at_s[address]
-                self._last[address] = counts
-                self._asked_at_s[address] = now_s if asked_at_s is None else asked_at_s
-        for address in self._silent_since_s.keys() - answers.keys():
-            since_s = self._silent_since_s.pop(address)
-            if now_s - since_s > SILENT_S:
-                self._missing_since_s[address] = since_s
-        self._forget(answers, now_s)
-        return self._missing_since_s
-
-    def restarts(self, address: str) -> int:
-        """Returns how often a worker was seen to run anew since the roster began."""
-        return self._restarts[address]
-
-    def former_until_s(self, address: str) -> float | None:
-        """Returns when the run before this one was last asked and answered; None if no restart was seen."""
-        return self._former_until_s.get(address)
-
-    def _forget(self, answers: Mapping[str, Counts | None], now_s: float) -> None:
-        missing = self._missing_since_s
-        for address in sorted(missing, key=missing.__getitem__):
-            if now_s - missing[address] > MISSING_S or len(missing) > MISSING_MAX:
-                del missing[address]
-        for address in self._last.keys() - answers.keys() - missing.keys():
-            del self._last[address], self._asked_at_s[address], self._restarts[address]
-            self._former_until_s.pop(address, None)
-
-
-def _is_another_run(before: Counts, now: Counts) -> bool:
-    # Counters do not tell: those of an idle worker are 0 in both runs, and a busy one soon counts more than before.
-    return before.get(STARTED) != now.get(STARTED)
-
-
-GONE = "it was killed, or its host is gone: etcd has no registration of it any more"
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerSeen:
     """One worker: its counts, or the error why there are none; ``grown`` is the recent growth per second."""
@@ -235,12 +157,6 @@ class WorkerSeen:
     counts: Counts | None
     error: str | None
     grown: Mapping[str, float]
-    restarts: int = 0
-    """How often it was started anew since the dashboard began."""
-    missing_since_s: float | None = None
-    """Seconds since the epoch from which on it was silent; None unless etcd has forgotten it since then."""
-    former_until_s: float | None = None
-    """Monotonic time at which the run before this one last answered; None if no restart was seen."""
 
 
 class WorkersSource:
@@ -252,17 +168,13 @@ class WorkersSource:
         self._store: Store | None = None
         self._connecting = threading.Lock()
         self._growth = Growth()
-        self._roster = WorkerTable()
         self._asked_at_s: float | None = None
         self._lock = threading.Lock()
         self._history = History()
 
     def seen(self) -> dict[str, WorkerSeen]:
-        """The counters of all workers by address, asked now, and workers that are missing. Raises the errors of
-        connecting.
-        """
-        store, began_s = self._connected(), self._clock.monotonic_s()
-        answers = store.stats_each()
+        """The counters of all workers by address, asked now. Raises the errors of connecting."""
+        answers = self._connected().stats_each()
         at_s = self._clock.monotonic_s()
         counts = {address: each for address, each in answers.items() if not isinstance(each, KVStoreError)}
         grown = self._growth.since_last(counts)
@@ -270,23 +182,12 @@ class WorkersSource:
         if span_s > 0:
             with self._lock:
                 self._history.add(self._clock.now_s(), span_s, list(grown.values()), list(counts.values()))
-        missing = self._roster.call({each: counts.get(each) for each in answers}, self._clock.now_s(), began_s)
-        seen = {address: self._said(address, answer, grown, span_s) for address, answer in answers.items()}
-        seen |= {each: WorkerSeen(None, GONE, {}, 0, since_s) for each, since_s in missing.items()}
-        return dict(sorted(seen.items()))
-
-    def _said(
-        self, address: str, answer: Counts | KVStoreError, grown: Mapping[str, Mapping[str, float]], span_s: float
-    ) -> WorkerSeen:
-        restarts, former_until_s = self._roster.restarts(address), self._roster.former_until_s(address)
-        if isinstance(answer, KVStoreError):
-            return WorkerSeen(None, str(answer), {}, restarts, former_until_s=former_until_s)
-        rates = _per_second(grown.get(address, {}), span_s)
-        return WorkerSeen(answer, None, rates, restarts, former_until_s=former_until_s)
-
-    def operations(self) -> list[OperationStatus]:
-        """Returns the operations of all workers that answer, newest first. Raises Unavailable if none does."""
-        return [each.last for each in self._connected().operations()]
+        return {
+            address: WorkerSeen(None, str(answer), {})
+            if isinstance(answer, KVStoreError)
+            else WorkerSeen(answer, None, _per_second(grown.get(address, {}), span_s))
+            for address, answer in sorted(answers.items())
+        }
 
     def rates(self, over_s: float) -> dict[str, float]:
         """See ``History.rates``."""

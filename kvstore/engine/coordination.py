@@ -467,6 +467,7 @@ class ClusterMember:
             "protected": protected,
             "etcd_operations": operations,
             "bound_bytes": (self.host.bound.max_bytes or 0) if self.host is not None else 0,
+            "bound_used_bytes": self.host.used_bytes if self.host is not None else 0,
             "collecting": int(self.host is not None and self.host.is_collecting),
             "etcd_silent_seconds": self.presence.silent_s,
             "lease_margin_seconds": self.presence.margin_s,

@@ -38,12 +38,12 @@ from kvstore.engine.prefetch import Prefetcher
 from kvstore.engine.reader import Reader
 from kvstore.engine.settings import NO_TIERS, Limits, TierSettings
 from kvstore.engine.writer import Writer, WriteResult
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.format import places
 from kvstore.format.header import Ancestry
 from kvstore.format.keyset import BlockKeys, ChunkKeys, RecentChains, leading
 from kvstore.meta.keys import Keys
-from kvstore.root.identity import NamespaceRecords, RootIdentity, read_namespaces
+from kvstore.root.identity import NamespaceRecords, RootIdentity, read_identity, read_namespaces
 from kvstore.root.interface import Root, StorageSpace
 from kvstore.root.posix import PosixRoot
 from kvstore.tiers.arena import SealedArena
@@ -376,8 +376,14 @@ class Engine:
         return self.lanes.run(work, self._deadline(None, self.limits.write_deadline_s))
 
     def space(self, deadline_s: float) -> StorageSpace:
-        """What the root says of its room, as a look whether it answers. Raises Unavailable."""
-        return self.lanes.run(self.root.space, self._deadline(None, deadline_s))
+        """What the root says of its room, as a look whether it answers. Raises Unavailable, also if it is gone."""
+        return self.lanes.run(self._space, self._deadline(None, deadline_s))
+
+    def _space(self) -> StorageSpace:
+        found = read_identity(self.root)
+        if found is None or found.root != self.identity.root:  # a folder under a mount that ended, say
+            raise Unavailable(f"the root at {self.root.url} is gone: mount it again")
+        return self.root.space()
 
     def begin_on_root(self, count: int, work: Callable[[int], bool]) -> IndexedWork:
         """Begins a long work on the root, in pieces, on lanes, as ``Executor.start`` says. It says when it moved on."""

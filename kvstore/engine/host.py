@@ -73,6 +73,10 @@ class HostMember:
     def is_collecting(self) -> bool:
         return self.collecting is not None and self.collecting.is_running
 
+    @property
+    def used_bytes(self) -> int:
+        return self.shared[Number.USED]
+
     def view(self, known: PresenceCache, counters: Counters) -> HostGcState:
         """What the node knows of evictions, with its room."""
         refused: Callable[[], None] = lambda: counters.add(NodeCount.PUT_REFUSED_FULL)  # noqa: E731

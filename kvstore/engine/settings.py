@@ -10,7 +10,7 @@ from typing import Literal
 from kvstore.codec.codec import KeyFile
 from kvstore.core.executor import QUEUE_MAX, STALL_S, WIDTH
 from kvstore.core.recency import QUANTUM_S
-from kvstore.core.validate import FLOAT_MAX, brief, check_limits, is_whole, number, size
+from kvstore.core.validate import FLOAT_MAX, brief, check_limits, is_whole, number, parse_size, size
 from kvstore.core.write_mode import BOUND_BYTES_MIN, Durability, WriteMode
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import check_label
@@ -152,15 +152,15 @@ class TierSettings:
     @classmethod
     def of(
         cls,
-        memory: int = 0,
-        disk: tuple[str, int] | None = None,
+        memory: int | str = 0,
+        disk: tuple[str, int | str] | None = None,
         write: WriteMode | str = WriteMode.BEHIND,
         sync_interval_s: float = 1.0,
     ) -> TierSettings:
         """Makes settings from what callers give, whatever its type. Raises InvalidRequest."""
         memory_bytes = _size(memory)
         if memory_bytes is None:
-            raise InvalidRequest(f"memory={brief(memory)}: expected a whole number of bytes, such as 8 << 30 for 8 GiB")
+            raise InvalidRequest(f'memory={brief(memory)}: expected bytes, such as 8 << 30 or "8GiB"')
         folder, size_bytes = "", 0
         if disk is not None:
             match disk:
@@ -168,7 +168,7 @@ class TierSettings:
                     folder, size_bytes = os.fspath(path), asked
                 case _:
                     raise InvalidRequest(
-                        f'disk={brief(disk)}: expected a folder and bytes, such as ("/nvme/kv", 200 << 30)'
+                        f'disk={brief(disk)}: expected a folder and bytes, such as ("/nvme/kv", "200GiB")'
                     )
         return cls(memory_bytes, folder, size_bytes, WriteMode.of(write), sync_interval_s)
 
@@ -190,8 +190,8 @@ class AskedBound:
             chosen = size_bytes
         elif max_bytes is not None:
             raise InvalidRequest(
-                f"max_bytes={brief(max_bytes)}: expected a whole number of bytes from {BOUND_BYTES_MIN} (1 MiB) to "
-                f'{SIZE_END - 1}, such as 64 << 20 for 64 MiB, "auto" for a share of the disk, or None for no bound'
+                f"max_bytes={brief(max_bytes)}: expected bytes from {BOUND_BYTES_MIN} (1 MiB) to {SIZE_END - 1}, as a "
+                'number or text such as "64MiB", "auto" for a share of the disk, or None for no bound'
             )
         if ttl is None:
             return cls(chosen)
@@ -209,8 +209,9 @@ class AskedBound:
 NOT_BOUNDED = AskedBound()
 
 
-def _size(value: object) -> int | None:
-    """The value as an int, if it is a whole number, of numpy too, and of 63 bits; its caller says which are right."""
+def _size(given: object) -> int | None:
+    """Bytes as a whole number, of numpy too, or as text such as ``8GiB``; None for others, and over 63 bits."""
+    value = parse_size(given)
     return int(value) if is_whole(value) and -SIZE_END < value < SIZE_END else None
 
 

@@ -36,7 +36,8 @@ VERSION_S = 10.0
 class EmbeddedEtcd:
     """One etcd member on loopback, its files in ``folder``. ``start`` it, or use it as a context.
 
-    Ports of 0 are chosen at the first start and kept for the next ones. ``binary`` is the etcd to run, by default that
+    Ports of 0 are chosen at the first start and kept for the next ones, of other processes too while they are free: the
+    file ``ports`` in the folder has them. ``binary`` is the etcd to run, by default that
     of ``find_etcd``. It compacts its history after five minutes. ``arguments`` are passed on to etcd. On Linux it dies
     with this process; elsewhere call ``stop``. Its messages go to ``etcd.log`` in the folder.
     """
@@ -90,13 +91,18 @@ class EmbeddedEtcd:
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._log.exists() and self._log.stat().st_size > LOG_BYTES_MAX:
             self._log.unlink()
-        for _ in range(PORT_TRIES_MAX):
-            client_port, peer_port = _ports(self._client_port, self._peer_port)
+        last = _read_ports(self._ports_file)
+        for attempt in range(PORT_TRIES_MAX):
+            wanted = (self._client_port, self._peer_port)
+            if not attempt:
+                wanted = (wanted[0] or last[0], wanted[1] or last[1])
+            client_port, peer_port = _ports(*wanted)
             log_start = self._log.stat().st_size if self._log.exists() else 0
             self._child = self._program(self._command(binary, client_port, peer_port))
             self._child.start()
             if self._healthy(self._child, client_port, deadline_s):
                 self._client_port, self._peer_port = client_port, peer_port
+                self._ports_file.write_text(f"{client_port} {peer_port}\n")
                 return
             why = f"was not healthy within {timeout_s:g} s" if self._child.running else "ended immediately"
             self.stop()
@@ -126,6 +132,10 @@ class EmbeddedEtcd:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+    @property
+    def _ports_file(self) -> Path:
+        return self.folder / "ports"
 
     @property
     def _log(self) -> Path:
@@ -166,6 +176,15 @@ class EmbeddedEtcd:
                 # Not another process's etcd on a port that ours failed to get.
                 return child.running
         return False
+
+
+def _read_ports(file: Path) -> tuple[int, int]:
+    """The ports of the last start; 0 where they are unknown."""
+    try:
+        client_port, peer_port = map(int, file.read_text().split())
+    except (OSError, ValueError):
+        return 0, 0
+    return client_port, peer_port
 
 
 def find_etcd() -> str:

@@ -146,7 +146,7 @@ def problems_of(found: pb.HealthResponse) -> list[str]:
     free_share = root.free_bytes / root.total_bytes if root.total_bytes else 1.0
     waiting = queues.behind_bytes / queues.behind_bytes_max if queues.behind_bytes_max else 0.0
     rules = (
-        (not root.answers, f"the root does not answer within {LOOK_S:g} s: check the mount (kvstore check-root)"),
+        (not root.answers, f"the root is gone, or silent for {LOOK_S:g} s: check the mount (kvstore check-root)"),
         (root.full, "a collector says that the root is full: puts are refused; check kvstore-gc"),
         (etcd.used and not etcd.answers, f"etcd does not answer within {LOOK_S:g} s: nothing can be pinned"),
         (

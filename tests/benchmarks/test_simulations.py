@@ -21,7 +21,7 @@ def small_batch() -> Load:
     chance = np.random.default_rng(0)
     prompts = shared_by(chance, 20, 4, prefix=64, own=16)
     packed = PromptSet.of_tokens((prompts[at] for at in chance.permutation(len(prompts))), BLOCK)
-    return Load("small", packed, [5] * len(prompts))
+    return Load("small", packed)
 
 
 def test_planned_order_saves_all_that_can_be_saved() -> None:

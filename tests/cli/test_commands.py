@@ -94,6 +94,7 @@ def test_a_missing_package_is_a_sentence(package: str) -> None:
         (("up", "--root", "ROOT", "--disk", "d:1GiB"), "--disk without --memory: chunks of a local disk"),
         (("up", "--root", "ROOT", "--sync-interval", "10ms"), "--sync-interval is 0.01 s: expected 0.05 s to 3600 s"),
         (("up", "--root", "ROOT", "--etcd", "h:1", "--etcd-folder", "f"), "give one of them"),
+        (("up", "--root", "ROOT", "--etcd", "h:1", "--etcd-port", "2379"), "give one of them"),
         (("up", "--root", "ROOT", "--events-query", "127.0.0.1:8090"), "give --events ENDPOINT too"),
         (("up", "--root", "ROOT", "--events", "tcp://0.0.0.0:5557"), "give a CURVE certificate"),
         (("up", "--root", "ROOT", "--events", "garbage"), "is no endpoint"),

@@ -274,7 +274,7 @@ WORDS = np.array(["a", "b"])
         ({"etcd_user": ("me", "secret")}, r"etcd_user is a tuple: expected kvstore\.EtcdUser"),
         ({"etcd_user": kvstore.EtcdUser("me", "secret")}, "etcd_user says how to reach etcd, and none is given"),
         ({"etcd": "127.0.0.1:1", "etcd_tls": 5}, "etcd_tls is an int"),
-        ({"max_bytes": WORDS}, "max_bytes=array.*: expected a whole number"),
+        ({"max_bytes": WORDS}, "max_bytes=array.*: expected bytes"),
         ({"create": WORDS}, "create=array.*: expected True or False"),
         ({"create": "no"}, "create='no': expected True or False"),
         ({"root": "/x/\udcff"}, "root '/x/.udcff' is not valid Unicode"),

@@ -32,18 +32,18 @@ WRONG: tuple[tuple[dict[Any, Any], str], ...] = (
     ({"connect": "h:1", "durability": "fsync", "root_options": {"a": 1}}, "durability and root_options with connect"),
     ({"connect": "h:1", "max_bytes": 1 << 30, "ttl": 60}, "max_bytes and ttl with connect"),
     ({"root": "/x", "token_file": "t"}, "token_file with root"),
-    ({"root": "/x", "memory": "8GiB"}, "test: .*memory"),
+    ({"root": "/x", "memory": "8 gigs"}, "test: .*memory"),
     ({"root": "/x", "memory": 1024}, "test: memory"),
     ({"root": "/x", "memory": 1 << 30, "write": "sometimes"}, "write='sometimes'"),
     ({"root": "/x", "write": "behind"}, "write without memory"),
-    ({"root": "/x", "max_bytes": "8GiB"}, "max_bytes"),
+    ({"root": "/x", "max_bytes": "8 gigs"}, "max_bytes"),
     ({"root": "/x", "ttl": -1}, "ttl"),
     ({"root": "/x", "etcd": "e:1", "max_bytes": 1 << 30}, "max_bytes and ttl with etcd: kvstore-gc"),
     ({"root": "/x", "load_timeout_s": 301}, "load_timeout_s"),
     ({"root": "/x", "load_timeout_s": True}, "load_timeout_s"),
     ({"root": "/x", "tenant": "\ud800"}, "tenant"),
     ({"root": "/x", "fingerprint": {"m": "x" * 5000}}, "fingerprint"),
-    ({"root": "/x", "rooot": "/y"}, "rooot"),
+    ({"root": "/x", "rooot": "/y"}, "rooot.*: did you mean root\\?"),
 )
 
 
@@ -51,6 +51,19 @@ WRONG: tuple[tuple[dict[Any, Any], str], ...] = (
 def test_settings_that_make_no_sense_are_refused_with_the_key(given: dict[Any, Any], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         EngineSettings.of(given, "test")
+
+
+def test_sizes_as_text_are_bytes() -> None:
+    given = {"root": "/x", "memory": "1GiB", "max_bytes": "256MiB", "load_bytes_max": "64 MB"}
+    found = VllmSettings.of(given)
+    assert (found.memory, found.max_bytes, found.load_bytes_max) == (1 << 30, 256 << 20, 64_000_000)
+
+
+def test_opened_store_is_described_in_the_log(tmp_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = EngineSettings(root=str(tmp_root), max_bytes=64 << 20)
+    LazyStore(settings, [Namespace.of("m", OPAQUE_LAYOUT)]).close()
+    (line,) = (each for each in caplog.messages if "connector.opened" in each)
+    assert f"root file://{tmp_root}" in line and "namespace=m capacity=64.00 MiB used=" in line
 
 
 TABLES: tuple[tuple[str, type[EngineSettings]], ...] = (

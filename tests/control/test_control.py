@@ -10,6 +10,7 @@ import pytest
 
 from kvstore.engine.settings import Limits
 from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.format import places
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.transport.status import Busy
 from kvstore.v1 import control_pb2 as pb
@@ -111,4 +112,13 @@ def test_health_answers_while_the_root_hangs_and_says_so() -> None:
         hang.release.set()
         assert not isinstance(health, KVStoreError)
         assert not health["healthy"] and not health["root"]["answers"]
-        assert "the root does not answer within 2 s" in health["problems"][0]
+        assert "the root is gone, or silent for 2 s" in health["problems"][0]
+
+
+def test_health_reports_a_root_that_is_gone() -> None:
+    files = MemoryFiles()
+    with serving(MemoryRoot(files)) as served, steering(served) as control:
+        MemoryRoot(files).remove(places.FORMAT)
+        (health,) = control.health().values()
+        assert not isinstance(health, KVStoreError)
+        assert not health["healthy"] and "the root is gone" in health["problems"][0]

@@ -1,4 +1,4 @@
-"""A headless Chromium for tests: its page, its console, and screenshots."""
+"""A headless Chromium for tests: its page and its console."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 PATIENCE_S = 60.0
-HEIGHT_MAX = 1_800
 
 FLAGS = (
     "--headless",
@@ -25,24 +23,6 @@ FLAGS = (
     "--disable-sync",
     "--ignore-certificate-errors",
 )
-
-CONTRAST = (Path(__file__).parent / "contrast.js").read_text()
-UNNAMED = (Path(__file__).parent / "unnamed.js").read_text()
-
-
-@dataclass(frozen=True, slots=True)
-class Mode:
-    """A way to look at the page: window size and theme."""
-
-    name: str
-    width: int
-    height: int
-    dark: bool = False
-    phone: bool = False
-
-
-LIGHT, DARK, PHONE = Mode("light", 1280, 800), Mode("dark", 1280, 800, dark=True), Mode("phone", 360, 740, phone=True)
-MODES = (LIGHT, DARK, PHONE)
 
 
 def missing() -> str | None:
@@ -62,16 +42,6 @@ class Page:
 
     def __init__(self, driver: Any) -> None:
         self.driver = driver
-
-    def look(self, mode: Mode, height: int | None = None) -> None:
-        """Sizes the window as a screen of that kind."""
-        self.driver.execute_cdp_cmd(
-            "Emulation.setDeviceMetricsOverride",
-            {"width": mode.width, "height": height or mode.height, "deviceScaleFactor": 1, "mobile": mode.phone},
-        )
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if mode.dark else "light"}
-        still = {"name": "prefers-reduced-motion", "value": "reduce"}
-        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme, still]})
 
     def run(self, script: str, *arguments: object) -> Any:
         """Returns the result of a script."""
@@ -103,14 +73,6 @@ class Page:
     def complaints(self) -> list[str]:
         """Returns the messages of the browser's console since the last call, without mere advice."""
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
-
-    def picture(self, mode: Mode, path: Path) -> None:
-        """The whole page as PNG, as far as a picture may be long."""
-        height = int(self.run("return document.documentElement.scrollHeight"))
-        self.look(mode, max(mode.height if not mode.phone else 0, min(HEIGHT_MAX, height)))
-        time.sleep(0.4)  # the page redraws its charts a moment after its size changes
-        self.driver.save_screenshot(str(path))
-        self.look(mode)
 
 
 @contextmanager

@@ -1,7 +1,4 @@
-"""The dashboard in a real Chromium, against a live cluster under load: every view, every way to look at it, every key.
-
-``KVSTORE_SCREENSHOTS=FOLDER`` keeps the pictures of each view (README.md and deploy/screenshots have some).
-"""
+"""The dashboard in a real Chromium, against a live cluster under load: every view, and a token where one is needed."""
 
 from __future__ import annotations
 
@@ -16,11 +13,10 @@ from pathlib import Path
 import pytest
 
 import kvstore
-from kvstore.census.selection import Selection
 from kvstore.client.store import Store
 from kvstore.security.authentication import issue, new_key
 from tests.cli.conftest import Running, serving
-from tests.dashboard.chromium import CONTRAST, DARK, LIGHT, MODES, UNNAMED, Mode, Page, missing, opened
+from tests.dashboard.chromium import Page, missing, opened
 from tests.dashboard.crowd import IMAGE, SCRIPT, age, busy, damage
 from tests.kit.cases import for_each
 from tests.kit.etcd import frozen
@@ -38,7 +34,6 @@ VIEWS = {
     "workers": ("serves", "Hit ratio", "All counts of"),
     "prefixes": ("Where the bytes are", "ways on", "tokens", " ago"),
     "damage": ("Found by workers", "miss damaged", "files,"),
-    "operations": ("clear", "done"),
 }
 
 
@@ -51,9 +46,8 @@ class Live:
     page: Page
     root: Path
 
-    def show(self, view: str, mode: Mode) -> None:
+    def show(self, view: str) -> None:
         """Opens a view and waits until it shows the expected text."""
-        self.page.look(mode)
         self.page.driver.get("about:blank")
         self.page.driver.get(f"{self.dashboard.said['dashboard']}#{view}")
         self.page.until_says(*VIEWS[view])
@@ -80,38 +74,29 @@ def live(module_root: Path) -> Iterator[Live]:
 
 
 def _history(store: Store, root: Path) -> None:
-    """Makes content for the views: damage that was found, chunks of different ages, an ended operation."""
+    """Makes content for the views: damage that was found, and chunks of different ages."""
     deadline_s = time.monotonic() + PATIENCE_S
     while not store.stats()["miss_damaged"]:
         assert time.monotonic() < deadline_s, "nobody came across the damage"
         damage(root, 60)
         time.sleep(1)
     age(root)
-    store.clear(Selection(tenant="globex"), dry_run=True).wait(PATIENCE_S)
 
 
-@for_each("mode", MODES)
 @for_each("view", VIEWS)
-def test_each_view_shows_what_is_there_and_can_be_read(live: Live, tmp_path: Path, view: str, mode: Mode) -> None:
-    if view == "capacity" and mode is LIGHT:
+def test_each_view_shows_its_content_and_runs_no_name(live: Live, view: str) -> None:
+    if view == "capacity":
         age(live.root)  # aged chunks may have been used, or collected, meanwhile
-    live.show(view, mode)
+    live.show(view)
     if view == "prefixes":
         live.page.run("[...document.querySelectorAll('.tree .toggle[aria-expanded]')].at(-1).click()")
-    kept = os.environ.get("KVSTORE_SCREENSHOTS")
-    folder = Path(kept) if kept else tmp_path
-    live.page.picture(mode, folder / f"{view}-{mode.name}.png")
-    width = live.page.run("return document.documentElement.scrollWidth")
-    assert width <= mode.width, "nothing sticks out to the side"
-    assert live.page.run(CONTRAST) == []
-    assert live.page.run(UNNAMED) == []
     assert live.page.complaints() == []
     assert live.page.run("return window.hostile") is None, "a name was run as a script"
     assert live.page.run("return document.querySelectorAll('main script, main img').length") == 0
 
 
 def test_a_dashboard_that_is_gone_is_said_and_comes_back(live: Live) -> None:
-    live.show("overview", DARK)
+    live.show("overview")
     with frozen(live.dashboard.child.pid):
         live.page.until_says("The dashboard does not answer")
         assert "Hit ratio" in live.page.text, "what it said before stays"
@@ -129,7 +114,6 @@ def test_it_asks_for_a_token_where_one_is_needed(live: Live, module_root: Path, 
     arguments = ["dashboard", "--root", str(live.root), "--etcd", live.up.etcd, "--listen", "127.0.0.1:0"]
     with serving(tmp_path, *arguments, "--access", str(access)) as running:
         page = live.page
-        page.look(LIGHT)
         page.driver.get(running.said["dashboard"])
         page.until_says("A token, please")
         assert "llama" not in page.text and page.run("return document.activeElement.id") == "token"

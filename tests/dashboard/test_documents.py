@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
-from kvstore.client.store import Store
-from kvstore.core.metrics import STARTED
-from kvstore.dashboard.poller import SourceValue
-from kvstore.dashboard.views import Document, attention
-from kvstore.dashboard.workers import GONE, WorkersSource
-from kvstore.errors import Unavailable
+from kvstore.dashboard.views import Document
 from tests.kit import faulty_meta
 from tests.kit.boards import Shown, shown
 from tests.kit.etcd import eventually
-from tests.kit.fake_meta import FakeClock
 from tests.kit.faulty_root import Hang, Rule
 from tests.kit.stores import TINY, kv_of
 
@@ -100,28 +92,3 @@ def test_an_etcd_that_does_not_answer_is_said_and_the_rest_goes_on(board: Shown)
 
 def _only_etcd_fails(sources: Document) -> bool:
     return sources["etcd"]["error"] is not None and sources["root"]["error"] is None
-
-
-def test_a_worker_that_was_killed_stays_and_says_so() -> None:
-    answers: dict[str, Any] = {"a": {STARTED: 1.0}, "b": {STARTED: 1.0}}
-    clock = FakeClock()
-    source = WorkersSource(lambda: cast(Store, SimpleNamespace(stats_each=lambda: answers)), clock)
-    source.seen()
-    answers["b"] = Unavailable("refused")
-    for _ in range(3):
-        clock.advance(3.0)
-        assert source.seen()["b"].error == "refused"
-    del answers["b"]
-    seen = source.seen()
-    reading: SourceValue[Any] = SourceValue(None, 0.0, None)
-    looks: dict[str, SourceValue[Any]] = {
-        "workers": SourceValue(seen, 0.0, None),
-        "etcd": reading,
-        "root": reading,
-        "quarantine": reading,
-    }
-    assert [item["text"] for item in attention(looks)] == [f"worker b is missing: {GONE}"]
-    answers.update(a={STARTED: 20.5}, b={STARTED: 30.5})
-    seen = source.seen()
-    assert {address: each.restarts for address, each in seen.items()} == {"a": 1, "b": 1}
-    assert seen["b"].missing_since_s is None

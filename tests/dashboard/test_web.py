@@ -23,7 +23,7 @@ from tests.kit.certificates import Authority
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import TINY
 
-VIEWS = ("overview", "history", "capacity", "namespaces", "pins", "workers", "prefixes", "damage", "operations")
+VIEWS = ("overview", "history", "capacity", "namespaces", "pins", "workers", "prefixes", "damage")
 
 
 @pytest.fixture(scope="module")

@@ -154,6 +154,7 @@ def test_a_dry_run_changes_neither_the_root_nor_etcd(up: Running, at: tuple[str,
     assert as_json["namespaces"][0]["name"] == "model" and len(as_json["examples"]) == 10
     assert shown.returncode == 0
     assert "would delete 16 chunks" in shown.stdout and "over capacity" in shown.stdout
+    assert as_json["examples"][0]["namespace"] not in shown.stdout, "tables have names"
 
     done = line(ended(*at, "--once", *limit, "--json"))
     assert done["reaped"]["chunks"] in (16, 17), "in slices"

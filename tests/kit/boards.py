@@ -20,7 +20,7 @@ from tests.kit.faulty_meta import FaultyMeta
 from tests.kit.faulty_root import FaultyRoot
 from tests.kit.patience import slowness
 
-QUICK = RefreshIntervals(0.05, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05, late_s=0.3)
+QUICK = RefreshIntervals(0.05, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05, late_s=0.3)
 
 
 @dataclass(frozen=True, slots=True)

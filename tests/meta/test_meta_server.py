@@ -55,8 +55,8 @@ def test_restart_keeps_ports_and_data(tmp_path: Path) -> None:
     assert not alive(pid) and not first.running
     with pytest.raises(Unavailable, match="does not run"):
         _ = first.pid
-    with first:
-        assert first.endpoints == endpoints
+    with EmbeddedEtcd(tmp_path / "new" / "folder") as second:
+        assert second.endpoints == endpoints
         assert keys(endpoints) == ["a"]
     with EmbeddedEtcd(tmp_path / "new" / "folder") as second:
         assert keys(second.endpoints) == ["a"]

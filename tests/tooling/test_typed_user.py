@@ -53,7 +53,7 @@ kvstore.Layout(1, 1, 8, dtype="bfloat61")  # wrong
 kvstore.open("kv", durability="fsnyc")  # wrong
 kvstore.open("kv", write="behnid")  # wrong
 kvstore.open("kv", memry=1)  # wrong
-kvstore.open("kv", max_bytes="64GiB")  # wrong
+kvstore.open("kv", max_bytes=[64])  # wrong
 kvstore.open("kv", ttl="7d")  # wrong
 kvstore.errors.Unavailble("later")  # wrong
 '''

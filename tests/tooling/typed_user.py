@@ -82,7 +82,7 @@ def prefetched(cache: Cache, tokens: list[int]) -> int:
 
 
 def planned(cache: Cache, prompts: list[list[int]]) -> list[int]:
-    plan: kvstore.Plan = cache.plan(prompts, memory_tokens=1000, decode_tokens=8)
+    plan: kvstore.Plan = cache.plan(prompts, memory_tokens=1000)
     found: list[int] = []
     with plan.run(ahead=1) as run:
         for group in run:

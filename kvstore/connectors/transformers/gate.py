@@ -17,7 +17,7 @@ from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest
 from kvstore.segments import Bounds, Measured, Rule, Verdict
 
-# Compares blended and full prefill of the same prompt: answers, top-1 agreement, KL, and the KV of each layer.
+# Compares blended and full prefill of the same prompt: answers, top-1 agreement and KL.
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,41 +149,6 @@ class RuleFigures:
             or self.kl_sum > bounds.kl_max * asked
             or any(lost > bounds.answers_lost_max * answers[kind] for kind, lost in self.lost.items())
         )
-
-
-@dataclass(slots=True)
-class LayerError:
-    """Squared errors of reused rows in one layer against full prefill; ``share`` is the fraction computed."""
-
-    share: float = 0.0
-    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("k", "v", "k loaded", "v loaded"), 0.0))
-    norms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("k", "v"), 0.0))
-
-    def relative(self, name: str) -> float:
-        """Returns the root of squared errors over squared values: of "k", "v", or of either as ``loaded``."""
-        return float((self.sums[name] / max(self.norms[name[0]], 1e-30)) ** 0.5)
-
-
-def by_layer(decoder: Decoder, prepared: Sequence[Prepared], verdict: Verdict) -> list[LayerError]:
-    """Returns for each layer how far K and V of reused rows are from full prefill, as loaded and as blended."""
-    found = [LayerError() for _ in range(decoder.layers)]
-    for each in prepared:
-        kv, _, computed = each.blended(decoder, verdict)
-        rows = each.reused.nonzero()[:, 0]
-        for layer, errors in enumerate(found):
-            errors.share += computed[layer] / max(1, len(rows)) / len(prepared)
-            whole = each.full.at(layer, rows)
-            for name, one, loaded, exact in zip(
-                "kv", kv.at(layer, rows), each.loaded.at(layer, rows), whole, strict=True
-            ):
-                errors.norms[name] += _squares(exact)
-                errors.sums[name] += _squares(one - exact)
-                errors.sums[f"{name} loaded"] += _squares(loaded - exact)
-    return found
-
-
-def _squares(values: Any) -> float:
-    return float((values.float() ** 2).sum())
 
 
 def _chances(decoder: Decoder, hidden: Any) -> Any:
@@ -376,8 +341,6 @@ AT_ONCE = 8
 UNMEASURED = Measured(prompts=0, tokens=0, agreement=0.0, kl=0.0, answers_lost=0.0, work=0.0)
 MARGIN = 0.5
 """Share of what the bounds allow that a rule may use on the prompts to choose by."""
-LAYERS_PROMPTS_MAX = 8
-"""Prompts on which the errors of each layer are taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,8 +355,6 @@ class Choice:
     """All that were tried, in order, with what was measured on the prompts to choose by until they could not hold any
     more.
     """
-    layers: list[LayerError]
-    """The errors of each layer with ``verdict``."""
     is_chosen: bool
     """True if a rule held on the prompts to choose by."""
     searched: int
@@ -460,9 +421,7 @@ def choose(
         if best is not None:
             break
     verdict = _closed(tried) if best is None else _reported(decoder, split.held_out, best)
-    some = [prepare(decoder, case) for case in split.held_out[:LAYERS_PROMPTS_MAX]]
-    layers = by_layer(decoder, some, verdict)
-    return Choice(verdict, tried, layers, best is not None, len(split.searched), len(split.held_out))
+    return Choice(verdict, tried, best is not None, len(split.searched), len(split.held_out))
 
 
 def tightened(bounds: Bounds) -> Bounds:

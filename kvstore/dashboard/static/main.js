@@ -8,10 +8,9 @@ import { el, patchChildren, span } from "./dom.js";
 import { heat, label, prefixes, words } from "./prefixes.js";
 import { namespaces } from "./namespaces.js";
 import { pins } from "./pins.js";
-import { operations } from "./operations.js";
 import { workers } from "./workers.js";
 
-const VIEWS = { overview, capacity, namespaces, pins, workers, prefixes, damage, operations };
+const VIEWS = { overview, capacity, namespaces, pins, workers, prefixes, damage };
 const NAMES = Object.keys(VIEWS);
 const POLL_MS = 2000, PATIENCE_MS = 10000;
 // What is read anew once a minute at most need not be asked for every other second, once it is there.

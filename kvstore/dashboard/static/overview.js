@@ -33,14 +33,8 @@ export function overview({ doc, history, state }) {
   ];
 }
 
-// Workers are missing that were killed; restarts are those since the dashboard began.
-function beside({ workers, cluster }) {
-  const said = [
-    workers.missing ? `${number(workers.missing)} missing` : null,
-    workers.restarts ? counted(workers.restarts, "restart") : null,
-    cluster ? `${counted(cluster.engines, "engine")} as ${cluster.engines === 1 ? "a node" : "nodes"}` : null,
-  ].filter(Boolean);
-  return said.length ? said.join(", ") : null;
+function beside({ cluster }) {
+  return cluster ? `${counted(cluster.engines, "engine")} as ${cluster.engines === 1 ? "a node" : "nodes"}` : null;
 }
 
 // The share of what a collector lets chunks take; of the file system where none says so.

@@ -1,13 +1,13 @@
 // Workers with what they do now, their counts, and the sessions of engines that are nodes themselves.
 
-import { ago, bar, bytes, card, counted, el, freshness, id, matches, name, number, percent, rate, ratio, table } from "./dom.js";
+import { ago, bar, bytes, card, el, freshness, id, matches, name, number, percent, rate, ratio, table } from "./dom.js";
 
 export function workers({ doc, state }) {
   const rows = doc.workers.filter((row) => matches(state.filter, row.address, row.host, row.version, row.session));
   const count = (row, key) => row.counts?.[key] ?? 0;
   return [
     card("Workers", {}, table("Workers", [
-      { name: "Worker", sort: (row) => row.address, cell: (row) => [el("bdi", { class: "name strong" }, row.address), el("div", { class: "muted" }, name(row.host), row.pid ? ` pid ${row.pid}` : row.awaited ? " pid –" : "", row.version ? [" ", name(row.version)] : "")] },
+      { name: "Worker", sort: (row) => row.address, cell: (row) => [el("bdi", { class: "name strong" }, row.address), el("div", { class: "muted" }, name(row.host), row.pid ? ` pid ${row.pid}` : "", row.version ? [" ", name(row.version)] : "")] },
       { name: "State", cell: state_ },
       { name: "Hit ratio", right: true, title: "of all tokens since it started", sort: (row) => ratio(count(row, "tokens_matched"), count(row, "tokens_asked")), cell: (row) => percent(ratio(count(row, "tokens_matched"), count(row, "tokens_asked"))) },
       { name: "Reads", right: true, title: "sent to clients, mapped memory included", sort: (row) => read(row), cell: (row) => rate(read(row)) },
@@ -16,7 +16,7 @@ export function workers({ doc, state }) {
       { name: "Behind", right: true, title: "acknowledged, not on the root yet", sort: (row) => count(row, "behind_bytes"), cell: (row) => bytes(count(row, "behind_bytes")) },
       { name: "Calls", right: true, sort: (row) => count(row, "calls_in_flight"), cell: (row) => number(count(row, "calls_in_flight")) },
       { name: "Holds", right: true, sort: (row) => count(row, "holds"), cell: (row) => number(count(row, "holds")) },
-      { name: "Session", cell: (row) => (row.session ? id(row.session) : el("span", { class: "muted" }, row.awaited ? "–" : "none in etcd")) },
+      { name: "Session", cell: (row) => (row.session ? id(row.session) : el("span", { class: "muted" }, "none in etcd")) },
     ], rows, { key: (row) => row.address, sort: state.sort.Workers, empty: doc.workers.length ? "no worker that matches" : "no worker is known" })),
     doc.engines.length ? card("Engines that are nodes themselves", {}, table("Engines", [
       { name: "Session", cell: (row) => id(row.session, 32) },
@@ -32,14 +32,13 @@ const read = (row) => row.rates.wire_bytes_out ?? 0;
 const asked = (row) => (row.rates.requests_match ?? 0) + (row.rates.requests_get ?? 0) + (row.rates.requests_put ?? 0);
 
 function state_(row) {
-  if (row.error) return el("span", { class: "bad", title: row.error }, row.missing_since_s ? "missing: " : "no answer: ", row.error);
+  if (row.error) return el("span", { class: "bad", title: row.error }, "no answer: ", row.error);
   const counts = row.counts ?? {};
   const said = [
     counts.root_hangs ? el("span", { class: "bad" }, "root hangs") : null,
     counts.session_alive === 0 ? el("span", { class: "bad" }, "no session") : null,
     counts.protected === 0 ? el("span", { class: "bad" }, "not protected") : null,
     counts.draining ? el("span", { class: "warn" }, "draining") : null,
-    row.restarts ? el("span", { class: "warn" }, counted(row.restarts, "restart")) : null,
   ].filter(Boolean);
   return said.length ? said.map((one) => [one, " "]) : el("span", { class: "good" }, "serves");
 }

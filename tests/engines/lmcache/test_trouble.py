@@ -1,8 +1,7 @@
-"""A store that is down, frozen or failing, and an LMCache that is killed: every task ends in time, as a miss."""
+"""A store that is down, hangs or fails: every task ends in time, as a miss."""
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,9 +15,8 @@ from kvstore.connectors.common import EngineSettings
 from kvstore.engine.settings import Limits
 from kvstore.root.posix import PosixRoot
 from tests.engines.lmcache.objects import adapter, equal, found, key, loaded, made, stored
-from tests.kit.faulty_root import EIO, ENOSPC, EROFS, Fails, FaultyRoot, Hang, Rule
+from tests.kit.faulty_root import ENOSPC, FaultyRoot, Hang, Rule
 from tests.kit.stores import store_on
-from tests.kit.workers import worker_process
 
 QUICK = {"lookup_timeout_s": 0.5, "load_timeout_s": 0.5, "store_timeout_s": 0.8}
 LIMITS = Limits(match_deadline_s=0.5, read_deadline_s=0.5, write_deadline_s=0.8, stall_s=1.0, lanes=4, width=2)
@@ -41,22 +39,6 @@ def assert_everything_is_a_miss(l2: Any) -> None:
     assert in_time(lambda: loaded(l2, KEYS, targets)) == []
     assert not in_time(lambda: stored(l2, [key(9)], [made(9)])).is_successful()
     assert not l2.report_status()["is_healthy"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_worker_that_dies_or_freezes_is_a_miss_in_time(tmp_root: Path, number: signal.Signals) -> None:
-    with worker_process(tmp_root) as worker, adapter(connect=worker.address, **QUICK) as l2:
-        assert stored(l2, KEYS, OBJECTS).is_successful()
-        assert found(l2, KEYS) == [0, 1, 2, 3]
-        worker.send(number)
-        assert_everything_is_a_miss(l2)
-        if number is signal.SIGSTOP:
-            worker.send(signal.SIGCONT)
-            ends_s = time.monotonic() + 30
-            while found(l2, KEYS) != [0, 1, 2, 3]:
-                assert time.monotonic() < ends_s, "it is not used again"
-            assert l2.report_status()["is_healthy"]
 
 
 def test_a_store_that_is_down_from_the_start_is_a_miss_in_time() -> None:
@@ -121,11 +103,10 @@ def _ended(l2: Any, task: int) -> bool:
     return bool(result.popcount() == 0)
 
 
-@pytest.mark.parametrize("fault", [ENOSPC, EROFS, EIO])
-def test_a_store_that_fails_says_so_and_leaves_nothing_to_be_found(root: FaultyRoot, fault: Fails) -> None:
+def test_a_store_that_fails_says_so_and_leaves_nothing_to_be_found(root: FaultyRoot) -> None:
     with adapter(root="faulty", **QUICK) as l2:
         assert found(l2, KEYS) == []
-        root.set_rules([Rule("stage", fault)])
+        root.set_rules([Rule("stage", ENOSPC)])
         assert not stored(l2, KEYS, OBJECTS).is_successful()
         root.set_rules([])
         assert found(l2, KEYS) == []

@@ -127,7 +127,6 @@ def test_the_cheapest_that_holds_is_chosen_and_no_dearer_one_is_tried() -> None:
     assert choice.verdict.measured.prompts == choice.held_out == 5
     assert choice.verdict.measured.tokens == 5 * REUSED
     assert choice.verdict.measured.agreement == 1.0 and choice.verdict.measured.kl < 1e-6
-    assert [each.relative("v") < 1e-4 for each in choice.layers] == [True] * 4
 
 
 def test_a_choice_that_does_not_hold_on_the_others_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,26 +131,16 @@ class Answer:
 
 
 class Engine:
-    """One engine. ``processes`` False: all in one process, which starts in a third of the time.
+    """One engine. ``processes`` False: all in one process, which starts in a third of the time."""
 
-    ``program`` runs it: a script, and words before the settings.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        settings: dict[str, Any],
-        *,
-        processes: bool = False,
-        program: Sequence[str] = (str(HERE / "engine.py"),),
-    ) -> None:
+    def __init__(self, folder: Path, settings: dict[str, Any], *, processes: bool = False) -> None:
         read, write = os.pipe()
         self._log = folder / f"engine-{time.monotonic_ns()}.log"
         if not processes:
             settings = {"distributed_executor_backend": "uni", **settings}
         with open(self._log, "wb") as log:
             self.child = subprocess.Popen(
-                [str(PYTHON), *program, json.dumps(settings), str(write)],
+                [str(PYTHON), str(HERE / "engine.py"), json.dumps(settings), str(write)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
