@@ -49,7 +49,7 @@ HOMES = {
     "h4-ended-hold-is-read": "arriving",
     "leftovers-stay": "narrow",
     "o1-removes-another-version": "objects",
-    "p1-pin-without-a-hold": "zombie",
+    "p1-pin-without-a-hold": "repinned",
     "v2-holds-outlive-the-session": "arriving",
     "v2-session-never-dies": "arriving",
     "v3-chain-not-checked": "lapsed",
