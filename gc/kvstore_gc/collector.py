@@ -38,7 +38,6 @@ T = TypeVar("T")
 
 OPEN_S = 30.0
 HUNG_S = 60.0
-"""A root that has not reported its free space for this long hangs."""
 LISTEN_S = 0.2
 LEAVE_S = 5.0
 """Time for a cycle to leave its work when a signal came."""
@@ -172,13 +171,19 @@ class Pace:
 
 
 class Collector:
-    """One collector on a site. ``signalled`` waits a number of seconds and returns whether a signal came."""
+    """One collector on a site. ``signalled`` waits a number of seconds and returns whether a signal came.
 
-    def __init__(self, site: Site, config: Config, signalled: Callable[[float], bool]) -> None:
+    A root that has not reported its free space for ``hung_s`` hangs.
+    """
+
+    def __init__(
+        self, site: Site, config: Config, signalled: Callable[[float], bool], *, hung_s: float = HUNG_S
+    ) -> None:
         self._stop = Stop()
         self._site = replace(site, each=Threads(THREADS_COUNT, self._stop).each, pause=self._stop.pause)
         self._config = config
         self._signalled = signalled
+        self._hung_s = hung_s
 
     def once(self, listed: Callable[[int], object], metrics_file: str | None = None) -> Summary | None:
         """Does one cycle over all shards, alongside any other collectors; None if a signal came first.
@@ -250,15 +255,15 @@ class Collector:
     def _attend(self, work: Callable[[], T], pressure: Pressure, *, until_hung: bool) -> T | None:
         """The work's result; None if a signal came first. Raises what the work raises.
 
-        If the root has not answered for HUNG_S, it raises Unavailable with ``until_hung``, else it only logs that.
+        If the root has not answered for ``hung_s``, it raises Unavailable with ``until_hung``, else it only logs that.
         """
         outage = OutageLog("root", self._site.clock)
         task = Task(work, "cycle")
         while not task.has_ended(0) and not self._signalled(LISTEN_S):
-            if pressure.silent_s <= HUNG_S:
+            if pressure.silent_s <= self._hung_s:
                 outage.ended()
                 continue
-            hung = f"the root has not answered for {HUNG_S:g} s; check the mount (kvstore check-root)"
+            hung = f"the root has not answered for {self._hung_s:g} s; check the mount (kvstore check-root)"
             if until_hung:
                 raise Unavailable(hung)
             outage.failed(hung)

@@ -111,11 +111,6 @@ class Sweeper:
         return 0.0 if since_s is None else self._clock.monotonic_s() - since_s
 
     @property
-    def oldest_s(self) -> float | None:
-        """When the oldest of its sweeps in flight began (monotonic); None if there is none."""
-        return min(self._begun_s.values(), default=None)
-
-    @property
     def busy_shards(self) -> set[int]:
         """The shards of its sweeps in flight: no other sweep of them can begin."""
         return {one.shard for one in self._flight}

@@ -10,9 +10,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from kvstore.core.address import ADDRESS_BYTES, Address
 from kvstore.core.validate import parse_json
 from kvstore.errors import RootMismatch
@@ -84,13 +81,14 @@ class Condemned:
         packed = b"".join(victims)
         if len(victims) <= EXACT_MAX:
             return cls(sweep, plan_checksum, len(victims), False, packed)
-        bits = np.zeros(-(-len(victims) * FILTER_BITS_PER_VICTIM // 8) * 8, np.uint8)
-        bits[_positions(packed, len(bits)).ravel()] = 1
-        record = cls(sweep, plan_checksum, len(victims), True, np.packbits(bits, bitorder="little").tobytes())
-        # A filter that does not cover the plan would let a node hold a victim.
-        members = CondemnedSet(record)
-        assert all(victim in members for victim in victims)
-        return record
+        bits = bytearray(-(-len(victims) * FILTER_BITS_PER_VICTIM // 8))
+        for victim in victims:
+            place, step = _halves(victim)
+            for _ in range(FILTER_HASHES):
+                at = place % (8 * len(bits))
+                bits[at >> 3] |= 1 << (at & 7)
+                place = (place + step) & _U64_MAX
+        return cls(sweep, plan_checksum, len(victims), True, bytes(bits))
 
     def to_bytes(self) -> bytes:
         count = self.victims_count.to_bytes(4, "little")
@@ -138,14 +136,6 @@ class CondemnedSet:
             place = (place + step) & _U64_MAX
         return True
 
-    def among(self, packed: bytes) -> npt.NDArray[np.bool_]:
-        """Returns which of some addresses, 16 bytes each, count as condemned."""
-        if not self._bits:
-            starts = range(0, len(packed), ADDRESS_BYTES)
-            return np.array([packed[at : at + ADDRESS_BYTES] in self._exact for at in starts], np.bool_)
-        bits = np.unpackbits(np.frombuffer(self._bits, np.uint8), bitorder="little")
-        return np.asarray(bits[_positions(packed, self._bits_count)].all(axis=1), np.bool_)
-
 
 _U64_MAX = (1 << 64) - 1
 
@@ -158,12 +148,3 @@ def _halves(address: bytes) -> tuple[int, int]:
     share.
     """
     return int.from_bytes(address[8:], "little"), int.from_bytes(address[2:8], "little") | 1
-
-
-def _positions(packed: bytes, bits_count: int) -> npt.NDArray[np.intp]:
-    """Returns the positions of packed addresses in a filter, FILTER_HASHES each, as ``CondemnedSet`` finds them."""
-    halves = np.frombuffer(packed, "<u8").reshape(-1, 2)
-    steps = np.arange(FILTER_HASHES, dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        mixed = halves[:, 1:] + steps * (halves[:, :1] >> np.uint64(16) | np.uint64(1))
-    return (mixed % np.uint64(bits_count)).astype(np.intp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +20,6 @@ from kvstore_gc.execute import Sweeper
 from kvstore_gc.leftovers import Orphans
 from kvstore_gc.site import Site
 from tests.chaos.cast import SHARD_BITS, Cast, Part, cast, host_cast
-from tests.chaos.gauge import Gauge, used_bytes
 from tests.chaos.journal import MISS, VIOLATION
 from tests.chaos.pins import LivePins
 from tests.chaos.saboteur import Saboteur
@@ -42,7 +42,6 @@ class Outcome:
     attacks: Counter[str]
     counts: Counter[str]
     rounds: Counter[str]
-    most_bytes: int
     used_bytes: int
     misses_count: int
     pins_checked: int
@@ -57,7 +56,7 @@ class Outcome:
                 line("attacks", self.attacks),
                 line("nodes", self.counts),
                 line("collectors", self.rounds),
-                f"used bytes: at most {self.most_bytes:,}, at the end {self.used_bytes:,} of {MAX_BYTES:,}",
+                f"used bytes at the end: {self.used_bytes:,} of {MAX_BYTES:,}",
                 f"pins in force at the end: {self.pins_checked}; chunks without parent: {self.unreachable_count}",
                 f"misses of held or pinned chunks: {self.misses_count}",
             )
@@ -94,17 +93,14 @@ def play_on_host(folder: Path, *, seconds: float, seed: int, breath_s: float) ->
 
 def _attacked(players: Cast, seconds: float, saboteur: Saboteur, promising: Sequence[Part]) -> Outcome:
     """Plays, and then asks everybody; no promise may have been broken."""
-    gauge = Gauge(players.roots[0], 0.5)
     saboteur.play(seconds)
     time.sleep(CALM_S)
-    gauge.close()
     all_kept(players, promising)
     left = nothing_is_left(players) if players.has_etcd else pins_are_left(players)
     return Outcome(
         saboteur.done,
         players.counts(),
         players.rounds(),
-        gauge.most,
         left.used_bytes,
         len(players.facts(MISS)),
         left.pins_checked,
@@ -119,6 +115,18 @@ def all_kept(players: Cast, promising: Sequence[Part]) -> None:
     assert not players.facts(VIOLATION), f"promises were broken: {players.facts(VIOLATION)}"
     assert all(code == 0 for part in promising for code in part.codes), _said(players)
     assert not any("Traceback" in path.read_text() for path in players.folder.glob("*.log")), _said(players)
+
+
+def used_bytes(root: Path) -> int:
+    """The sum of all chunk files; 0 before the first put."""
+    total, chunks = 0, root / "chunks"
+    for folder in os.scandir(chunks) if chunks.exists() else ():
+        for entry in os.scandir(folder.path):
+            try:
+                total += entry.stat().st_size
+            except OSError:
+                pass  # swept since it was listed
+    return total
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from kvstore.client.cache import Cache, Pin
 from kvstore.errors import Unavailable
 from tests.chaos.cast import SHARD_BITS, Cast, Part, cast
 from tests.chaos.conftest import is_weak
-from tests.chaos.gauge import used_bytes
+from tests.chaos.play import used_bytes
 from tests.chaos.prompts import LAYOUT, SPACE, chain_of, kv
 from tests.kit.patience import eventually
 

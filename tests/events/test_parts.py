@@ -87,6 +87,19 @@ def test_a_namespace_too_many_takes_back_what_was_told(clustered: Cluster, clock
     assert not publishing.index.blocks
 
 
+def test_block_that_was_a_part_is_published_when_whole(clustered: Cluster, clock: Ticking) -> None:
+    node, publishing, whole = clustered.node(), Publishing(clustered, clock), prompt_of(1, 1)
+    claim(clustered, RANKS[0])
+    put_blocks(node, parted(1, 1), space=RANKS[0])
+    publishing.catch_up()
+    assert not publishing.index.blocks
+    remove(clustered, RANKS[0], whole.keys[0])
+    publishing.catch_up()
+    put_blocks(node, whole, space=RANKS[0])
+    publishing.catch_up()
+    assert publishing.index.blocks.keys() == {*whole.hashes}
+
+
 @for_each("seed", range(6))
 def test_what_is_told_is_what_all_ranks_have_whatever_happens(seed: int) -> None:
     chance, clock = random.Random(seed), Ticking()
