@@ -9,7 +9,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 PATCH = re.compile(r"setattr\(\s*f?\"kvstore|patch\(\s*f?\"kvstore")
 LEFT = {
-    "census": 9, "node": 7, "gc": 5, "bulk": 3, "sim": 3, "root": 2, "connectors": 2, "engines": 1, "control": 1,
+    "census": 9, "node": 7, "gc": 5, "bulk": 1, "sim": 3, "root": 2, "connectors": 2, "engines": 1, "control": 1,
     "cli": 1, "client": 1, "tiers": 1, "host": 1, "fsck": 1,
 }  # fmt: skip
 
