@@ -38,7 +38,7 @@ from kvstore.core.recency import Hints
 from kvstore.core.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
 from kvstore.core.validate import TierName, brief
 from kvstore.core.write_mode import WriteMode, WriteModeName
-from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, Overloaded, StoreClosed, Unavailable
+from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.format.header import Ancestry
 from kvstore.format.keyset import BlockKeys, ChunkKeys, leading
 from kvstore.meta.etcd import EtcdMetadata, EtcdTls, EtcdUser
@@ -686,7 +686,7 @@ class HeldAtWorker:
         endpoint = self._lease.endpoint
         try:
             self._caller.at(endpoint, lambda: endpoint.call("Release", request, RELEASE_S))
-        except (CallFailed, StoreClosed):
+        except (CallFailed, KVStoreError):
             pass  # a worker that is gone holds nothing; any other lets go when the hold's lease is over
         endpoint.leave()
 

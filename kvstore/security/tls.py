@@ -1,4 +1,4 @@
-"""TLS: the files, their present content, and contexts for sockets of our own. gRPC uses them through kvstore/transport.
+"""TLS: the files, their present content, and contexts for sockets of our own.
 
 Certificates are read again when their files change. A wrong change is logged, and the old ones stay (rule X2).
 """

@@ -30,7 +30,7 @@ from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied
 from kvstore.meta.session import Session
 from kvstore.meta.workers import WorkerRecord, WorkerRegistry
 from kvstore.security.guard import AccessGuard, ServerSecurity
-from kvstore.transport.credentials import server_credentials
+from kvstore.security.tls import Certificate
 from kvstore.transport.limits import CONTROL, SERVER_OPTIONS, SERVICE
 from kvstore.transport.status import Busy, refusal
 from kvstore.transport.watchdog import StreamWatchdog
@@ -170,6 +170,36 @@ class Patience(grpc.ServerInterceptor):
         if message is None:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message: expected one")
         return message
+
+
+# TLS of new connections, with the certificate as it is now (rule X2).
+
+
+def server_credentials(certificate: Certificate, *, asks_certificates: bool) -> grpc.ServerCredentials:
+    """Returns a worker's credentials; ``asks_certificates`` demands one of each client. Raises InvalidRequest."""
+    used = certificate.version
+    first = _configuration(certificate, asks_certificates)
+
+    def fetch() -> Any:
+        """Called by gRPC before each handshake; None keeps the certificate from before."""
+        nonlocal used
+        try:
+            version = certificate.version
+            if version == used:
+                return None
+            used = version
+            return _configuration(certificate, asks_certificates)
+        except KVStoreError as error:  # gRPC would swallow it
+            log.error("certificate.not_reloaded %s", error)
+            return None
+
+    return grpc.dynamic_ssl_server_credentials(first, fetch, require_client_authentication=asks_certificates)
+
+
+def _configuration(certificate: Certificate, asks_certificates: bool) -> grpc.ServerCertificateConfiguration:
+    pems = certificate.pems
+    assert pems.key is not None and pems.cert is not None
+    return grpc.ssl_server_certificate_configuration([(pems.key, pems.cert)], pems.ca if asks_certificates else None)
 
 
 log = logging.getLogger(__name__)

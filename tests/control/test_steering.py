@@ -114,7 +114,7 @@ def test_limits_of_one_worker_or_all_and_exit_code_1_where_one_refuses(run: Run,
     assert wrong.exit_code == 2 and "expected NAME=VALUE" in wrong.stderr
     unknown = run("limits", "calls_max=70", "cals_max=70", *at)
     assert unknown.exit_code == 2 and unknown.stderr.count("\n") == 1
-    assert "no worker has a limit cals_max: expected one of calls_max, " in unknown.stderr
+    assert "no worker has a limit cals_max: expected one of behind_share, " in unknown.stderr
     assert parsed(run("limits", *at, "--json"))["workers"] == shown
 
 

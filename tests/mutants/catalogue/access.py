@@ -106,7 +106,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "access-client-without-certificate",
         at(
-            "kvstore.transport.credentials",
+            "kvstore.worker.server",
             "server_credentials",
             lambda real, certificate, *, asks_certificates: real(certificate, asks_certificates=False),
         ),
