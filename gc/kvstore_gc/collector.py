@@ -38,8 +38,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 OPEN_S = 30.0
-HUNG_S = 60.0
-"""A root that has not reported its free space for this long hangs."""
 LISTEN_S = 0.2
 LEAVE_S = 5.0
 """Time for a cycle to leave its work when a signal came."""
@@ -252,15 +250,15 @@ class Collector:
     def _attend(self, work: Callable[[], T], pressure: Pressure, *, until_hung: bool) -> T | None:
         """The work's result; None if a signal came first. Raises what the work raises.
 
-        If the root has not answered for HUNG_S, it raises Unavailable with ``until_hung``, else it only logs that.
+        If the root has not answered for ``hung_s``, it raises Unavailable with ``until_hung``, else it only logs that.
         """
-        outage = OutageLog("root", self._site.clock)
+        outage, hung_s = OutageLog("root", self._site.clock), self._site.timings.hung_s
         task = Task(work, "cycle")
         while not task.has_ended(0) and not self._signalled(LISTEN_S):
-            if pressure.silent_s <= HUNG_S:
+            if pressure.silent_s <= hung_s:
                 outage.ended()
                 continue
-            hung = f"the root has not answered for {HUNG_S:g} s; check the mount (kvstore check-root)"
+            hung = f"the root has not answered for {hung_s:g} s; check the mount (kvstore check-root)"
             if until_hung:
                 raise Unavailable(hung)
             outage.failed(hung)

@@ -64,9 +64,10 @@ class CreditReservation:
 class NodeUsage:
     """Byte counts of one node, and its credit. Thread-safe. All counts are of this node's life, and only grow."""
 
-    def __init__(self, refused: Callable[[], None] = lambda: None) -> None:
-        """``refused`` is called for each put that gets no credit."""
+    def __init__(self, refused: Callable[[], None] = lambda: None, wait_s: float = WAIT_S) -> None:
+        """``refused`` is called for each put that gets no credit, after a wait of at most ``wait_s``."""
         self._refused = refused
+        self._wait_s = wait_s
         self._lock = threading.Condition()
         self._written = self._removed = self._largest = 0
         self._pending = 0
@@ -121,8 +122,8 @@ class NodeUsage:
     ) -> CreditReservation:
         """Reserves credit for a put, of at least one byte where its size is not known.
 
-        Waits while there is none, at most ``wait_s`` and WAIT_S; then raises Overloaded, or StoreFull if collectors
-        publish that nothing can be evicted. ``missing_bytes`` is called before the wait, and returns how many bytes of
+        Waits while there is none, at most ``wait_s``; then raises Overloaded, or StoreFull if collectors publish that
+        nothing can be evicted. ``missing_bytes`` is called before the wait, and returns how many bytes of
         the put are not stored yet. Nothing is reserved for no bytes.
         """
         with self._lock:
@@ -130,7 +131,7 @@ class NodeUsage:
             if not self._waiting and self._admits(size_bytes):
                 return self._reserved(size_bytes)
         size_bytes = size_bytes if missing_bytes is None else missing_bytes()
-        put, ends_s = object(), time.monotonic() + min(wait_s, WAIT_S)
+        put, ends_s = object(), time.monotonic() + min(wait_s, self._wait_s)
         with self._lock:
             self._waiting.append(put)
             try:

@@ -27,7 +27,7 @@ from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.host.clears import HostClears
 from kvstore.host.eviction import Evicted, Eviction, EvictionVictim, file_system_now_ns
-from kvstore.meta.clears import BARRIER_S, PASSING_S, Barrier, Barriers, Clears, OrderTold
+from kvstore.meta.clears import BARRIER_S, Barrier, Barriers, Clears, OrderTold
 from kvstore.meta.keys import SessionId
 from kvstore.meta.session import Session
 from kvstore.meta.store import Watch, WatchLost
@@ -215,12 +215,9 @@ class ClearsFollower:
             self._changed.wait_for(lambda: self._loop.closed or self._session not in (None, session), timeout=RETRY_S)
 
 
-ANSWER_S = 15.0
-"""Time for the other nodes to answer that they dropped it; a node that hangs, or knows no orders, never answers."""
 POLL_S = 0.2
 LANES = 2
 PROGRESS_S = 0.5
-RENEW_S = min(PASSING_S, BARRIER_S) / 8
 
 Pinned = Container[Address]
 
@@ -252,6 +249,7 @@ class NamespaceClear:
         self._pinned = pinned
         self._pause = pause
         self._timeout_s = node.limits.meta_deadline_s
+        self._renew_s = (BARRIER_S if clears is None else min(clears.passing_s, BARRIER_S)) / 8
 
     def count(self, order: ClearOrder, progress: Progress) -> Cleared:
         """Counts what ``clear`` would delete; changes nothing."""
@@ -292,7 +290,7 @@ class NamespaceClear:
 
         A write that is not waited for would publish behind the sweep. Raises Unavailable if the writes do not end.
         """
-        deadline = Deadline(self._node.clock, ANSWER_S)
+        deadline = Deadline(self._node.clock, self._node.limits.clear_answer_s)
         while not self._node.obey([order], [order]):
             waiting()
             if deadline.passed:
@@ -320,7 +318,7 @@ class NamespaceClear:
         ended = threading.Event()
 
         def renewing() -> None:
-            while not ended.wait(RENEW_S):
+            while not ended.wait(self._renew_s):
                 try:
                     renew()
                 except KVStoreError as error:
@@ -337,7 +335,7 @@ class NamespaceClear:
     def _wait_for_answers(
         self, look: Callable[[bytes, float], set[SessionId]], id: bytes, waiting: Callable[[], None]
     ) -> set[SessionId]:
-        deadline = Deadline(self._node.clock, ANSWER_S)
+        deadline = Deadline(self._node.clock, self._node.limits.clear_answer_s)
         while True:
             silent = look(id, self._timeout_s)
             waiting()

@@ -133,16 +133,10 @@ class MemoryPart:
 log = logging.getLogger(__name__)
 
 WRITERS = 4
-AFTER_S = 0.05
-"""How long a chunk waits before it is written: acknowledging its put needs the cores first."""
 PAUSE_S = 0.5
 """Pause after the root refused or did not answer."""
 JOIN_S = 2.0
 """At the end, the wait for threads that still write."""
-STUCK_S = 3.0
-"""At the end, the node stops waiting once nothing was written or given up for this long: the root refuses, or lacks
-parents.
-"""
 
 
 @dataclass(slots=True, eq=False)
@@ -231,7 +225,7 @@ class WriteBehind:
     def add(self, wanted: KeySet, first: int, count: int, hints: Hints, size_bytes: int) -> None:
         now_s = self._clock.monotonic_s()
         ends_s = now_s + self._node.limits.behind_give_up_s
-        job = FlushJob(wanted, first, count, hints, size_bytes, ends_s, now_s + AFTER_S)
+        job = FlushJob(wanted, first, count, hints, size_bytes, ends_s, now_s + self._node.limits.behind_after_s)
         with self._changed:
             self._jobs += 1
             if not self._loop.closed:
@@ -279,8 +273,8 @@ class WriteBehind:
             return self._changed.wait_for(lambda: not self._jobs, timeout_s)
 
     def close(self, waited_s: float = 0.0) -> None:
-        """Writes what is queued for at most ``flush_s``, and for at most STUCK_S where nothing can be written; the rest
-        is lost (rule W3). Takes nothing more. Idempotent.
+        """Writes what is queued for at most ``flush_s``, or ``flush_stuck_s`` where nothing can be written;
+        the rest is lost (rule W3). Takes nothing more. Idempotent.
 
         ``waited_s`` of that time have passed already.
         """
@@ -309,10 +303,10 @@ class WriteBehind:
 
     def _may_wait_s(self, began_s: float, timeout_s: float) -> float:
         """Returns how long ``close``, which began at ``began_s``, may still wait before it looks again."""
-        now_s, ends_s = self._clock.monotonic_s(), began_s + timeout_s
+        now_s, ends_s, stuck_s = self._clock.monotonic_s(), began_s + timeout_s, self._node.limits.flush_stuck_s
         if all(job.was_tried for job in self._writing):
-            ends_s = min(ends_s, max(began_s, self._ended_s) + STUCK_S)
-        return min(ends_s - now_s, STUCK_S)
+            ends_s = min(ends_s, max(began_s, self._ended_s) + stuck_s)
+        return min(ends_s - now_s, stuck_s)
 
     def _next(self) -> Decision:
         """Returns the oldest job that may begin and continues no running or waiting job; else the seconds until one may
@@ -633,7 +627,7 @@ class TierStack:
             self.disk.forbid(standing)
         self.memory.drop_ordered(orders, standing)
         # What waited to be written finds its images gone; what is being written has read them already.
-        return self.behind.pass_by(FORGET_S)
+        return self.behind.pass_by(min(FORGET_S, self.node.limits.clear_answer_s))
 
     def sweep_disk(self, orders: Sequence[ClearOrder]) -> None:
         """Removes from the local disk what orders name: as long as that takes, since what is read from there is looked

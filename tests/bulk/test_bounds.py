@@ -182,11 +182,8 @@ def test_many_threads_at_once_open_no_more_connections_and_arenas_than_allowed(
 
 
 @BOTH
-def test_a_connection_is_replaced_before_its_numbers_run_out(
-    served: Served, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvstore.client.pool.NUMBER_MAX", 3)
-    with connected(served, bulk=way) as store:
+def test_a_connection_is_replaced_before_its_numbers_run_out(served: Served, way: str) -> None:
+    with connected(served, bulk=way, limits=ClientLimits(link_calls_max=3)) as store:
         cache = store.namespace("m", MEDIUM)
         cache.put(TOKENS, KV)
         for _ in range(6):

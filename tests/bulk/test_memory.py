@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstore.client.limits import ClientLimits
 from tests.kit.arenas import (
     MEMORY_BYTES,
     all_let_go,
@@ -204,11 +205,14 @@ def test_a_client_that_lets_go_of_nothing_is_bounded(on_files: Served) -> None:
     all_let_go(on_files)
 
 
-def test_more_views_than_descriptors_for_leases_are_copies(on_files: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.client.pool.LEASES_MAX", 2)
+def test_more_views_than_descriptors_for_leases_are_copies(on_files: Served) -> None:
+    limits = ClientLimits(leases_max=2)
     tokens, kv = TOKENS[: 4 * SIZE], KV[:, :, : 4 * SIZE]
     filled(on_files, tokens, kv, MEDIUM)
-    with connected(on_files, bulk="shared") as store, store.namespace("m", MEDIUM).hold(tokens) as hold:
+    with (
+        connected(on_files, bulk="shared", limits=limits) as store,
+        store.namespace("m", MEDIUM).hold(tokens) as hold,
+    ):
         views = [hold.view() for _ in range(5)]
         eventually(lambda: len(on_files.worker.service.bulk_requests.leases or ()) == 2, "two views have leases")
         assert all(same(view[3], kv[:, :, 3 * SIZE :]) for view in views)

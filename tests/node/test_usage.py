@@ -27,8 +27,8 @@ def record(revision: int, credit: int | None = CREDIT, *, is_full: bool = False)
 class Reporting:
     """A node's counts in a session, with its own clock; each report gets the next revision."""
 
-    def __init__(self) -> None:
-        self.usage = NodeUsage()
+    def __init__(self, wait_s: float = 0.0) -> None:
+        self.usage = NodeUsage(wait_s=wait_s)
         self.usage.begin()
         self.now_s = 0.0
         self._revisions = count(1)
@@ -61,9 +61,8 @@ class Reporting:
 
 
 @pytest.fixture
-def node(monkeypatch: pytest.MonkeyPatch) -> Reporting:
+def node() -> Reporting:
     """Its puts do not wait."""
-    monkeypatch.setattr("kvstore.engine.capacity.WAIT_S", 0.0)
     return Reporting()
 
 
@@ -153,9 +152,8 @@ def test_a_credit_outlives_its_collector_for_a_while(node: Reporting) -> None:
     assert node.put(1 << 40)
 
 
-def test_a_put_waits_for_a_credit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.engine.capacity.WAIT_S", NEVER_S)
-    node = Reporting()
+def test_a_put_waits_for_a_credit() -> None:
+    node = Reporting(NEVER_S)
     node.receive(record(0))
     assert node.put(CREDIT)
     with ThreadPoolExecutor() as threads:
@@ -167,9 +165,8 @@ def test_a_put_waits_for_a_credit(monkeypatch: pytest.MonkeyPatch) -> None:
         assert waiting[1].result(PATIENCE_S), "in order: a small put does not overtake a large one"
 
 
-def test_a_full_root_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.engine.capacity.WAIT_S", NEVER_S)
-    node = Reporting()
+def test_a_full_root_ends_the_wait() -> None:
+    node = Reporting(NEVER_S)
     node.receive(record(0, 0))
     with ThreadPoolExecutor() as threads:
         waiting = threads.submit(node.put, 1)
