@@ -92,9 +92,6 @@ class Limits:
     """A chunk that could not be written to the root for this long is lost."""
     flush_s: float = 10.0
     """Limit on the time that a closing node spends writing chunks that the root lacks."""
-    flush_stuck_s: float = 3.0
-    """A closing node stops waiting once nothing was written or given up for this long: the root refuses, or lacks
-    parents."""
     operations_max: int = 32
     """Operations (prefetch, clear) that may be unfinished; more are refused with Overloaded."""
     prefetch_deadline_s: float = 600.0

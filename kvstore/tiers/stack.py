@@ -137,6 +137,10 @@ PAUSE_S = 0.5
 """Pause after the root refused or did not answer."""
 JOIN_S = 2.0
 """At the end, the wait for threads that still write."""
+STUCK_S = 3.0
+"""At the end, the node stops waiting once nothing was written or given up for this long: the root refuses, or lacks
+parents.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -273,8 +277,8 @@ class WriteBehind:
             return self._changed.wait_for(lambda: not self._jobs, timeout_s)
 
     def close(self, waited_s: float = 0.0) -> None:
-        """Writes what is queued for at most ``flush_s``, or ``flush_stuck_s`` where nothing can be written;
-        the rest is lost (rule W3). Takes nothing more. Idempotent.
+        """Writes what is queued for at most ``flush_s``, and for at most STUCK_S where nothing can be written; the rest
+        is lost (rule W3). Takes nothing more. Idempotent.
 
         ``waited_s`` of that time have passed already.
         """
@@ -303,10 +307,10 @@ class WriteBehind:
 
     def _may_wait_s(self, began_s: float, timeout_s: float) -> float:
         """Returns how long ``close``, which began at ``began_s``, may still wait before it looks again."""
-        now_s, ends_s, stuck_s = self._clock.monotonic_s(), began_s + timeout_s, self._node.limits.flush_stuck_s
+        now_s, ends_s = self._clock.monotonic_s(), began_s + timeout_s
         if all(job.was_tried for job in self._writing):
-            ends_s = min(ends_s, max(began_s, self._ended_s) + stuck_s)
-        return min(ends_s - now_s, stuck_s)
+            ends_s = min(ends_s, max(began_s, self._ended_s) + STUCK_S)
+        return min(ends_s - now_s, STUCK_S)
 
     def _next(self) -> Decision:
         """Returns the oldest job that may begin and continues no running or waiting job; else the seconds until one may

@@ -20,9 +20,10 @@ from kvstore.core.executor import Deadline
 from kvstore.core.recency import Hints
 from kvstore.core.write_mode import WriteMode
 from kvstore.errors import KVStoreError
-from kvstore.tiers.stack import JOIN_S, PART_BYTES_MIN, MemoryPut
+from kvstore.tiers import stack
+from kvstore.tiers.stack import PART_BYTES_MIN, MemoryPut
 from tests.kit.faulty_root import ENOSPC, FaultyRoot, Hang, Rule
-from tests.kit.patience import NEVER_S, PATIENCE_S, slowness
+from tests.kit.patience import PATIENCE_S, slowness
 from tests.kit.stores import same
 from tests.kit.tiers import (
     ASKING,
@@ -244,10 +245,11 @@ def test_w3_parents_that_are_gone_are_not_waited_for_until_the_end(caplog: pytes
     assert not any(node.on_root(1, 6)[3:]) and node.on_root(2, 6) == [True] * 6
 
 
-def test_w3_what_is_being_written_is_waited_for_beside_parents_that_are_gone() -> None:
+def test_w3_what_is_being_written_is_waited_for_beside_parents_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack, "STUCK_S", 0.1)
+    monkeypatch.setattr(stack, "JOIN_S", 0.0)
     root = faulty()
-    never = dict.fromkeys(("flush_s", "behind_give_up_s", "write_deadline_s", "stall_s"), NEVER_S)
-    node = Acting(root, limits=quick(**never, flush_stuck_s=0.1))
+    node = Acting(root, limits=quick(flush_s=3600.0, behind_give_up_s=3600.0, write_deadline_s=3600.0, stall_s=3600.0))
     node.put(1, 4, write=WriteMode.UNCACHED)
     with held(root, "stat"):  # before it is looked whether the parents are there
         node.put(1, 6, first=4)
@@ -257,7 +259,7 @@ def test_w3_what_is_being_written_is_waited_for_beside_parents_that_are_gone() -
         assert hang.reached.wait(PATIENCE_S)
         closing = threading.Thread(target=node.close)
         closing.start()
-        closing.join(2 * JOIN_S)
+        closing.join(0.5)
         assert closing.is_alive(), "it waits for the write"
     closing.join(PATIENCE_S)
     assert not closing.is_alive()
