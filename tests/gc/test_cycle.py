@@ -104,6 +104,17 @@ def test_slices_after_one_that_spared_held_chunks_take_others(place: Place) -> N
     assert place.cluster.present(kept) == hold.count == 6
 
 
+def test_a2_held_chunks_are_not_chosen_by_the_next_round(place: Place) -> None:
+    node, chain = place.cluster.node(), prompt(1, 6)
+    put(node, chain)
+    place.age(chain)
+    hold = node.node.hold(chain)
+    node.node.holds._used = lambda wanted: None  # as where a root keeps no times
+    rounds = place.cycle(Config(ttl_s=60.0))
+    assert [rounds.run().spared["held"] for _ in range(2)] == [6, 0]
+    assert place.cluster.present(chain) == hold.count == 6
+
+
 @pytest.mark.parametrize("limits", [NODE_LIMITS, NOT_LINGERING], ids=["lingers", "gone"])
 @pytest.mark.parametrize("renews", [True, False])
 def test_a_prompt_whose_hold_ends_between_rounds_keeps_its_prefix(place: Place, limits: Limits, renews: bool) -> None:
