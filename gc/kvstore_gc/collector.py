@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 OPEN_S = 30.0
-HUNG_S = 60.0
 LISTEN_S = 0.2
 LEAVE_S = 5.0
 """Time for a cycle to leave its work when a signal came."""
@@ -176,14 +175,11 @@ class Collector:
     A root that has not reported its free space for ``hung_s`` hangs.
     """
 
-    def __init__(
-        self, site: Site, config: Config, signalled: Callable[[float], bool], *, hung_s: float = HUNG_S
-    ) -> None:
+    def __init__(self, site: Site, config: Config, signalled: Callable[[float], bool]) -> None:
         self._stop = Stop()
         self._site = replace(site, each=Threads(THREADS_COUNT, self._stop).each, pause=self._stop.pause)
         self._config = config
         self._signalled = signalled
-        self._hung_s = hung_s
 
     def once(self, listed: Callable[[int], object], metrics_file: str | None = None) -> Summary | None:
         """Does one cycle over all shards, alongside any other collectors; None if a signal came first.
@@ -257,13 +253,13 @@ class Collector:
 
         If the root has not answered for ``hung_s``, it raises Unavailable with ``until_hung``, else it only logs that.
         """
-        outage = OutageLog("root", self._site.clock)
+        outage, hung_s = OutageLog("root", self._site.clock), self._site.timings.hung_s
         task = Task(work, "cycle")
         while not task.has_ended(0) and not self._signalled(LISTEN_S):
-            if pressure.silent_s <= self._hung_s:
+            if pressure.silent_s <= hung_s:
                 outage.ended()
                 continue
-            hung = f"the root has not answered for {self._hung_s:g} s; check the mount (kvstore check-root)"
+            hung = f"the root has not answered for {hung_s:g} s; check the mount (kvstore check-root)"
             if until_hung:
                 raise Unavailable(hung)
             outage.failed(hung)

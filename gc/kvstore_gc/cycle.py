@@ -38,11 +38,6 @@ log = logging.getLogger(__name__)
 CONDEMNED_MAX = 131_072
 """Victims chosen in one slice and condemned together: their plans are in memory until then."""
 EXAMPLES_MAX = 10
-SHARE_CHUNKS_MIN = 100_000
-"""With this many chunks in its own shards, a collector among others lists and ranks only those, and evicts its share.
-Addresses are hashes, so every shard has its share of everything. The ranks that two collectors have come to differ by
-chance alone, and by that little a chunk may outlive its parent. Fewer chunks are ranked by each collector, and evicted
-by the one that publishes the capacity."""
 SLICE_SHARE = 1 / 4
 """The share of the headroom, or of a larger excess, in one slice of eviction. Within it children and parents are
 condemned in any order."""
@@ -212,7 +207,7 @@ class Cycle:
         summary.other_files = other_files(self._root)
         read = partial(ranking.read, self._root, each=self._site.each, listed=self._listed)
         read(self._mine)
-        if len(self._mine) < summary.shards_count and ranking.total.count < SHARE_CHUNKS_MIN:
+        if len(self._mine) < summary.shards_count and ranking.total.count < self._config.share_chunks_min:
             read(sorted(set(range(summary.shards_count)) - set(self._mine)))
         self._listed_share = ranking.shards_count / summary.shards_count
         if self._listed_share == 1.0 and self._pressure.accounts.is_known:

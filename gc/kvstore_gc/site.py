@@ -30,6 +30,8 @@ from kvstore_gc.threads import Each, inline
 class Timings:
     """The timings of a collector. Raises InvalidRequest for an invalid value or relation."""
 
+    hung_s: float = 60.0
+    """A root that has not reported its free space for this long hangs: a single round ends, a service logs it."""
     meta_timeout_s: float = 5.0
     """A call to etcd."""
     refs_timeout_s: float = 120.0

@@ -67,8 +67,16 @@ class _Other:
 class Supervisor:
     """The workers of this host, and their helper programs. Adds each program that it starts to ``programs``."""
 
-    def __init__(self, serving: WorkerOptions, drain_s: float, stopper: Stopper, programs: list[Program]) -> None:
+    def __init__(
+        self,
+        serving: WorkerOptions,
+        drain_s: float,
+        stopper: Stopper,
+        programs: list[Program],
+        counted_s: float = COUNTED_S,
+    ) -> None:
         self._serving = serving
+        self._counted_s = counted_s
         self._drain_s = drain_s
         self._stopper = stopper
         self._programs = programs
@@ -114,7 +122,7 @@ class Supervisor:
 
     def _await_count(self) -> None:
         """Waits until the collector has listed the root and publishes credits: writers are limited from then on."""
-        cluster, ends_s = self._serving.cluster, time.monotonic() + COUNTED_S
+        cluster, ends_s = self._serving.cluster, time.monotonic() + self._counted_s
         if cluster.etcd is None:
             return
         # What cannot be asked is no reason to end: the workers serve.
@@ -129,7 +137,7 @@ class Supervisor:
         if not self._stopper.asked:
             log.warning(
                 "up.uncounted the collector has not listed the root within %g s: until it has, puts have no limit",
-                COUNTED_S,
+                self._counted_s,
             )
 
     def start_dashboard(self, room: StorageLimits, listen: str) -> str:

@@ -321,16 +321,13 @@ class UploadArena:
 # sealed, so the mapping outlives the worker.
 
 
-LEASES_MAX = 256
-"""Maximum of live leases on one worker's memory, one file descriptor each; further views are copies."""
-
-
 class WorkerMemory:
     """The whole mapping. ``id`` is the worker's name for its memory; ``leases`` are those alive."""
 
-    def __init__(self, fd: int, size_bytes: int, id: bytes) -> None:
+    def __init__(self, fd: int, size_bytes: int, id: bytes, limits: ClientLimits) -> None:
         """Maps the file and closes ``fd``. Raises Unavailable if it cannot be mapped or could shrink."""
         self.id = id
+        self._leases_max = limits.leases_max
         self.leases: set[int] = set()
         self._closing = threading.Event()
         self._unread: list[int] = [fd]
@@ -344,7 +341,7 @@ class WorkerMemory:
     @property
     def has_lease(self) -> bool:
         """True if one more lease may be kept."""
-        return len(self.leases) < LEASES_MAX
+        return len(self.leases) < self._leases_max
 
     def close(self) -> None:
         """Stops background work. Arrays that refer to the mapping keep it alive. Idempotent."""
@@ -447,20 +444,21 @@ class Dialled:
 class Connector:
     """Makes connections to one worker. Thread-safe. ``ask`` makes the gRPC call OpenBulk: request, seconds -> answer.
 
-    No step takes longer than ``step_s``.
+    No step takes longer than ``limits.probe_s``.
     """
 
     def __init__(
         self,
         address: str,
         bulk: Bulk,
-        step_s: float,
+        limits: ClientLimits,
         ask: Callable[[bytes, float], bytes],
         credentials: Credentials,
     ) -> None:
         self._address = address
         self._bulk = bulk
-        self._step_s = step_s
+        self._limits = limits
+        self._step_s = limits.probe_s
         self._ask = ask
         self._credentials = credentials
         self._lock = threading.Lock()
@@ -585,7 +583,7 @@ class Connector:
         size_bytes = decode_arena(channel.receive_frame(FrameKind.MEMORY)[1])
         fd = channel.take_files(1)[0]
         try:
-            memory = WorkerMemory(fd, size_bytes, answer.memory)
+            memory = WorkerMemory(fd, size_bytes, answer.memory, self._limits)
         except Unavailable as error:
             log.info("client.no_memory worker=%s why=%s", self._address, error)
             return None
@@ -600,8 +598,6 @@ class Connector:
         return used
 
 
-NUMBER_MAX = 1 << 31
-"""Requests per connection, before it is replaced: request numbers must not run out."""
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -616,7 +612,7 @@ class BulkRefused(Exception):
 class DataConnection:
     """One connection and its arena. Used by one call at a time."""
 
-    def __init__(self, dialled: Dialled, address: str) -> None:
+    def __init__(self, dialled: Dialled, address: str, limits: ClientLimits) -> None:
         self.channel = dialled.channel
         self.hands_files = dialled.hands_files
         self.memory = dialled.memory
@@ -627,6 +623,7 @@ class DataConnection:
         self.address = address
         self._ledger = dialled.ledger
         self._number = 0
+        self._calls_max = limits.link_calls_max
         self._never_blocks: dict[int, bool] = {}
         self.credentials_version = dialled.credentials_version
         """Version of the credentials with which this connection was made."""
@@ -646,7 +643,7 @@ class DataConnection:
     @property
     def is_usable(self) -> bool:
         """True if another request can be sent."""
-        return self.channel.alive and self._number < NUMBER_MAX
+        return self.channel.alive and self._number < self._calls_max
 
     def next_number(self) -> int:
         """Returns the number for a new request."""
@@ -741,7 +738,7 @@ class Links:
         self._credentials = credentials
         self._bulk = bulk
         self._limits = limits
-        self._dialler = Connector(address, bulk, limits.probe_s, ask, credentials)
+        self._dialler = Connector(address, bulk, limits, ask, credentials)
         self._lock = threading.Lock()
         self._idle: list[DataConnection] = []
         self._open: set[DataConnection] = set()
@@ -834,7 +831,7 @@ class Links:
         if dials:
             try:
                 dialled = self._dialler.dial(timeout_s)
-                link = DataConnection(dialled, self._address) if dialled is not None else None
+                link = DataConnection(dialled, self._address, self._limits) if dialled is not None else None
             finally:
                 with self._lock:
                     self._dialling -= 1

@@ -336,6 +336,7 @@ class Loop:
         *,
         threads_max: int = 1,
         drains: bool = False,
+        pause_s: float = PAUSE_S,
     ) -> None:
         self.threads: list[threading.Thread] = []
         """The threads started so far."""
@@ -344,6 +345,7 @@ class Loop:
         self._decide = decide
         self._threads_max = threads_max
         self._drains = drains
+        self._pause_s = pause_s
         self.closed = False
         """True once ``stop`` or ``close`` was called."""
         self._process = os.getpid()
@@ -404,7 +406,7 @@ class Loop:
 
     def _pause(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self.closed, PAUSE_S)
+            self._changed.wait_for(lambda: self.closed, self._pause_s)
 
     def _next(self) -> Work | None:
         """Waits for something to do; None at the end."""

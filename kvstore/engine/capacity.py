@@ -65,10 +65,10 @@ class CreditReservation:
 class NodeUsage:
     """Byte counts of one node, and its credit. Thread-safe. All counts are of this node's life, and only grow."""
 
-    def __init__(self, refused: Callable[[], None] = lambda: None, wait_s_max: float = WAIT_S) -> None:
-        """``refused`` is called for each put that gets no credit, for which it waits ``wait_s_max``."""
+    def __init__(self, refused: Callable[[], None] = lambda: None, wait_s: float = WAIT_S) -> None:
+        """``refused`` is called for each put that gets no credit, after a wait of at most ``wait_s``."""
         self._refused = refused
-        self._wait_s_max = wait_s_max
+        self._wait_s = wait_s
         self._lock = threading.Condition()
         self._written = self._removed = self._largest = 0
         self._pending = 0
@@ -123,16 +123,16 @@ class NodeUsage:
     ) -> CreditReservation:
         """Reserves credit for a put, of at least one byte where its size is not known.
 
-        Waits while there is none, at most ``wait_s`` and the node's limit; then raises Overloaded, or StoreFull if
-        collectors publish that nothing can be evicted. ``missing_bytes`` is called before the wait, and returns how
-        many bytes of the put are not stored yet. Nothing is reserved for no bytes.
+        Waits while there is none, at most ``wait_s``; then raises Overloaded, or StoreFull if collectors publish that
+        nothing can be evicted. ``missing_bytes`` is called before the wait, and returns how many bytes of
+        the put are not stored yet. Nothing is reserved for no bytes.
         """
         with self._lock:
             self._largest = max(self._largest, size_bytes)
             if not self._waiting and self._admits(size_bytes):
                 return self._reserved(size_bytes)
         size_bytes = size_bytes if missing_bytes is None else missing_bytes()
-        put, ends_s = object(), time.monotonic() + min(wait_s, self._wait_s_max)
+        put, ends_s = object(), time.monotonic() + min(wait_s, self._wait_s)
         with self._lock:
             self._waiting.append(put)
             try:

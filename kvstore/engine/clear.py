@@ -27,7 +27,7 @@ from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.host.clears import HostClears
 from kvstore.host.eviction import Evicted, Eviction, EvictionVictim, file_system_now_ns
-from kvstore.meta.clears import BARRIER_S, PASSING_S, Barrier, Barriers, Clears, OrderTold
+from kvstore.meta.clears import BARRIER_S, Barrier, Barriers, Clears, OrderTold
 from kvstore.meta.keys import SessionId
 from kvstore.meta.session import Session
 from kvstore.meta.store import Watch, WatchLost
@@ -196,12 +196,9 @@ class ClearsFollower:
             self._changed.wait_for(lambda: self._loop.closed or self._session not in (None, session), timeout=RETRY_S)
 
 
-ANSWER_S = 15.0
-"""Time for the other nodes to answer that they dropped it; a node that hangs, or knows no orders, never answers."""
 POLL_S = 0.2
 LANES = 2
 PROGRESS_S = 0.5
-RENEW_S = min(PASSING_S, BARRIER_S) / 8
 
 Pinned = Container[Address]
 
@@ -233,6 +230,7 @@ class NamespaceClear:
         self._pinned = pinned
         self._pause = pause
         self._timeout_s = node.limits.meta_deadline_s
+        self._renew_s = (BARRIER_S if clears is None else min(clears.passing_s, BARRIER_S)) / 8
 
     def count(self, order: ClearOrder, progress: Progress) -> Cleared:
         """Counts what ``clear`` would delete; changes nothing."""
@@ -272,7 +270,7 @@ class NamespaceClear:
 
         A write that is not waited for would publish behind the sweep. Raises Unavailable if the writes do not end.
         """
-        deadline = Deadline(self._node.clock, ANSWER_S)
+        deadline = Deadline(self._node.clock, self._node.limits.clear_answer_s)
         while not self._node.obey([order], [order]):
             waiting()
             if deadline.passed:
@@ -300,7 +298,7 @@ class NamespaceClear:
         ended = threading.Event()
 
         def renewing() -> None:
-            while not ended.wait(RENEW_S):
+            while not ended.wait(self._renew_s):
                 try:
                     renew()
                 except KVStoreError as error:
@@ -315,7 +313,7 @@ class NamespaceClear:
             thread.join(self._timeout_s)
 
     def _wait_for_answers(self, clears: Clears, id: bytes, waiting: Callable[[], None]) -> set[SessionId]:
-        deadline = Deadline(self._node.clock, ANSWER_S)
+        deadline = Deadline(self._node.clock, self._node.limits.clear_answer_s)
         while True:
             silent = clears.silent(id, self._timeout_s)
             waiting()

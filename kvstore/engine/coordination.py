@@ -139,7 +139,6 @@ class Syncing:
         self._synced_bytes, self._is_failing = written_bytes, False
 
 
-CLEAR_DEADLINE_S = 600.0
 SESSIONS_SHOWN = 3
 CLOSE_S = 0.5
 
@@ -420,7 +419,7 @@ class ClusterMember:
         """
         order = ClearOrder(frozenset({namespace.id}), None, 0.0, 0.0, 0.0, self.node.clock.now_s())
 
-        deadline = Deadline(self.node.clock, CLEAR_DEADLINE_S)
+        deadline = Deadline(self.node.clock, self.node.limits.clear_deadline_s)
 
         def within(done: int, total: int) -> None:
             if deadline.passed:

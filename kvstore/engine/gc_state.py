@@ -485,11 +485,6 @@ class HostGcState(GcState):
 
 BEFORE_ALL = -1
 """The birth of a hold that no longer has a known place among the sweeps."""
-NAMED_MAX = 8192
-"""The most chunks that one announcement names, 175 KB in etcd; sweeps of more held ones wait for their holds."""
-LINGER_S = 10.0
-"""An announced hold is named for this long after its end as well. Otherwise the next sweep of the same round could
-delete the parents of chunks that the previous sweep skipped."""
 
 
 class Announcement(NamedTuple):
@@ -556,6 +551,8 @@ class Holds:
         self._view = view
         self._holds_max = limits.holds_max
         self._hold_max_s = limits.hold_max_s
+        self._linger_s = limits.hold_linger_s
+        self._names_max = limits.held_names_max
         self._counters = counters
         self._clock = clock
         self._ids = ids
@@ -652,14 +649,14 @@ class Holds:
         parts = [(hold, part, born) for hold, on, born in older for part in on or ()]
         swept = view.swept([(part.packed_addresses, born) for _, part, born in parts])
         condemned = sorted({one for found in swept for one in found if one[0] <= revision})
-        if len(condemned) > NAMED_MAX:
-            revision = condemned[NAMED_MAX][0] - 1
+        if len(condemned) > self._names_max:
+            revision = condemned[self._names_max][0] - 1
         named, used = {address for stamp, address in condemned if stamp <= revision}, list[KeySet]()
         for (hold, part, _), found in zip(parts, swept, strict=True):
             if any(stamp <= revision for stamp, _ in found):
                 hold.was_named = True
                 used.append(part)
-                if len(named) + len(part) <= NAMED_MAX:
+                if len(named) + len(part) <= self._names_max:
                     named.update(part.addresses)
         return Announcement(revision, b"".join(named), used)
 
@@ -709,4 +706,4 @@ class Holds:
         return len(ended)
 
     def _linger(self, hold: ChunkHold) -> None:
-        self._lingering.append((self._clock.monotonic_s() + LINGER_S, hold))
+        self._lingering.append((self._clock.monotonic_s() + self._linger_s, hold))

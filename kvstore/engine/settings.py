@@ -61,6 +61,11 @@ class Limits:
     """Recency is renewed once per quantum; a remembered presence is trusted for one to two quanta."""
     hold_max_s: float = 300.0
     """A hold ends by itself after this time."""
+    hold_linger_s: float = 10.0
+    """An announced hold is named for this long after its end as well. Otherwise the next sweep of the same round could
+    delete the parents of chunks that the previous sweep skipped."""
+    held_names_max: int = 8192
+    """The most chunks that one announcement names, 175 KB in etcd; sweeps of more held ones wait for their holds."""
     announce_s: float = 0.05
     """At most one announcement to collectors in this time; they ask for fewer if there are many nodes."""
     announce_lag_max_s: float = 330.0
@@ -81,6 +86,8 @@ class Limits:
     """Share of memory that may wait to be written to the root."""
     behind_wait_s: float = 2.0
     """How long a put behind waits for room in that share; the chunks that find none by then are shed."""
+    behind_after_s: float = 0.05
+    """How long a chunk waits before it is written: acknowledging its put needs the cores first."""
     behind_give_up_s: float = 60.0
     """A chunk that could not be written to the root for this long is lost."""
     flush_s: float = 10.0
@@ -89,6 +96,10 @@ class Limits:
     """Operations (prefetch, clear) that may be unfinished; more are refused with Overloaded."""
     prefetch_deadline_s: float = 600.0
     """A prefetch that takes longer fails; what it has brought stays."""
+    clear_answer_s: float = 15.0
+    """How long a clear waits for other nodes to drop the chunks: a node that hangs never answers."""
+    clear_deadline_s: float = 600.0
+    """A clear of a namespace that takes longer fails; what it has deleted stays deleted."""
     open_files_max: int = 256
     """Files that one layer-by-layer read keeps open."""
 

@@ -40,9 +40,13 @@ class OrderTold:
 class Clears:
     """The orders of one root."""
 
-    def __init__(self, meta: MetadataStore, keys: Keys) -> None:
+    def __init__(
+        self, meta: MetadataStore, keys: Keys, *, passing_s: int = PASSING_S, orders_max: int = ORDERS_MAX
+    ) -> None:
         self._meta = meta
         self._keys = keys
+        self.passing_s = passing_s
+        self._orders_max = orders_max
 
     def tell(self, order: bytes, content: bytes, timeout_s: float, *, stands: bool) -> LeaseId:
         """Publishes a new order, whose id is unused, to all nodes; returns the lease that ``renew`` takes.
@@ -52,7 +56,7 @@ class Clears:
         return self._put(order, _WAITING + content, timeout_s, stands=stands)
 
     def renew(self, lease: LeaseId, timeout_s: float) -> bool:
-        """Keeps an order that does not stand for another ``PASSING_S``; False if it is over. Raises Unavailable."""
+        """Keeps an order that does not stand for another ``passing_s``; False if it is over. Raises Unavailable."""
         return lease == NO_LEASE or self._meta.keep_alive(lease, timeout_s)
 
     def done(self, order: bytes, content: bytes, timeout_s: float, *, stands: bool) -> None:
@@ -88,7 +92,7 @@ class Clears:
         return OrderTold(order, found.value[1:], found.value[:1] == _DONE)
 
     def _put(self, order: bytes, value: bytes, timeout_s: float, *, stands: bool) -> LeaseId:
-        lease = NO_LEASE if stands else self._meta.grant(PASSING_S, timeout_s)
+        lease = NO_LEASE if stands else self._meta.grant(self.passing_s, timeout_s)
         try:
             self._meta.put(self._keys.clear_order(order), value, lease, timeout_s)
         except LeaseGone as gone:
@@ -96,11 +100,11 @@ class Clears:
         return lease
 
     def trim(self, timeout_s: float) -> int:
-        """Removes the oldest orders beyond ``ORDERS_MAX``; returns how many. Raises Unavailable."""
+        """Removes the oldest orders beyond ``orders_max``; returns how many. Raises Unavailable."""
         kept = sorted(self.snapshot(timeout_s).items, key=lambda kv: kv.create_revision)
-        for kv in kept[: max(0, len(kept) - ORDERS_MAX)]:
+        for kv in kept[: max(0, len(kept) - self._orders_max)]:
             self._meta.delete(kv.key, timeout_s)
-        return max(0, len(kept) - ORDERS_MAX)
+        return max(0, len(kept) - self._orders_max)
 
 
 class Barrier:

@@ -208,7 +208,7 @@ def error_of(action: str, path: str, cause: Exception) -> KVStoreError:
 # omits it. Only a refusal proves anything.
 #
 # Buckets of S3 get calls of their own: one request where fsspec makes two, listings page by page, and limits on
-# waiting. They work on a file system of ``s3fs`` (``pip install kvstore-llm[s3]``), which fsspec imports.
+# waiting. They work on a file system of ``s3fs`` (``pip install 'kvstore-llm[s3]'``), which fsspec imports.
 
 
 @dataclass(frozen=True, slots=True)
@@ -650,12 +650,16 @@ class ObjectReader:
 
 
 def open_object_root(url: str, options: Mapping[str, Any] | None = None) -> ObjectRoot:
-    """Connects to the store of ``url`` and tries whether its writes and deletes can be conditional.
+    """Connects to the store of ``url``; see ``tried_object_root``.
 
     ``options`` are those of fsspec for that scheme (``endpoint_url``, ``key``, ...). Raises InvalidRequest for a scheme
     that no library serves, RootMismatch if the bucket does not exist, Unavailable, PermissionDenied.
     """
-    remote, path = connect(url, options or {})
+    return tried_object_root(url, *connect(url, options or {}))
+
+
+def tried_object_root(url: str, remote: Remote, path: str) -> ObjectRoot:
+    """Tries whether writes and deletes of a store can be conditional. Takes ``remote`` over."""
     if not path.strip("/"):
         raise InvalidRequest(f"root {url} names no bucket or folder: expected {url.rstrip('/')}/NAME")
     try:
@@ -685,7 +689,7 @@ def connect(url: str, options: Mapping[str, Any]) -> tuple[Remote, str]:
             remote = Remote(fs, conditional=scheme in _CONDITIONAL)
     except ImportError as cause:
         extra = "kvstore-llm[s3]" if scheme in ("s3", "s3a") else f"fsspec[{scheme}]"
-        raise InvalidRequest(f"root {url}: {cause}; run `pip install {extra}`") from cause
+        raise InvalidRequest(f"root {url}: {cause}: pip install '{extra}'") from cause
     except (TypeError, ValueError) as cause:
         raise InvalidRequest(f"root {url}: {cause}; check its options") from cause
     except OSError as cause:

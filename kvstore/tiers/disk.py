@@ -565,7 +565,9 @@ class Refill:
         encodings: Encodings,
         failed: Callable[[KVStoreError], None],
         ended: Callable[[], None],
+        retry_s: float,
     ) -> None:
+        self._retry_s = retry_s
         self._encodings = encodings
         self._root = root
         self._shelf = shelf
@@ -588,7 +590,7 @@ class Refill:
                     return
                 except KVStoreError as error:  # of a listing: begin again
                     self._failed(error)
-                    self._stopped.wait(RETRY_S)
+                    self._stopped.wait(self._retry_s)
         finally:
             self._ended()
 
@@ -632,7 +634,7 @@ class Refill:
         except KVStoreError as error:
             self._shelf.charge(found)
             self._failed(error)
-            self._stopped.wait(RETRY_S)
+            self._stopped.wait(self._retry_s)
 
     def _opened(self, found: DiskFile, header: Header) -> Header | None:
         """Returns a header whose tokens can be read; None if it is encrypted and its key is no longer known."""
@@ -673,7 +675,11 @@ class DiskTier:
         *,
         encodings: Encodings | None = None,
         make_root: Callable[[str], Root] = PosixRoot,
+        clear_s: float = CLEAR_S,
+        retry_s: float = RETRY_S,
     ) -> None:
+        self._clear_s = clear_s
+        self._retry_s = retry_s
         self._folder = DiskFolder(path, clock, ids, make_root)
         self._encodings = encodings or Encodings(None, counters, ids)
         self._counters = counters
@@ -697,7 +703,12 @@ class DiskTier:
         self._root = self._folder.open()
         self._shelf.set_block_bytes(self._folder.block_bytes)
         self._refill = Refill(
-            self._root, self._shelf, self._encodings, lambda error: self._failed(self._reads, error), self._end_use
+            self._root,
+            self._shelf,
+            self._encodings,
+            lambda error: self._failed(self._reads, error),
+            self._end_use,
+            self._retry_s,
         )
         self._is_open = True
         self._users_count = 1
@@ -778,13 +789,13 @@ class DiskTier:
     def drop_namespace(self, digest: bytes) -> None:
         """Removes all chunks of a namespace: first none of them is found any more, then the files go.
 
-        Waits at most ``CLEAR_S`` for the files. Those left by then are removed in the background; a file that still
+        Waits at most ``clear_s`` for the files. Those left by then are removed in the background; a file that still
         exists when the process ends is found again at the next start.
         """
         with self._inside() as is_open:
             if is_open:
                 self._shelf.drop_namespace(NamespaceDigest(digest))
-                within(CLEAR_S, self._sweep_all)
+                within(self._clear_s, self._sweep_all)
 
     def forbid(self, standing: ClearFilter) -> None:
         """Sets what must not come here from now on (rule P6). What is there already is checked when it is read."""

@@ -133,8 +133,6 @@ class MemoryPart:
 log = logging.getLogger(__name__)
 
 WRITERS = 4
-AFTER_S = 0.05
-"""How long a chunk waits before it is written: acknowledging its put needs the cores first."""
 PAUSE_S = 0.5
 """Pause after the root refused or did not answer."""
 JOIN_S = 2.0
@@ -223,7 +221,7 @@ class WriteBehind:
     def add(self, wanted: KeySet, first: int, count: int, hints: Hints, size_bytes: int) -> None:
         now_s = self._clock.monotonic_s()
         ends_s = now_s + self._node.limits.behind_give_up_s
-        job = FlushJob(wanted, first, count, hints, size_bytes, ends_s, now_s + AFTER_S)
+        job = FlushJob(wanted, first, count, hints, size_bytes, ends_s, now_s + self._node.limits.behind_after_s)
         with self._changed:
             self._jobs += 1
             if not self._loop.closed:
@@ -612,7 +610,7 @@ class TierStack:
             self.disk.forbid(standing)
         self.memory.drop_ordered(orders, standing)
         # What waited to be written finds its images gone; what is being written has read them already.
-        return self.behind.pass_by(FORGET_S)
+        return self.behind.pass_by(min(FORGET_S, self.node.limits.clear_answer_s))
 
     def sweep_disk(self, orders: Sequence[ClearOrder]) -> None:
         """Removes from the local disk what orders name: as long as that takes, since what is read from there is looked

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import pytest
 
 from kvstore.client.limits import ClientLimits
-from kvstore.client.pool import NUMBER_MAX, UploadArena
+from kvstore.client.pool import UploadArena
 from kvstore.errors import Unavailable
 from kvstore.transport.channel import SILENCE_S
 from kvstore.transport.frames import FrameKind, encode_arena, encode_request, encode_span
@@ -162,15 +162,12 @@ def test_many_threads_at_once_open_no_more_connections_and_arenas_than_allowed(
 
 @BOTH
 def test_a_connection_is_replaced_before_its_numbers_run_out(served: Served, way: str) -> None:
-    with connected(served, bulk=way) as store:
+    with connected(served, bulk=way, limits=ClientLimits(link_calls_max=3)) as store:
         cache = store.namespace("m", MEDIUM)
         cache.put(TOKENS, KV)
-        (endpoint,) = store._port.endpoints.every()  # type: ignore[attr-defined]
-        (link,) = endpoint.bulk._idle
-        link._number = NUMBER_MAX - 1
-        for _ in range(2):
+        for _ in range(6):
             assert same(cache.get(TOKENS)[1], KV)
-        assert store.stats()["bulk_connections"] == 2
+        assert store.stats()["bulk_connections"] == 3
 
 
 def test_a_put_does_not_wait_for_the_arena_of_a_worker_that_is_gone(

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.client.pool import LEASES_MAX
+from kvstore.client.limits import ClientLimits
 from tests.kit.arenas import (
     MEMORY_BYTES,
     all_let_go,
@@ -205,13 +205,17 @@ def test_a_client_that_lets_go_of_nothing_is_bounded(on_files: Served) -> None:
     all_let_go(on_files)
 
 
-def test_views_over_the_limit_of_leases_are_copies(on_files: Served) -> None:
-    tokens, kv = TOKENS[:SIZE], KV[:, :, :SIZE]
+def test_more_views_than_descriptors_for_leases_are_copies(on_files: Served) -> None:
+    limits = ClientLimits(leases_max=2)
+    tokens, kv = TOKENS[: 4 * SIZE], KV[:, :, : 4 * SIZE]
     filled(on_files, tokens, kv, MEDIUM)
-    with connected(on_files, bulk="shared") as store, store.namespace("m", MEDIUM).hold(tokens) as hold:
-        views = [hold.view() for _ in range(LEASES_MAX + 3)]
-        eventually(lambda: len(on_files.worker.service.bulk_requests.leases or ()) == LEASES_MAX, "others have none")
-        assert all(same(view[0], kv) for view in views)
+    with (
+        connected(on_files, bulk="shared", limits=limits) as store,
+        store.namespace("m", MEDIUM).hold(tokens) as hold,
+    ):
+        views = [hold.view() for _ in range(5)]
+        eventually(lambda: len(on_files.worker.service.bulk_requests.leases or ()) == 2, "two views have leases")
+        assert all(same(view[3], kv[:, :, 3 * SIZE :]) for view in views)
         views.clear()
     all_let_go(on_files)
 

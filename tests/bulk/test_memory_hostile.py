@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.client.limits import ClientLimits
 from kvstore.client.pool import WorkerMemory
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.transport.channel import Channel
@@ -157,7 +158,7 @@ def _last_section(index: int) -> bytes:
 def test_slots_outside_the_memory_are_not_looked_at(served: Served) -> None:
     for offset in (1, 4096 * 15 + 8, 4096 * 16, (1 << 64) - 4096):
         fd = os.dup(memory_of(served).arena.fd)
-        memory = WorkerMemory(fd, memory_of(served).arena.size_bytes, b"")
+        memory = WorkerMemory(fd, memory_of(served).arena.size_bytes, b"", ClientLimits())
         outside = offset if offset != 4096 * 16 else memory_of(served).arena.size_bytes - 4096
         with closing(memory), pytest.raises(InvalidRequest):
             memory.images((0, outside), (8192, 8192))
@@ -167,6 +168,6 @@ def test_memory_that_could_shrink_is_not_mapped() -> None:
     fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 4096)
     with pytest.raises(Unavailable, match="seals"):
-        WorkerMemory(fd, 4096, b"")
+        WorkerMemory(fd, 4096, b"", ClientLimits())
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(fd)

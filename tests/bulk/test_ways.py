@@ -128,7 +128,7 @@ def test_a_way_that_is_not_there_is_said(tmp_root: Path, way: str) -> None:
 
 
 def test_another_host_is_not_taken_for_this_one(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.client.pool.boot_id", lambda: "another")
+    monkeypatch.setattr(served.worker.service.bulk, "boot_id", "another")
     tokens, kv = tokens_and_kv(3, seed=12)
     with connected(served) as store:
         store.namespace("m", MEDIUM).put(tokens, kv)

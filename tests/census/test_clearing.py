@@ -221,10 +221,10 @@ def test_a_writer_that_never_was_is_refused_before_anything_is_told(nodes: tuple
     assert good.serves(1, good) == 4
 
 
-def test_a_node_that_does_not_answer_is_named(roots: list[Root], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.engine.clear.ANSWER_S", 0.5 * slowness())
+def test_a_node_that_does_not_answer_is_named(roots: list[Root]) -> None:
     store = MemoryStore()
-    good, bad = RolledOut(roots[0], store, "stable"), RolledOut(roots[1], store, "canary")
+    good = RolledOut(roots[0], store, "stable", clear_answer_s=0.5 * slowness())
+    bad = RolledOut(roots[1], store, "canary")
     with closing(good, bad):
         bad.put(1)
         bad.drain()
@@ -256,12 +256,11 @@ def test_a_namespace_goes_from_the_memory_of_nodes_that_know_no_peers(
     assert bad.serves(1, good) == 4
 
 
-def test_a_node_alone_waits_for_what_it_is_writing_or_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_alone_waits_for_what_it_is_writing_or_refuses() -> None:
     """It has no follower that waits: a write in progress would be published after the sweep."""
-    monkeypatch.setattr("kvstore.engine.clear.ANSWER_S", 0.1)
-    monkeypatch.setattr("kvstore.tiers.stack.FORGET_S", 0.1)
     hang = Hang()
-    alone = Acting(FaultyRoot(MemoryRoot(MemoryFiles())), limits=quick(write_deadline_s=30.0, stall_s=30.0))
+    limits = quick(write_deadline_s=30.0, stall_s=30.0, clear_answer_s=0.1)
+    alone = Acting(FaultyRoot(MemoryRoot(MemoryFiles())), limits=limits)
     with contextlib.closing(alone.member):
         assert isinstance(alone.root, FaultyRoot)
         alone.put(1, 1)
@@ -296,9 +295,7 @@ def test_a_node_alone_whose_clear_was_cut_short_keeps_in_memory_what_it_reads_af
         eventually(lambda: all(alone.in_memory(1, 2)))
 
 
-def test_a_clear_of_a_namespace_that_the_root_refuses_or_that_takes_too_long_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_clear_of_a_namespace_that_the_root_refuses_or_that_takes_too_long_says_so() -> None:
     alone = Acting(FaultyRoot(MemoryRoot(MemoryFiles())))
     with contextlib.closing(alone.member):
         assert isinstance(alone.root, FaultyRoot)
@@ -310,13 +307,12 @@ def test_a_clear_of_a_namespace_that_the_root_refuses_or_that_takes_too_long_say
             alone.member.clear(namespace)
         hang = Hang()
         alone.root.set_rules([Rule("remove", hang)])
-        monkeypatch.setattr("kvstore.engine.coordination.CLEAR_DEADLINE_S", 0.1)
-        try:
-            with pytest.raises(Unavailable, match="of 256 shards until the deadline: call again for the rest"):
-                alone.member.clear(namespace)
-        finally:
-            hang.release.set()
-        monkeypatch.undo()
+        with Acting(alone.root, limits=quick(clear_deadline_s=0.1)) as hasty:
+            try:
+                with pytest.raises(Unavailable, match="of 256 shards until the deadline: call again for the rest"):
+                    hasty.member.clear(namespace)
+            finally:
+                hang.release.set()
         alone.member.clear(namespace)
         assert list(walk(alone.root, alone.node.identity.shard_bits)) == []
 

@@ -31,7 +31,7 @@ from tests.kit.census import LAYOUT, RolledOut, closing, tokens
 from tests.kit.etcd import eventually
 from tests.kit.fake_meta import CountingIds, FakeClock
 from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
-from tests.kit.patience import PATIENCE_S, slowness
+from tests.kit.patience import slowness
 from tests.kit.stores import kv_of
 
 BAD = lineage_id(b"b" * 16)
@@ -183,18 +183,16 @@ def answers(meta: MetadataStore, keys: Keys = KEYS) -> set[bytes]:
 
 
 def test_an_order_that_passes_is_kept_as_long_as_its_sweep_takes(
-    nodes: tuple[RolledOut, RolledOut, FaultyMeta], monkeypatch: pytest.MonkeyPatch
+    nodes: tuple[RolledOut, RolledOut, FaultyMeta],
 ) -> None:
     """Nodes that forgot it in between would not say that they obeyed it when it is done."""
     passing_s = round(slowness())
-    monkeypatch.setattr("kvstore.meta.clears.PASSING_S", passing_s)
-    monkeypatch.setattr("kvstore.engine.clear.RENEW_S", 0.2)
-    monkeypatch.setattr("kvstore.engine.clear.ANSWER_S", PATIENCE_S)
     good, bad, _ = nodes
     bad.put(1)
     bad.drain()
-    assert good.serves(1, bad) == 4 and good.member.clears is not None
-    clears, lasted = good.member.clears, threading.Event()
+    assert good.serves(1, bad) == 4
+    clears = good.member.clears = Clears(good.member.meta, good.member.keys, passing_s=passing_s)
+    lasted = threading.Event()
 
     def slow(done: int, total: int) -> None:
         if total and not lasted.is_set():
@@ -210,23 +208,24 @@ def test_an_order_that_passes_is_kept_as_long_as_its_sweep_takes(
 
 
 def test_an_order_that_passed_before_its_sweep_was_over_is_not_confirmed(
-    nodes: tuple[RolledOut, RolledOut, FaultyMeta], monkeypatch: pytest.MonkeyPatch
+    nodes: tuple[RolledOut, RolledOut, FaultyMeta],
 ) -> None:
     """If etcd did not answer for a minute, nodes may have read a chunk again after it was deleted."""
-    good, bad, _ = nodes
+    good, bad, faulty = nodes
     bad.put(1)
     bad.drain()
-    assert good.member.clears is not None
-    clears = good.member.clears
+    lasting, read = good.member.clears, Clears(good.member.meta, good.member.keys)
+    good.member.clears = Clears(faulty, good.member.keys, passing_s=1)
+    faulty.add(Rule(Fault.NOT_SENT, ("keep_alive",)))
 
     def slow(done: int, total: int) -> None:
         if total:
-            eventually(lambda: clears.snapshot(1.0).items == ())
+            eventually(lambda: read.snapshot(1.0).items == ())
+            faulty.heal()
 
-    with monkeypatch.context() as patch:
-        patch.setattr("kvstore.meta.clears.PASSING_S", 1)
-        with pytest.raises(Unavailable, match="clear again"):
-            good.member.clear_selected(Selection(tenant=""), slow)
+    with pytest.raises(Unavailable, match="clear again"):
+        good.member.clear_selected(Selection(tenant=""), slow)
+    good.member.clears = lasting
     assert good.member.clear_selected(Selection(tenant="")).unconfirmed == ()
 
 
@@ -240,10 +239,10 @@ def test_orders_are_bounded(meta: MemoryMetadata) -> None:
 
 
 def test_orders_of_clears_that_were_cut_short_are_bounded_too(
-    nodes: tuple[RolledOut, RolledOut, FaultyMeta], monkeypatch: pytest.MonkeyPatch
+    nodes: tuple[RolledOut, RolledOut, FaultyMeta],
 ) -> None:
-    monkeypatch.setattr("kvstore.meta.clears.ORDERS_MAX", 2)
     good, bad, _ = nodes
+    good.member.clears = Clears(good.member.meta, good.member.keys, orders_max=2)
     bad.put(1)
     bad.drain()
 
@@ -253,7 +252,7 @@ def test_orders_of_clears_that_were_cut_short_are_bounded_too(
     for _ in range(4):
         with pytest.raises(Cancelled):
             good.member.clear_selected(Selection(written_by="label=canary"), cut)
-    assert good.member.clears is not None and len(good.member.clears.snapshot(1.0).items) == 2
+    assert len(good.member.clears.snapshot(1.0).items) == 2
 
 
 def test_what_a_peer_still_has_does_not_come_into_memory_but_own_puts_do() -> None:

@@ -114,7 +114,7 @@ def test_a_bug_of_ours_is_not_a_failed_check(run: Run, root: str, monkeypatch: p
     def broken(*_: object) -> None:
         raise ZeroDivisionError("bug")
 
-    monkeypatch.setattr("kvstore.cli.ls._usage", broken)
+    monkeypatch.setattr(kvstore.Store, "namespaces", broken)
     result = run("ls", "--root", root)
     assert result.exit_code == 2
     assert result.stderr.startswith("Traceback")

@@ -7,13 +7,12 @@ import sys
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from kvstore.cli import supervisor
 from kvstore.cli.signals import Stopper
-from kvstore.cli.supervisor import _Other
 from kvstore.cli.worker import WorkerOptions
 from kvstore.core.clock import RandomIds
 from kvstore.core.process import Program
@@ -46,16 +45,16 @@ def test_what_runs_beside_the_workers_ends_after_them(tmp_path: Path) -> None:
     with Stopper() as stopper:
         # Neither a root nor etcd is needed to end them.
         served = supervisor.Supervisor(cast(WorkerOptions, None), 1.0, stopper, programs)
-        served._others.append(_Other(programs[1]))
+        served._others.append(cast(Any, SimpleNamespace(program=programs[1], due_s=None)))
         served.stop()
     assert order.read_text().split("\n") == ["worker 0", "gc", ""]
 
 
 @pytest.mark.parametrize("credit_bytes", [None, 0])
 def test_up_waits_until_a_collector_has_listed_the_root(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, credit_bytes: int | None
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, credit_bytes: int | None
 ) -> None:
-    monkeypatch.setattr(supervisor, "COUNTED_S", 0.2 if credit_bytes is None else PATIENCE_S)
+    counted_s = 0.2 if credit_bytes is None else PATIENCE_S
     with closing(open_root(str(tmp_path / "root"))) as root:
         identity = create_or_open(root, RandomIds(), create=True)
     meta, keys = MemoryMetadata(), Keys(identity.root)
@@ -65,6 +64,6 @@ def test_up_waits_until_a_collector_has_listed_the_root(
         root=typed, root_options=SimpleNamespace(read=dict), etcd=SimpleNamespace(open=lambda: meta)
     )
     with Stopper() as stopper:
-        up = supervisor.Supervisor(cast(WorkerOptions, SimpleNamespace(cluster=place)), 1.0, stopper, [])
+        up = supervisor.Supervisor(cast(WorkerOptions, SimpleNamespace(cluster=place)), 1.0, stopper, [], counted_s)
         up._await_count()
     assert ("up.uncounted" in caplog.text) == (credit_bytes is None)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvstore import errors
-from kvstore.connectors.vineyard import FileCacheConfig, KVCache, KVTensor
+from kvstore.connectors.vineyard import GATHER_BYTES, FileCacheConfig, KVCache, KVTensor
 from tests.kit.cases import for_each
 from tests.kit.tensors import asking, bytes_in, kv_of, over
 
@@ -59,16 +59,16 @@ def test_memory_is_given_where_empty_tensors_are_passed(cache: KVCache) -> None:
     assert asked[12][0][0].length == 0
 
 
-def test_an_update_larger_than_one_part_is_stored_part_by_part(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.connectors.vineyard.GATHER_BYTES", 1)
-    monkeypatch.setattr("kvstore.connectors.vineyard.GATHER_PARTS_MAX", 1 << 40)
-    tokens = list(range(64))
-    kv = kv_of(tokens, LAYERS, SIZE)
-    with cache_at(tmp_root) as cache:
+def test_an_update_larger_than_one_part_is_stored_part_by_part(tmp_root: Path) -> None:
+    size = GATHER_BYTES // (16 * 2 * LAYERS)
+    tokens = list(range(40))  # 16 of them are a part
+    kv = kv_of(tokens, LAYERS, size)
+    config = FileCacheConfig(chunk_size=CHUNK, root=str(tmp_root))
+    with KVCache(config, size, layer=LAYERS) as cache:
         assert cache.update(None, tokens[:8], over(kv[:8])) == 8
-        assert cache.update(tokens[:4], tokens[4:], over(kv[4:])) == 60
+        assert cache.update(tokens[:4], tokens[4:], over(kv[4:])) == 36
         out = np.zeros_like(kv)
-        assert cache.query(None, tokens, over(out)) == 64
+        assert cache.query(None, tokens, over(out)) == 40
         assert np.array_equal(out, kv)
 
 

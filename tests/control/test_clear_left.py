@@ -22,11 +22,10 @@ BY_CANARY = ("--written-by", "label=canary")
 
 
 @pytest.fixture
-def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RolledOut, RolledOut, Worker]]:
-    monkeypatch.setattr("kvstore.engine.clear.ANSWER_S", 0.5 * slowness())
+def nodes() -> Iterator[tuple[RolledOut, RolledOut, Worker]]:
     files, store = MemoryFiles(), MemoryStore()
     good, bad = (
-        RolledOut(root, store, label)
+        RolledOut(root, store, label, clear_answer_s=0.5 * slowness())
         for root, label in ((FaultyRoot(MemoryRoot(files)), "stable"), (MemoryRoot(files), "canary"))
     )
     with closing(good, bad):

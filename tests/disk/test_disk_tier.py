@@ -7,15 +7,12 @@ import threading
 import time
 from pathlib import Path
 
-import pytest
-
 from kvstore.core.address import NO_PARENT, block_address
 from kvstore.core.clock import RandomIds
 from kvstore.core.executor import Deadline
 from kvstore.core.metrics import Counters
 from kvstore.format.header import expected_block
 from kvstore.root.posix import PosixRoot
-from kvstore.tiers import disk as disk_tier
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.inventory import ChunkIdentity
 from tests.kit.descriptors import open_before, open_now
@@ -147,21 +144,17 @@ def test_a_cleared_namespace_is_not_found_even_where_its_files_cannot_be_removed
     assert not files_under(disk.path) and disk.tier.stats()["disk_held_bytes"] == 0
 
 
-def test_a_clear_waits_for_a_disk_that_hangs_within_its_time_alone(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_tier, "CLEAR_S", 0.05)
-    chain, other = chain_of(), chain_of(namespace=OTHER)
-    disk.add(chain, *range(5))
-    disk.add(other, 0)
-    hang = Hang()
-    disk.rules(Rule("remove", hang))
-    returns(lambda: disk.tier.drop_namespace(NAMESPACE.digest))
-    assert hang.reached.is_set()
-    assert disk.tier.leading(chain, 0) == 0 and disk.has(other, 0)
-    hang.release.set()
-    until_s = time.monotonic() + PATIENCE_S
-    while len(files_under(disk.path)) > 1:
-        assert time.monotonic() < until_s
-        time.sleep(0.002)
+def test_a_clear_waits_for_a_disk_that_hangs_within_its_time_alone(folder: Path) -> None:
+    chain, other, hang = chain_of(), chain_of(namespace=OTHER), Hang()
+    with disk_on(folder, clear_s=0.05) as disk:
+        disk.add(chain, *range(5))
+        disk.add(other, 0)
+        disk.rules(Rule("remove", hang))
+        returns(lambda: disk.tier.drop_namespace(NAMESPACE.digest))
+        assert hang.reached.is_set()
+        assert disk.tier.leading(chain, 0) == 0 and disk.has(other, 0)
+        hang.release.set()
+        eventually(lambda: len(files_under(disk.path)) <= 1)
 
 
 def test_what_is_taken_in_or_written_while_its_namespace_is_cleared_goes_too(folder: Path) -> None:
@@ -258,12 +251,12 @@ def test_no_descriptor_and_no_thread_is_left(folder: Path) -> None:
     eventually(lambda: "kvstore-disk-refill" not in {each.name for each in threading.enumerate()}, "no thread is left")
 
 
-def test_a_listing_that_fails_is_tried_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_tier, "RETRY_S", 0.01)
+def test_a_listing_that_fails_is_tried_again(folder: Path) -> None:
     chain = chain_of()
     with disk_on(folder) as disk:
         disk.add(chain, 0, 1)
-    disk = Disk(folder, rules=[Rule("list", EIO, lambda name: "chunks" in name, times=2), Rule("remove", EIO, times=1)])
+    rules = [Rule("list", EIO, lambda name: "chunks" in name, times=2), Rule("remove", EIO, times=1)]
+    disk = Disk(folder, rules=rules, retry_s=0.01)
     disk.tier.open()
     try:
         disk.wait_refilled()

@@ -9,6 +9,7 @@ from unittest.mock import ANY
 import pytest
 
 from kvstore.core.clock import SystemClock
+from kvstore.engine.settings import Limits
 from kvstore.errors import RootMismatch, Unavailable
 from kvstore.meta.memory import MemoryMetadata
 from kvstore.root.memory import MemoryFiles, MemoryRoot
@@ -16,7 +17,7 @@ from kvstore_gc.capacity import Pressure
 from kvstore_gc.config import Config
 from kvstore_gc.cycle import FRESH_S
 from kvstore_gc.threads import Stopped
-from tests.kit.clusters import SPACE, cluster, eventually, looking, prompt, put
+from tests.kit.clusters import NODE_LIMITS, NOT_LINGERING, SPACE, cluster, eventually, looking, prompt, put
 from tests.kit.faulty_meta import FaultyMeta
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
 from tests.kit.patience import PATIENCE_S
@@ -103,14 +104,22 @@ def test_slices_after_one_that_spared_held_chunks_take_others(place: Place) -> N
     assert place.cluster.present(kept) == hold.count == 6
 
 
-@pytest.mark.parametrize("linger_s", [10.0, 0.0])
+def test_a2_held_chunks_are_not_chosen_by_the_next_round(place: Place) -> None:
+    node, chain = place.cluster.node(), prompt(1, 6)
+    put(node, chain)
+    place.age(chain)
+    hold = node.node.hold(chain)
+    node.node.holds._used = lambda wanted: None  # as where a root keeps no times
+    rounds = place.cycle(Config(ttl_s=60.0))
+    assert [rounds.run().spared["held"] for _ in range(2)] == [6, 0]
+    assert place.cluster.present(chain) == hold.count == 6
+
+
+@pytest.mark.parametrize("limits", [NODE_LIMITS, NOT_LINGERING], ids=["lingers", "gone"])
 @pytest.mark.parametrize("renews", [True, False])
-def test_a_prompt_whose_hold_ends_between_rounds_keeps_its_prefix(
-    place: Place, monkeypatch: pytest.MonkeyPatch, linger_s: float, renews: bool
-) -> None:
-    """``linger_s`` is 0 as where the node has died; a root that keeps no times renews nothing."""
-    monkeypatch.setattr("kvstore.engine.gc_state.LINGER_S", linger_s)
-    node, once, other = place.cluster.node(), prompt(1, 12), prompt(2, 12)
+def test_a_prompt_whose_hold_ends_between_rounds_keeps_its_prefix(place: Place, limits: Limits, renews: bool) -> None:
+    """A hold does not linger where its node has died; a root that keeps no times renews nothing."""
+    node, once, other = place.cluster.node(limits=limits), prompt(1, 12), prompt(2, 12)
     put(node, once)
     put(node, other)
     place.age(once)
@@ -127,16 +136,14 @@ def test_a_prompt_whose_hold_ends_between_rounds_keeps_its_prefix(
         assert there == sorted(there, reverse=True), "what is kept can be reached"
 
 
-def test_two_collectors_with_many_chunks_list_their_own_shards_and_keep_the_bound_together(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvstore_gc.cycle.SHARE_CHUNKS_MIN", 10)
+def test_two_collectors_with_many_chunks_list_their_own_shards_and_keep_the_bound_together(place: Place) -> None:
     node, chains = place.cluster.node(), [prompt(number, 1) for number in range(200)]
     for number, chain in enumerate(chains):
         put(node, chain)
         place.age(chain, LONG_S + 60 * number)
     used = sum(map(place.bytes_of, chains))
-    collectors = [place.cycle(Config(max_bytes=used), collectors=place.half(odd)) for odd in (0, 1)]
+    config = Config(max_bytes=used, share_chunks_min=10)
+    collectors = [place.cycle(config, collectors=place.half(odd)) for odd in (0, 1)]
     summaries = [each.run() for each in collectors]
     assert [summary.scanned.count < 130 for summary in summaries] == [True, True], "each lists about half"
     left = sum(map(place.bytes_of, chains))

@@ -23,7 +23,7 @@ from kvstore.root.interface import Seen
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.kit import faulty_meta as meta_faulty
 from tests.kit.abandoned import leave_in_flight, republish
-from tests.kit.clusters import TIMINGS, Cluster, cluster, eventually, looking, prompt, put
+from tests.kit.clusters import NOT_LINGERING, TIMINGS, Cluster, cluster, eventually, looking, prompt, put
 from tests.kit.faulty_meta import FaultyMeta
 from tests.kit.faulty_root import Delay, FaultyRoot, Rule
 from tests.kit.object_root import MemoryObjectRoot
@@ -46,9 +46,8 @@ def test_a_sweep_takes_what_nobody_holds_and_leaves_nothing(c: Cluster) -> None:
     assert c.leftovers() == []
 
 
-def test_a2_a_held_chunk_is_spared_and_holds_no_sweep_up(c: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.engine.gc_state.LINGER_S", 0.0)
-    node, kept, other = c.node(), prompt(1, 8), prompt(2, 8)
+def test_a2_a_held_chunk_is_spared_and_holds_no_sweep_up(c: Cluster) -> None:
+    node, kept, other = c.node(limits=NOT_LINGERING), prompt(1, 8), prompt(2, 8)
     put(node, kept)
     put(node, other)
     hold = node.node.hold(kept)

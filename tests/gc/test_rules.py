@@ -274,6 +274,20 @@ def test_o1_a_sweep_closes_only_when_all_of_its_list_is_gone() -> None:
         assert [key for key in c.leftovers() if "/gc/condemned/" in key]
 
 
+def test_o1_a_delete_that_misses_keeps_its_sweep_open() -> None:
+    with cluster(MemoryRoot(MemoryFiles(), objects=True), shard_bits=0) as c:
+        left_in_grace(c)
+
+        class Missing(FaultyRoot):
+            """Each object is another version by the time it would be deleted."""
+
+            def remove_if(self, name: Name, seen: object) -> bool:
+                return False
+
+        assert c.collector(Missing(c.root)).adopt().sweeps["left"] == 1
+        assert c.present(prompt(1, 8)) == 8 and [key for key in c.leftovers() if "/gc/condemned/" in key]
+
+
 def test_a_plan_that_was_changed_takes_nothing(c: Cluster) -> None:
     """It would take another publication than the one that was condemned, or another chunk."""
     left_in_grace(c)

@@ -19,7 +19,7 @@ from kvstore_gc.cycle import Cycle
 from kvstore_gc.rank import CountAndBytes
 from kvstore_gc.summary import Summary
 from kvstore_gc.threads import Stopped
-from tests.kit.clusters import site_of
+from tests.kit.clusters import TIMINGS, site_of
 from tests.kit.fake_meta import FakeClock
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
 from tests.kit.patience import PATIENCE_S
@@ -108,10 +108,10 @@ def test_a_cycle_that_finds_all_held_is_repeated_after_a_pause() -> None:
 def test_a_single_round_gives_up_on_a_root_that_hangs(place: Place) -> None:
     hang = Hang()
     rules = [Rule(operation, hang) for operation in ("space", "list")]
-    site = place.cluster.site(FaultyRoot(place.cluster.root, rules))
+    site = place.cluster.site(FaultyRoot(place.cluster.root, rules), timings=replace(TIMINGS, hung_s=0.3))
     never = threading.Event()
     with pytest.raises(Unavailable, match="the root has not answered"):
-        Collector(site, Config(), never.wait, hung_s=0.3).once(lambda shard: None)
+        Collector(site, Config(), never.wait).once(lambda shard: None)
     hang.release.set()
 
 

@@ -17,7 +17,6 @@ from kvstore.client.cache import Cache, Hold
 from kvstore.client.pool import Bulk
 from kvstore.engine.open import open_member
 from kvstore.engine.settings import Limits, TierSettings
-from kvstore.tiers import stack
 from kvstore.worker.server import Worker
 from tests.hops.recording import Function, Recorder
 from tests.kit.patience import NEVER_S, eventually
@@ -28,7 +27,8 @@ LAYOUT = Layout(layers=4, kv_heads=2, head_dim=64, dtype="float16", chunk_tokens
 """32 KiB a chunk."""
 BLOCK_BYTES = 64 << 10
 MEMORY_BYTES = 64 << 20
-LIMITS = Limits(flush_s=0.01)
+LIMITS = Limits(flush_s=0.01, behind_after_s=NEVER_S)
+"""Lanes that write behind would work for no call. What waits at the end is given up: no test reads it."""
 WAYS = ("embedded", "embedded, memory", "shared", "shared, memory", "tcp", "grpc")
 
 
@@ -64,14 +64,9 @@ def cache_by(way: str, root: Path) -> Iterator[Cache]:
 
 def hops_by(way: str, root: Path) -> dict[str, set[Function]]:
     """The functions that each call typically enters on one way."""
-    recorder, after_s = Recorder(), stack.AFTER_S
-    # Lanes that write behind would work for no call. What waits at the end is given up: nobody reads it.
-    stack.AFTER_S = NEVER_S
-    try:
-        with recorder.installed(), cache_by(way, root) as cache:
-            return {name: recorder.typical(*call) for name, call in _calls(cache).items()}
-    finally:
-        stack.AFTER_S = after_s
+    recorder = Recorder()
+    with recorder.installed(), cache_by(way, root) as cache:
+        return {name: recorder.typical(*call) for name, call in _calls(cache).items()}
 
 
 def _calls(cache: Cache) -> dict[str, tuple[Callable[[Any], object], Callable[[], Any]]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
-import pytest
 
 from kvstore.core.address import ADDRESS_BYTES
 from kvstore.engine.gc_state import HostGcState
@@ -11,6 +12,7 @@ from kvstore.format.keyset import ChunkKeys
 from kvstore.host.tables import BATCH_MAX, Number
 from tests.kit.host_parts import CHUNKS, SPACE, Parts, address
 from tests.kit.host_process import tokens
+from tests.kit.patience import PATIENCE_S
 
 CHAIN = ChunkKeys.of(SPACE, np.array(tokens(1), np.uint32))
 
@@ -59,9 +61,11 @@ def test_a_look_during_a_batch_brings_nothing_back(parts: Parts) -> None:
     assert remembered(parts, view) == 1
 
 
-def test_a_put_waits_for_the_batch_that_has_its_chunks(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_put_waits_for_the_batch_that_has_its_chunks(parts: Parts) -> None:
     view = parts.view()
     begin(parts)
-    monkeypatch.setattr("kvstore.engine.gc_state.time.sleep", lambda _: settle(parts))
-    view.settle(CHAIN)
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(view.settle, CHAIN)
+        settle(parts)
+        assert waiting.result(PATIENCE_S)
     assert view.leading(CHAIN) == CHUNKS

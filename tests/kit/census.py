@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from kvstore.format.keyset import ChunkKeys
 from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
-from tests.kit.patience import eventually, stretched
+from tests.kit.patience import PATIENCE_S, eventually, stretched
 from tests.kit.stores import kv_of
 from tests.kit.tiers import QUICK
 
@@ -36,9 +37,17 @@ SIZE = LAYOUT.chunk_tokens
 class RolledOut:
     """One node of a roll-out: its KV differs from that of others for the same tokens."""
 
-    def __init__(self, root: Root, store: MemoryStore, label: str, disk: Path | None = None) -> None:
+    def __init__(
+        self,
+        root: Root,
+        store: MemoryStore,
+        label: str,
+        disk: Path | None = None,
+        clear_answer_s: float = PATIENCE_S,
+    ) -> None:
         clock, ids = SystemClock(), RandomIds()
         limits = stretched(QUICK, "match_deadline_s", "read_deadline_s", "write_deadline_s", "stall_s")
+        limits = replace(limits, clear_answer_s=clear_answer_s)
         self.root = root
         self.label = label
         settings = TierSettings(16 << 20, str(disk) if disk else "", (64 << 20) if disk else 0)

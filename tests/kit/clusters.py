@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -34,6 +34,8 @@ from tests.kit.stores import TINY, kv_of
 from tests.kit.sweeping import WholeSweeper
 
 NODE_LIMITS = Limits(announce_s=0.01, follow_s=0.01, lanes=2, width=2)
+NOT_LINGERING = replace(NODE_LIMITS, hold_linger_s=1e-9)
+"""A hold is not named after its end, as where its node has died."""
 TIMINGS = Timings(poll_s_min=0.01, poll_s_max=0.02, announce_lag_max_s=60.0, grace_max_s=100.0)
 SPACE = Namespace.of("m", TINY)
 

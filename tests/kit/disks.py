@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from kvstore.format.header import Expected, Incarnation, checksum, encode
 from kvstore.format.keyset import ChunkKeys
 from kvstore.root.interface import Root
 from kvstore.root.posix import PosixRoot
-from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk import CLEAR_S, RETRY_S, DiskTier
 from tests.kit.faulty_root import FaultyRoot, Rule
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import TINY
@@ -77,7 +78,14 @@ class Disk:
     """A tier on a folder, with its parts."""
 
     def __init__(
-        self, path: Path, files: int = 100, *, size_bytes: int | None = None, rules: Sequence[Rule] = ()
+        self,
+        path: Path,
+        files: int = 100,
+        *,
+        size_bytes: int | None = None,
+        rules: Sequence[Rule] = (),
+        clear_s: float = CLEAR_S,
+        retry_s: float = RETRY_S,
     ) -> None:
         self.path = path
         self._rules = rules
@@ -91,6 +99,8 @@ class Disk:
             self.clock,
             RandomIds(),
             make_root=self._faulty,
+            clear_s=clear_s,
+            retry_s=retry_s,
         )
 
     def _faulty(self, path: str) -> Root:
@@ -128,8 +138,8 @@ class Disk:
 
 
 @contextmanager
-def disk_on(path: Path, files: int = 100, *, refilled: bool = True, size_bytes: int | None = None) -> Iterator[Disk]:
-    disk = Disk(path, files, size_bytes=size_bytes)
+def disk_on(path: Path, files: int = 100, *, refilled: bool = True, **settings: Any) -> Iterator[Disk]:
+    disk = Disk(path, files, **settings)
     disk.tier.open()
     try:
         if refilled:

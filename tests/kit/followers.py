@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.engine.engine import Engine
@@ -19,6 +20,7 @@ from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 
 SWEEP = b"s" * 16
+ALONE_LIMITS = Limits(lanes=1, width=1, announce_s=1e-9)
 
 
 class Hooked:
@@ -69,7 +71,9 @@ class Fence(StartFence):
 class Alone:
     """A follower without threads, on its own root and store."""
 
-    def __init__(self, root: Root | None = None, standing: Callable[[], Standing] | None = None) -> None:
+    def __init__(
+        self, root: Root | None = None, standing: Callable[[], Standing] | None = None, limits: Limits = ALONE_LIMITS
+    ) -> None:
         root, clock, ids = root or MemoryRoot(MemoryFiles()), SystemClock(), RandomIds()
         identity = create_or_open(root, ids)
         self.meta = HookedMeta(MemoryStore(clock))
@@ -78,7 +82,7 @@ class Alone:
             root,
             identity,
             session=lambda: bytes(16),
-            limits=Limits(lanes=1, width=1),
+            limits=limits,
             clock=clock,
             ids=ids,
         )
@@ -89,6 +93,12 @@ class Alone:
             fence = Fence(self.node, self.meta, self.keys)
             fence.found = standing
         self.follower = GcFollower(self.node, self.view, self.meta, self.keys, fence)
+
+    @property
+    def following(self) -> Any:
+        """What the follower follows in its session."""
+        assert self.follower._following is not None
+        return self.follower._following
 
     def session(self) -> Session:
         return Session.open(self.meta, self.keys, clock=SystemClock(), ids=RandomIds())

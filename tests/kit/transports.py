@@ -79,7 +79,7 @@ def greeted(served: Served, way: str) -> Iterator[Channel]:
 
 def linked(channel: Channel, memory: WorkerMemory | None = None, address: str = "worker") -> DataConnection:
     """The client's end of a connection whose other end a test speaks for."""
-    return DataConnection(Dialled(channel, False, None, memory, 0), address)
+    return DataConnection(Dialled(channel, False, None, memory, 0), address, ClientLimits())
 
 
 def send_head(channel: Channel, kind: FrameKind, request: int, length: int) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from kvstore.core import executor
 from kvstore.core.executor import Decision, Loop
 from tests.kit.patience import NEVER_S, PATIENCE_S, returns
 
@@ -76,26 +75,22 @@ def test_close_ends_the_work_under_way_and_only_a_loop_that_drains_does_the_rest
     assert len(queue.loop.threads) == 1, "nothing starts after the end"
 
 
-def test_work_that_raises_is_logged_and_the_thread_goes_on(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    queue, done = Queue(), threading.Event()
+def test_work_that_raises_is_logged_and_the_thread_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    """A second failure in a row pauses, and closing does not wait for the pause."""
+    queue, done, failed = Queue(pause_s=NEVER_S), threading.Event(), threading.Event()
+
+    def fail() -> None:
+        failed.set()
+        raise ZeroDivisionError
+
     queue.loop.start()
     queue.add(lambda: 1 // 0, done.set)
     assert done.wait(PATIENCE_S)
     assert "background.failed thread=test-background" in caplog.text and "ZeroDivisionError" in caplog.text
-    # A second failure in a row pauses, and closing does not wait for the pause.
-    monkeypatch.setattr(executor, "PAUSE_S", NEVER_S)
-    paused, pause = threading.Event(), queue.loop._pause
-
-    def seen() -> None:
-        paused.set()
-        pause()
-
-    monkeypatch.setattr(queue.loop, "_pause", seen)
-    queue.add(lambda: 1 // 0, lambda: 1 // 0)
-    assert paused.wait(PATIENCE_S)
-    assert queue.loop.close(PATIENCE_S)
+    done.clear()
+    queue.add(lambda: 1 // 0, fail, done.set)
+    assert failed.wait(PATIENCE_S)
+    assert queue.loop.close(PATIENCE_S) and not done.is_set()
 
 
 def test_a_forked_child_has_no_threads_and_never_waits_for_the_lock() -> None:

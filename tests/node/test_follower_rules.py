@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from kvstore.engine.follower import _Following
 from kvstore.errors import HoldBroken, SessionLost
 from kvstore.format.keyset import KeySet
 from kvstore.meta.keys import SweepId
@@ -15,7 +16,7 @@ from kvstore.meta.session import Session, SessionRecord
 from kvstore.meta.store import Absent, Delete, Event, Put, ValueIs, WatchLost
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
 from tests.kit.clusters import prompt
-from tests.kit.followers import Alone, nothing
+from tests.kit.followers import ALONE_LIMITS, Alone, nothing
 
 CHAIN = prompt(1, 4)
 LONG_S = 1e6
@@ -33,20 +34,32 @@ class Silent:
 @pytest.fixture
 def alone() -> Iterator[Alone]:
     made = Alone()
-    made.follower._limits = replace(made.follower._limits, announce_s=1e-9)
     yield made
     made.node.close()
 
 
-def condemn(alone: Alone, number: int, before: int = 0) -> None:
-    """A sweep of the shard of the first chunk begins, as link ``number`` of the chain behind ``before``."""
-    victim, keys = CHAIN.addresses[0], alone.keys
-    record = Condemned.of_victims(SweepId(bytes([number]) * 16), b"c" * 16, [victim])
+@contextmanager
+def alone_with(**limits: Any) -> Iterator[Alone]:
+    made = Alone(limits=replace(ALONE_LIMITS, **limits))
+    try:
+        yield made
+    finally:
+        made.node.close()
+
+
+def condemn(alone: Alone, number: int, before: int = 0, count: int = 1) -> None:
+    """Sweeps of the first ``count`` chunks begin, as link ``number`` of the chain behind ``before``."""
+    keys, sweep = alone.keys, SweepId(bytes([number]) * 16)
+    records = {
+        victim[0] if alone.view._shard_bits == 8 else 0: Condemned.of_victims(sweep, b"c" * 16, [victim])
+        for victim in CHAIN.addresses[:count]
+    }
+    assert len(records) == count
     link = Seq(bytes([number]) * 16, bytes([before]) * 16 if before else NO_NONCE)
     now = alone.meta.get(keys.gc_seq)
     compare = Absent(keys.gc_seq) if now is None else ValueIs(keys.gc_seq, now.value)
-    shard = victim[0] if alone.view._shard_bits == 8 else 0
-    alone.meta.txn((compare,), (Put(keys.condemned_in(shard), record.to_bytes()), Put(keys.gc_seq, link.to_json())))
+    puts = [Put(keys.condemned_in(shard), record.to_bytes()) for shard, record in records.items()]
+    alone.meta.txn((compare,), (*puts, Put(keys.gc_seq, link.to_json())))
 
 
 def end_sweep(alone: Alone, number: int, before: int) -> None:
@@ -58,12 +71,6 @@ def end_sweep(alone: Alone, number: int, before: int) -> None:
     shard = victim[0] if alone.view._shard_bits == 8 else 0
     writes = (Delete(keys.condemned_in(shard)), Put(keys.gc_seq, link.to_json()))
     assert alone.meta.txn((ValueIs(keys.gc_seq, now.value),), writes).succeeded
-
-
-def following(alone: Alone) -> _Following:
-    found = alone.follower._following
-    assert found is not None
-    return found
 
 
 def test_a_node_that_holds_nothing_announces_a_sweep_that_it_has_seen(alone: Alone) -> None:
@@ -80,7 +87,7 @@ def test_a1_what_the_view_has_not_applied_is_not_announced(alone: Alone) -> None
     condemn(alone, 1)
     alone.follower.step(0.0)
     before, seen = session.announced, alone.view.revision
-    following(alone).watch = Silent()
+    alone.following.watch = Silent()
     condemn(alone, 2, before=1)
     for _ in range(3):
         alone.follower.step(0.0)
@@ -98,21 +105,19 @@ NAMES = b"".join(sorted(CHAIN.addresses))
 """All of the chain, although one chunk is condemned: what is kept keeps its prefix."""
 
 
-def test_a2_what_an_older_hold_has_of_a_sweep_is_announced_with_it(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvstore.engine.gc_state.LINGER_S", 0.0)
-    session = alone.session()
-    alone.follower.begin(session)
-    hold = alone.node.holds.take(CHAIN)
-    condemn(alone, 1)
-    alone.follower.step(0.0)
-    assert alone.view.condemns(CHAIN.addresses[0]) and alone.node.holds.take(CHAIN).count == 0
-    assert record(alone, session) == SessionRecord(alone.view.revision, 1, NAMES)
-    session.txn()
-    assert record(alone, session).held == NAMES, "every write says it again (P2)"
-    alone.node.holds.release(hold)
-    assert alone.node.holds.announcement(alone.view).held == b""
+def test_a2_what_an_older_hold_has_of_a_sweep_is_announced_with_it() -> None:
+    with alone_with(hold_linger_s=1e-9) as alone:
+        session = alone.session()
+        alone.follower.begin(session)
+        hold = alone.node.holds.take(CHAIN)
+        condemn(alone, 1)
+        alone.follower.step(0.0)
+        assert alone.view.condemns(CHAIN.addresses[0]) and alone.node.holds.take(CHAIN).count == 0
+        assert record(alone, session) == SessionRecord(alone.view.revision, 1, NAMES)
+        session.txn()
+        assert record(alone, session).held == NAMES, "every write says it again (P2)"
+        alone.node.holds.release(hold)
+        assert alone.node.holds.announcement(alone.view).held == b""
 
 
 def test_a2_names_are_taken_back_once_no_sweep_is_in_flight(alone: Alone) -> None:
@@ -159,17 +164,17 @@ def test_a2_no_sweep_that_an_older_hold_may_find_chunks_of_is_announced(alone: A
     assert record(alone, session) == SessionRecord(alone.view.revision, 1, NAMES)
 
 
-def test_a2_sweeps_of_more_held_chunks_than_can_be_named_wait(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.engine.gc_state.NAMED_MAX", 0)
-    session = alone.session()
-    alone.follower.begin(session)
-    hold = alone.node.holds.take(CHAIN)
-    condemn(alone, 1)
-    alone.follower.step(0.0)
-    assert session.announced == 0
-    alone.node.holds.release(hold)
-    alone.follower.step(0.0)
-    assert record(alone, session) == SessionRecord(alone.view.revision, 1)
+def test_a2_sweeps_of_more_held_chunks_than_can_be_named_wait() -> None:
+    with alone_with(held_names_max=1) as alone:
+        session = alone.session()
+        alone.follower.begin(session)
+        hold = alone.node.holds.take(CHAIN)
+        condemn(alone, 1, count=2)
+        alone.follower.step(0.0)
+        assert session.announced == 0
+        alone.node.holds.release(hold)
+        alone.follower.step(0.0)
+        assert record(alone, session) == SessionRecord(alone.view.revision, 1)
 
 
 def test_a2_what_is_held_and_condemned_is_renewed(alone: Alone) -> None:
@@ -190,7 +195,7 @@ def test_a3_nothing_is_announced_once_the_chain_of_sweeps_has_gone_on(alone: Alo
     hold = alone.node.holds.take(CHAIN, whatever=True)
     condemn(alone, 1)
     alone.follower.step(0.0)
-    following(alone).watch = Silent()
+    alone.following.watch = Silent()
     condemn(alone, 2, before=1)
     alone.node.holds.release(hold)
     alone.follower.step(0.0)
@@ -238,12 +243,12 @@ def test_v3_a_watch_that_fell_silent_on_a_restored_store_ends_the_session(alone:
     session = alone.session()
     alone.follower.begin(session)
     alone.follower.step(0.0)
-    following(alone).watch = Silent()
+    alone.following.watch = Silent()
     condemn(alone, 1)
-    following(alone).heard_s -= LONG_S
+    alone.following.heard_s -= LONG_S
     alone.follower.step(0.0)
     assert session.alive, "what has just been written may be on its way"
-    following(alone).heard_s -= LONG_S
+    alone.following.heard_s -= LONG_S
     alone.follower.step(0.0)
     assert not session.alive
 

@@ -27,8 +27,8 @@ def record(revision: int, credit: int | None = CREDIT, *, is_full: bool = False)
 class Reporting:
     """A node's counts in a session, with its own clock; each report gets the next revision."""
 
-    def __init__(self, wait_s: float = NEVER_S) -> None:
-        self.usage = NodeUsage(wait_s_max=wait_s)
+    def __init__(self, wait_s: float = 0.0) -> None:
+        self.usage = NodeUsage(wait_s=wait_s)
         self.usage.begin()
         self.now_s = 0.0
         self._revisions = count(1)
@@ -63,7 +63,7 @@ class Reporting:
 @pytest.fixture
 def node() -> Reporting:
     """Its puts do not wait."""
-    return Reporting(wait_s=0.0)
+    return Reporting()
 
 
 # Reports
@@ -153,7 +153,7 @@ def test_a_credit_outlives_its_collector_for_a_while(node: Reporting) -> None:
 
 
 def test_a_put_waits_for_a_credit() -> None:
-    node = Reporting()
+    node = Reporting(NEVER_S)
     node.receive(record(0))
     assert node.put(CREDIT)
     with ThreadPoolExecutor() as threads:
@@ -166,7 +166,7 @@ def test_a_put_waits_for_a_credit() -> None:
 
 
 def test_a_full_root_ends_the_wait() -> None:
-    node = Reporting()
+    node = Reporting(NEVER_S)
     node.receive(record(0, 0))
     with ThreadPoolExecutor() as threads:
         waiting = threads.submit(node.put, 1)

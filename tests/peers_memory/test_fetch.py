@@ -203,14 +203,14 @@ def test_a_lying_peer_is_a_miss_and_is_left_alone() -> None:
 
 def test_a_peer_whose_chunks_prove_wrong_is_left_alone() -> None:
     """I1: the caller verifies, and reports the peer."""
-    chain = chain_of(2)
+    chain = chain_of(4)
     with speaking(honest(chain)) as speaker, reading() as reader:
-        reader.hears(speaker.address, chain, range(2))
-        assert reader.get(chain, [0, 1]) == [True, True]
-        reader.peers.damaged(chain, 1)
+        reader.hears(speaker.address, chain, range(4))
+        assert reader.get(chain, [2, 3]) == [True, True]
+        reader.peers.damaged(chain, 3)
         assert reader.peers.leading(chain, 0) == 0
         reader.peers.damaged(chain_of(1, seed=9), 0)  # of which nobody knows anything
-        eventually(lambda: reader.peers.leading(chain, 0) == 2)
+        eventually(lambda: reader.peers.leading(chain, 0) == 4)
 
 
 def silent(speaker: list[Speaker]) -> Say:

@@ -13,7 +13,7 @@ from kvstore.core.buffers import BufferLoan, Withdrawn
 from kvstore.errors import InvalidRequest, Overloaded, PermissionDenied, StoreFull, Unavailable
 from kvstore.format.places import Name
 from kvstore.root.interface import FolderEntry
-from kvstore.root.object_store import ObjectRoot, Remote, S3Remote, open_object_root
+from kvstore.root.object_store import ObjectRoot, Remote, S3Remote, open_object_root, tried_object_root
 from kvstore.testing.roots import WAIT_S, content_of, names, publish, stage
 from tests.kit.roots import BUCKET, ConditionalFileSystem, s3_options
 
@@ -182,11 +182,10 @@ class Probed(Remote):
                 raise FileExistsError(path)
 
 
-def test_conditional_writes_are_tried_at_opening(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conditional_writes_are_tried_at_opening() -> None:
     def run_case(kind: str, exclusive: bool) -> None:
         remote = Probed(kind)
-        monkeypatch.setattr("kvstore.root.object_store.connect", lambda url, options: (remote, "/bucket"))
-        root = open_object_root("probed://bucket")
+        root = tried_object_root("probed://bucket", remote, "/bucket")
         assert root.traits.exclusive_publish is exclusive
         assert names(root, "staging") == set()
 

@@ -93,9 +93,8 @@ def test_h1_what_is_condemned_is_a_miss_though_memory_has_it(c: Cluster) -> None
     eventually(lambda: get(node, chain) == 8)
 
 
-def test_h2_a_hold_reads_what_was_condemned_after_it(c: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.engine.gc_state.LINGER_S", 0.0)
-    node, chain = with_memory(c), prompt(1, 8)
+def test_h2_a_hold_reads_what_was_condemned_after_it(c: Cluster) -> None:
+    node, chain = with_memory(c, limits=replace(LIMITS, hold_linger_s=1e-9)), prompt(1, 8)
     put(node, chain)
     node.node.drain()
     with cache_of(node).hold(chain.tokens) as hold:

@@ -20,10 +20,9 @@ from kvstore.core.executor import Deadline
 from kvstore.core.recency import Hints
 from kvstore.core.write_mode import WriteMode
 from kvstore.errors import KVStoreError
-from kvstore.tiers import stack
-from kvstore.tiers.stack import MemoryPut
+from kvstore.tiers.stack import PART_BYTES_MIN, MemoryPut
 from tests.kit.faulty_root import ENOSPC, FaultyRoot, Hang, Rule
-from tests.kit.patience import PATIENCE_S, slowness
+from tests.kit.patience import slowness
 from tests.kit.stores import same
 from tests.kit.tiers import (
     ASKING,
@@ -153,29 +152,30 @@ def test_i2_bytes_that_hang_on_their_way_to_the_root_get_no_name_once_their_room
         node.assert_settled()
 
 
-def test_a_put_that_is_late_gives_its_room_back(node: Acting, monkeypatch: pytest.MonkeyPatch) -> None:
+PARTS_CHUNKS = 2 * PART_BYTES_MIN // LARGE.chunk_bytes + 2
+"""Chunks that two threads copy."""
+
+
+def test_a_put_that_is_late_gives_its_room_back() -> None:
     """Past its deadline a put behind leaves nothing claimed, reserved or referred to."""
-    monkeypatch.setattr(stack, "COPY_S", PATIENCE_S)  # here copying is not short
-    monkeypatch.setattr(stack, "PART_BYTES_MIN", LARGE.chunk_bytes)
-    chain = node.chain(1, 24)
-    began, release, longer = threading.Event(), threading.Event(), slowness()
+    payload = [memoryview(bytes(LARGE.section_bytes))] * LARGE.section_count
+    began, late, longer = threading.Event(), threading.Event(), slowness()
 
     def source(_: int) -> list[memoryview]:
         began.set()
-        release.wait(0.5 * longer)
-        return [memoryview(bytes(LARGE.section_bytes))] * LARGE.section_count
+        late.wait(0.5 * longer)
+        late.set()
+        return payload
 
-    with pytest.raises(KVStoreError):
-        node.node.put(chain, 0, source, deadline_s=0.3 * longer)
-    assert began.is_set()
-    node.assert_settled()
-    assert node.stat("memory_chunks") == 0
+    with Acting(faulty(), memory_bytes=8 * PART_BYTES_MIN) as node:
+        with pytest.raises(KVStoreError):
+            node.node.put(node.chain(1, PARTS_CHUNKS), 0, source, deadline_s=0.3 * longer)
+        assert began.is_set()
+        node.assert_settled()
+        assert node.stat("memory_chunks") == 0
 
 
-def test_a_put_through_that_memory_takes_too_long_for_is_stored_all_the_same(
-    node: Acting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stack, "COPY_S", PATIENCE_S)
+def test_a_put_through_that_memory_takes_too_long_for_is_stored_all_the_same(node: Acting) -> None:
     chain, asked = node.chain(1, 24), Counter[int]()
     payload = [memoryview(bytes(LARGE.section_bytes))] * LARGE.section_count
     release, longer = threading.Event(), slowness()

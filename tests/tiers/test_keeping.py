@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.kit.faulty_root import EROFS, Rule
 from tests.kit.scattering import press
 from tests.kit.stores import same
 from tests.kit.tiers import Acting, eventually, faulty, on_posix
@@ -46,6 +47,22 @@ def test_r3_a_hold_that_ends_by_itself_lets_go() -> None:
         eventually(lambda: not node.node.holds.find(hold_id))
         node.member.expire()
         node.assert_settled()
+
+
+def test_hold_ended_during_its_lookup_keeps_no_memory() -> None:
+    root, ended = faulty(), list[object]()
+    with Acting(root) as node:
+        node.put(1, 4)
+        node.drain()
+
+        def end(name: object) -> bool:
+            node.node.holds.drop_all()  # as when the session is lost
+            ended.append(name)
+            return False
+
+        root.set_rules([Rule("stat", EROFS, end)])
+        node.node.hold(node.chain(1, 6))
+        assert ended and node.stat("memory_referenced_bytes") == 0
 
 
 def test_views_keep_their_chunks_for_as_long_as_they_live(node: Acting) -> None:

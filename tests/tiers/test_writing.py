@@ -13,7 +13,6 @@ from kvstore.core.write_mode import Durability, WriteMode
 from kvstore.format import places
 from kvstore.format.keyset import ChunkKeys
 from kvstore.root.interface import Root
-from kvstore.tiers import stack
 from tests.kit.faulty_root import ENOSPC, EROFS, FaultyRoot, Rule
 from tests.kit.patience import PATIENCE_S, slowness
 from tests.kit.stores import kv_of
@@ -242,13 +241,11 @@ def test_i1_what_goes_wrong_between_verifying_and_staging_gets_no_name(root: Fau
 
 
 @pytest.mark.parametrize("at", [200, 9_000], ids=["header", "section"])
-def test_i1_what_goes_wrong_before_native_code_stages_it_gets_no_name(
-    tmp_root: Path, at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_i1_what_goes_wrong_before_native_code_stages_it_gets_no_name(tmp_root: Path, at: int) -> None:
     """It compares what it writes with the image that this comes from."""
-    monkeypatch.setattr(stack, "AFTER_S", 0.3)
     root = on_posix(tmp_root / "root")
-    with Acting(root, limits=quick(behind_give_up_s=0.3 * slowness())) as node:
+    longer = slowness()
+    with Acting(root, limits=quick(behind_after_s=0.5 * longer, behind_give_up_s=1.0 * longer)) as node:
         node.put(1, 6)
         node.damage(1, 2, at)
         eventually(lambda: not node.stat("behind_bytes"))

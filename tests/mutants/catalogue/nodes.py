@@ -106,6 +106,12 @@ def _renew_for_ever(real: Any, self: Any, hold: Any, lease_s: float) -> Any:
     return is_live
 
 
+def _keep_counting(real: Any, self: Any) -> None:
+    before = len(self)
+    real(self)
+    self.holds_max -= before - len(self)
+
+
 HOLDING = [
     mutant(
         "h1-condemned-is-a-hit",
@@ -148,6 +154,16 @@ HOLDING = [
         "h4-client-holds-never-expire",
         at("kvstore.worker.context:ClientHolds", "expire", giving(None)),
         "worker/test_leased_holds.py",
+    ),
+    mutant(
+        "h4-hold-ended-during-its-lookup-keeps-memory",
+        at(HOLDS, "keep", lambda real, self, hold, slots: setattr(hold, "slots", slots)),
+        "tiers/test_keeping.py",
+    ),
+    mutant(
+        "h4-expired-holds-stay-counted",
+        at("kvstore.worker.context:ClientHolds", "expire", _keep_counting),
+        "contract/test_holds_end.py",
     ),
     mutant(
         "h4-lagging-node-keeps-alive",

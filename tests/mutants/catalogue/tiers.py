@@ -82,5 +82,10 @@ MUTANTS: list[Mutant] = [
         ),
         "contract/test_rot.py",
     ),
+    mutant(
+        "peer-of-another-chunk-is-blamed",
+        at(PEERS, "damaged", lambda real, self, wanted, index: real(self, wanted, 0)),
+        "peers_memory/test_fetch.py",
+    ),
     mutant("peer-that-is-wrong-stays", at(PEERS, "damaged", giving(None)), "peers_memory/test_fetch.py"),
 ]

@@ -99,6 +99,11 @@ MUTANTS: list[Mutant] = [
         at("kvstore.transport.channel:Grant", "is_welcome", giving(True)),
         "contract/test_transport_rules.py",
     ),
+    mutant(
+        "arena-reused-one-chunk-early",
+        at("kvstore.client.pool:UploadArena", "take", lambda real, self, size, last: real(self, size, last - 1)),
+        "contract/test_transport.py -k larger_than_a_message",
+    ),
     mutant("arena-placed-outside", at(CONNECTION, "placed", _outside), "bulk/test_hostile.py -k arena"),
     mutant(
         "lease-ends-with-its-answer",
