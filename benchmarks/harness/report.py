@@ -115,8 +115,10 @@ def _draw_bars(axes: Axes, lines: Sequence[Line], names: Sequence[Cell]) -> None
     for number, line in enumerate(lines):
         offset = (number - (len(lines) - 1) / 2) * width
         axes.bar([names.index(x) + offset for x, _ in line.points], [y for _, y in line.points], width, label=line.name)
-    slanted = {"rotation": 30, "ha": "right"} if sum(len(str(name)) for name in names) > NAMES_CHARACTERS_MAX else {}
-    axes.set_xticks(range(len(names)), [str(name) for name in names], **slanted)
+    axes.set_xticks(range(len(names)), [str(name) for name in names])
+    if sum(len(str(name)) for name in names) > NAMES_CHARACTERS_MAX:
+        for label in axes.get_xticklabels():
+            label.set(rotation=30, ha="right")
 
 
 HERE = Path(__file__).parents[1]
