@@ -117,7 +117,8 @@ def _draw_bars(axes: Axes, lines: Sequence[Line], names: Sequence[Cell]) -> None
         axes.bar([names.index(x) + offset for x, _ in line.points], [y for _, y in line.points], width, label=line.name)
     axes.set_xticks(range(len(names)), [str(name) for name in names])
     if sum(len(str(name)) for name in names) > NAMES_CHARACTERS_MAX:
-        axes.tick_params("x", rotation=30)
+        for label in axes.get_xticklabels():
+            label.set(rotation=30, ha="right")
 
 
 HERE = Path(__file__).parents[1]

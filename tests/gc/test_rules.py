@@ -275,7 +275,7 @@ def test_o1_a_sweep_closes_only_when_all_of_its_list_is_gone() -> None:
 
 
 def test_o1_a_delete_that_misses_keeps_its_sweep_open() -> None:
-    with cluster(MemoryRoot(MemoryFiles(), objects=True), shard_bits=0) as c:
+    with cluster(MemoryObjectRoot(), shard_bits=0) as c:
         left_in_grace(c)
 
         class Missing(FaultyRoot):

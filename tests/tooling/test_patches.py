@@ -10,7 +10,7 @@ TESTS = Path(__file__).resolve().parents[1]
 BY_PATH = re.compile(r"setattr\(\s*f?\"kvstore|patch\(\s*f?\"kvstore")
 CONSTANT = re.compile(r"setattr\(\s*[\w.]+(?:\[[^\]]*\])?, \"[A-Z_]{3,}\"")
 CONSTANTS_LEFT = {
-    "client": 10, "benchmarks": 8, "connectors": 5, "engines": 4, "memory": 3, "tiers": 2, "batches": 2, "native": 1,
+    "benchmarks": 8, "client": 5, "connectors": 5, "engines": 4, "memory": 3, "batch": 2, "native": 1,
 }  # fmt: skip
 
 
