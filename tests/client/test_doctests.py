@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -60,4 +61,4 @@ def public_methods() -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.parametrize("name, member", list(public_methods()), ids=lambda each: each if isinstance(each, str) else "")
 def test_public_method_has_an_example(name: str, member: Any) -> None:
-    assert "\nExamples\n" in (doctest.inspect.getdoc(member) or ""), name
+    assert "\nExamples\n" in (inspect.getdoc(member) or ""), name
