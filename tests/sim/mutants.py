@@ -55,7 +55,6 @@ HOMES = {
     "v3-chain-not-checked": "lapsed",
     "v3-knows-what-lost-events-condemned": "cut",
     "w1-publishes-over": "narrow",
-    "w3-damaged-file-goes-back": "damaged",
     "w3-damaged-file-is-deleted": "damaged",
 }
 """The profile in which to look for each mutant. The catalogue has more, which other tests show."""
