@@ -56,6 +56,7 @@ HOMES = {
     "v3-knows-what-lost-events-condemned": "cut",
     "w1-publishes-over": "narrow",
     "w3-damaged-file-is-deleted": "damaged",
+    "w3-intact-file-stays-in-quarantine": "damaged",
 }
 """The profile in which to look for each mutant. The catalogue has more, which other tests show."""
 
