@@ -57,6 +57,7 @@ HOMES = {
     "w1-publishes-over": "narrow",
     "w3-damaged-file-is-deleted": "damaged",
     "w3-intact-file-stays-in-quarantine": "damaged",
+    "w3-quarantine-is-emptied-unlooked": "damaged",
 }
 """The profile in which to look for each mutant. The catalogue has more, which other tests show."""
 
