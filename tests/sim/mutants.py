@@ -55,8 +55,9 @@ HOMES = {
     "v3-chain-not-checked": "lapsed",
     "v3-knows-what-lost-events-condemned": "cut",
     "w1-publishes-over": "narrow",
-    "w3-damaged-file-goes-back": "damaged",
     "w3-damaged-file-is-deleted": "damaged",
+    "w3-intact-file-stays-in-quarantine": "damaged",
+    "w3-quarantine-is-emptied-unlooked": "damaged",
 }
 """The profile in which to look for each mutant. The catalogue has more, which other tests show."""
 
