@@ -24,7 +24,7 @@ from kvstore.root.identity import read_newest
 from kvstore_gc.capacity import Pressure
 from kvstore_gc.config import Config
 from kvstore_gc.deletion import SweepPlan, SweepVictim
-from kvstore_gc.execute import Sweeper
+from kvstore_gc.execute import USED, Sweeper
 from kvstore_gc.ledger import GROUP_MAX
 from kvstore_gc.leftovers import Orphans, other_files
 from kvstore_gc.membership import Collectors
@@ -46,7 +46,7 @@ SLICE_SHARE_MIN = 1 / 8
 FRESH_S = 0.5
 """Chunks used so shortly before a listing, or during it, stay until the next one: a child that the listing lacks, put
 in the same tick, would lose its parent."""
-LISTING_S_MIN = 1.0
+LISTING_S_MIN = FRESH_S
 
 
 class Cycle:
@@ -110,11 +110,12 @@ class Cycle:
             self._check(summary)  # C6
             self._recover(summary)  # G7
             # Before anything that may take long: no credit is published before the first listing.
-            self._rank(summary)
+            ranking = self._rank(summary)
             self._evict(summary)  # G1 to G6
             self._remove_leftovers(summary)  # F3
         self._judge(summary)
-        if self._mine and self.is_spent and not summary.reaped.count:
+        used_recently = ranking.has_fresh or summary.spared[USED]  # and so evictable in a moment
+        if self._mine and self.is_spent and not summary.reaped.count and not used_recently:
             self._pressure.accounts.blocked()
         return summary
 

@@ -181,6 +181,8 @@ class Ranking:
         self._group_bytes = np.zeros(len(goals.group_quotas), np.int64)
         self._rows: Rows = np.zeros(0, _ROW)
         self._at = 0
+        self.has_fresh = False
+        """True if chunks were left out because they had just been used: the next listing may rank them."""
 
     def read(
         self,
@@ -219,12 +221,14 @@ class Ranking:
     def rank(self, share: float = 1.0, used_s: tuple[float, float] = (0.0, 0.0)) -> None:
         """Ranks all that was listed: ``share`` of all shards, so of each quota.
 
-        Chunks used between the two times ``used_s`` stay. Others may be from later: a host whose clock is ahead.
+        Chunks used between the two times ``used_s`` stay, and make ``has_fresh`` true. Others may be from later: a host
+        whose clock is ahead.
         """
         self._fold()
         rows, self._parts = (self._parts or [self._rows])[0], []
         is_fresh = (rows["mtime_ns"] >= used_s[0] * NS_PER_S) & (rows["mtime_ns"] < used_s[1] * NS_PER_S)
         self._rows = rows[~is_fresh | (rows["rank"] < 0)]
+        self.has_fresh = len(self._rows) < len(rows)
         self._rank_quotas(share)
 
     @property

@@ -39,6 +39,7 @@ FULL_NS = 1_000_000_000
 """A collector that finds nothing to evict says so again in less; what one has left by dying does not count for long."""
 ANSWER_S = 0.25
 """Time for a collector that runs to say that nothing can be evicted."""
+WAITS = "no space for this put: eviction has not caught up, or no collector runs; retry shortly"
 DISK_FREE_BYTES = 16 << 20
 """On a disk that is full before the limit is reached, so much stays free."""
 DISK_FREE_SHARE = 1 / 64
@@ -130,7 +131,8 @@ class HostRoom:
     def reserve(
         self, size_bytes: int = 1, missing_bytes: Callable[[], int] | None = None, wait_s: float = START_S
     ) -> HostReservation:
-        """Reserves the room that a put may take; waits for it up to WAIT_S, at most ``wait_s``. Raises StoreFull then.
+        """Reserves the room that a put may take; waits for it up to WAIT_S, at most ``wait_s``. Raises Overloaded then,
+        or StoreFull if nothing can be evicted.
 
         ``missing_bytes`` is called before that, and returns how much of the put is not stored already.
         """
@@ -149,7 +151,7 @@ class HostRoom:
                     ends_s = now_s + WAIT_S  # a collector runs
                 if now_s > ends_s or (self.is_full and now_s > began_s + ANSWER_S):
                     self._refused()
-                    raise _full()
+                    raise _full() if self.is_full else Overloaded(WAITS)
                 time.sleep(POLL_S)
         finally:
             self._wait_for(-size_bytes)
@@ -237,8 +239,8 @@ class HostRoom:
 
 def _full() -> StoreFull:
     return StoreFull(
-        "the store is full, and nothing can be evicted at the moment, because it is held or pinned, or no collector "
-        "runs: release what is not needed, and put again later"
+        "the store is full, and nothing can be evicted at the moment, because it is held or pinned: release what is "
+        "not needed, and put again later"
     )
 
 

@@ -9,19 +9,21 @@ from unittest.mock import ANY
 import pytest
 
 from kvstore.core.clock import SystemClock
+from kvstore.core.recency import NS_PER_S
 from kvstore.engine.settings import Limits
 from kvstore.errors import RootMismatch, Unavailable
 from kvstore.meta.memory import MemoryMetadata
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore_gc.capacity import Pressure
 from kvstore_gc.config import Config
-from kvstore_gc.cycle import FRESH_S
+from kvstore_gc.cycle import FRESH_S, Cycle
 from kvstore_gc.threads import Stopped
 from tests.kit.clusters import NODE_LIMITS, NOT_LINGERING, SPACE, cluster, eventually, looking, prompt, put
 from tests.kit.faulty_meta import FaultyMeta
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
 from tests.kit.patience import PATIENCE_S
 from tests.kit.place import LONG_S, Place
+from tests.kit.stores import SetClock
 
 
 def test_a_round_deletes_what_is_past_its_time_and_says_so(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,6 +77,22 @@ def test_of_prompts_put_within_a_second_the_older_goes_first(place: Place) -> No
     summary = place.cycle(Config(max_bytes=int(9.01 * chunk_bytes / 0.95))).run()
     assert summary.reaped.count >= 3
     assert place.cluster.present(older) == 6 - summary.reaped.count and place.cluster.present(newer) == 6
+
+
+def test_a_root_of_chunks_just_put_waits_and_is_not_full(place: Place) -> None:
+    node, chain = place.cluster.node(), prompt(1, 8)
+    put(node, chain)
+    stat = place.cluster.root.stat(place.cluster.name(chain.addresses[0]))
+    assert stat is not None
+    put_s = stat.mtime_ns / NS_PER_S
+    clock = SetClock(put_s)
+    site = place.cluster.site(clock=clock)
+    config = Config(max_bytes=place.bytes_of(chain))
+    pressure = Pressure(site, config.max_bytes)
+    cycle = Cycle(site, config, pressure)
+    assert cycle.run().reaped.count == 0 and not pressure.accounts.is_full
+    clock.wall_s = put_s + 2 * FRESH_S
+    assert cycle.run().reaped.count > 0
 
 
 def test_what_is_pinned_stays_and_a_round_that_cannot_make_room_says_so(place: Place) -> None:

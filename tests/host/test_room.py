@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from kvstore.errors import Overloaded
+from kvstore.errors import Overloaded, StoreFull
 from kvstore.host import room as room_module
 from kvstore.host.room import HostRoom
 from kvstore.host.tables import HoldTable, Number, Own, Shared, live_tables
@@ -103,8 +103,13 @@ def test_a_full_store_wakes_a_collector_and_refuses(parts: Parts) -> None:
     parts.limit(100)
     room = parts.room(wake)
     with room.reserve(80):
-        with pytest.raises(Overloaded, match="nothing can be evicted at the moment"):
+        with pytest.raises(Overloaded, match="eviction has not caught up") as late:
             room.reserve(30)
+        assert late.value.reason == "overload", "nothing says that all is held"
+        parts.shared[Number.FULL] = time.monotonic_ns()
+        with pytest.raises(StoreFull, match="nothing can be evicted at the moment"):
+            room.reserve(30)
+        parts.shared[Number.FULL] = 0
         assert woken[-1] and waiting[-1] == 30 and parts.table.numbers[Own.WAITING] == 0
     room.reserve(30).release()
     with pytest.raises(Overloaded, match="has room for 100 B: put less at a time"):
