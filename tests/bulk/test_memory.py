@@ -300,7 +300,7 @@ def test_r1_chunks_of_the_local_disk_alone_are_read(on_files: Served, tmp_root: 
     eventually(lambda: not disk.stats()["disk_refilling"], "its folder is taken in")
     with memory.refer(chain, 0, COUNT) as slots:
         for entry, image in zip(slots.referred, slots.images(0, COUNT), strict=True):
-            assert disk.add(memory.place(entry), image, entry.hints)
+            assert disk.add(entry.place, image, entry.hints)
     lose(on_files, chain, 0, COUNT)
     for file in (tmp_root / "chunks").glob("*/*"):
         file.unlink()

@@ -59,7 +59,7 @@ def to_disk(node: RolledOut, number: int) -> None:
     assert memory is not None
     with memory.refer(node.chain(number), 0, 4) as slots:
         for entry, image in zip(slots.referred, slots.images(0, 4), strict=True):
-            assert disk_of(node).add(memory.place(entry), image)
+            assert disk_of(node).add(entry.place, image)
 
 
 def test_after_one_clear_nobody_serves_what_it_wrote_and_everybody_what_others_wrote(
