@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest.mock import patch
 
-from kvstore.engine import chunk_store, host
+from kvstore.engine import chunk_store, gc_state
 from kvstore.engine import host as host_module
 from kvstore.format.places import PINS, Name
 from kvstore.host import eviction, room, tables
@@ -293,8 +293,8 @@ class Files:
             (tables, "RING", RING),
             (tables, "BATCH_MAX", BATCH_MAX),
             (tables, "_BYTES", tables.PAGE_BYTES + RING * 16),
-            (host, "RING", RING),
-            (host, "BATCH_MAX", BATCH_MAX),
+            (gc_state, "RING", RING),
+            (gc_state, "BATCH_MAX", BATCH_MAX),
             (eviction, "BATCH_MAX", BATCH_MAX),
             (gc_host, "BATCH_MAX", BATCH_MAX),
             (tables, "SIZE_BYTES_MIN", TABLE_BYTES),
