@@ -15,6 +15,7 @@ import pytest
 
 from kvstore.client.failover import FileLanes
 from kvstore.client.fetch import Ask, ImageReceiver
+from kvstore.client.limits import ClientLimits
 from kvstore.client.pool import DataConnection, WorkerMemory
 from kvstore.core.buffers import BlockBuffers
 from kvstore.core.clock import SystemClock
@@ -164,7 +165,7 @@ def test_worker_with_wrong_frames_is_left() -> None:
     for kind, payload, files in LIES:
         before = open_before()
         memory = object.__new__(WorkerMemory)
-        memory.id, memory.leases = b"", set()
+        memory.id, memory.leases, memory._leases_max = b"", set(), ClientLimits().leases_max
         worker, link = both_ends(memory)
         reading, writing = os.pipe()
         worker.send(kind, 1, [payload], [writing] * files)

@@ -184,7 +184,8 @@ def test_held_and_pinned_chunks_stay_in_a_full_store(tmp_path: Path, soon: None)
 def test_a_store_with_everything_held_refuses_puts(tmp_path: Path, soon: None) -> None:
     with kvstore.open(tmp_path / "root", max_bytes=4 * PROMPT_BYTES, shard_bits=2) as store:
         cache = store.namespace("large", LARGE)
-        holds, reason = [], ""
+        holds: list[kvstore.Hold] = []
+        reason = ""
         while reason != "full":  # "overload" while the collector starts
             reason = cache.put(large_tokens(0, len(holds)), large_kv()).reason
             if not reason:
