@@ -159,12 +159,15 @@ PARTS_CHUNKS = 2 * PART_BYTES_MIN // LARGE.chunk_bytes + 2
 def test_a_put_that_is_late_gives_its_room_back() -> None:
     """Past its deadline a put behind leaves nothing claimed, reserved or referred to."""
     payload = [memoryview(bytes(LARGE.section_bytes))] * LARGE.section_count
-    began, late, longer = threading.Event(), threading.Event(), slowness()
+    began, late, longer, caller = threading.Event(), threading.Event(), slowness(), threading.current_thread()
 
     def source(_: int) -> list[memoryview]:
-        began.set()
-        late.wait(0.5 * longer)
-        late.set()
+        if threading.current_thread() is caller:
+            began.wait(PATIENCE_S)  # or it would copy both parts
+        else:
+            began.set()
+            late.wait(longer)
+            late.set()
         return payload
 
     with Acting(faulty(), memory_bytes=8 * PART_BYTES_MIN) as node:
