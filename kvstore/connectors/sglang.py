@@ -67,11 +67,14 @@ class TransferStats:
 # Pages of SGLang's host pools as blocks: the memory and the key of each block.
 #
 # A page that lies in a few runs of memory (K and V in the page-first layouts) is one block per run, read and written
-# in place. In ``layer_first`` it is one block that is copied together. Pools without addresses have flat pages.
+# in place. In ``layer_first`` it is one block that is copied together, in the order of SGLang's flat page. So
+# SGLang's generic calls and its zero-copy calls find each other's pages if both are known to mean the same bytes.
 
 
 RUNS_MAX = 4
 """Runs of memory in a page that are separate blocks: K, V, and what some layouts add."""
+
+_K_THEN_V = ("page_first", "page_first_direct", "page_head")
 
 _FACTS = (
     *("layout", "dtype", "store_dtype", "page_size", "logical_page_size", "layer_num", "target_layer_num"),
@@ -90,13 +93,15 @@ _BY_HEADS = ("head_num", "size_per_token")
 class PagePool:
     """One host pool. Pools of one name with equal facts and equal ``scope`` have interchangeable pages.
 
-    ``parts`` are the numbers of the parts of the model's heads that this pool has, if each is to be stored by itself
-    (``tp_lcm_size``). Raises InvalidRequest for a pool whose pages are available neither as memory nor flat, or not in
-    such parts.
+    ``in_place`` says which calls SGLang makes when it is unknown whether a flat page has the bytes of its runs in
+    order. ``parts`` are the numbers of the parts of the model's heads that this pool has, if each is to be stored by
+    itself (``tp_lcm_size``). Raises InvalidRequest for a pool whose pages are available neither as memory nor flat, or
+    not in such parts.
     """
 
-    def __init__(self, name: str, pool: Any, scope: str, parts: Sequence[int] = ()) -> None:
+    def __init__(self, name: str, pool: Any, scope: str, *, in_place: bool, parts: Sequence[int] = ()) -> None:
         self.name = name
+        self._is_flat = False
         self.pool = pool
         self._parts = len(parts) or 1
         # A group of pools passes on only some of what its first pool knows.
@@ -110,8 +115,11 @@ class PagePool:
         self.page_size = int(getattr(pool, "logical_page_size", None) or getattr(pool, "page_size", 1) or 1)
         layout = getattr(facts_of, "layout", "")
         runs = self._runs(torch.arange(self.page_size))
-        if self._parts > 1 and runs is None:
-            raise InvalidRequest(f"tp_lcm_size: pool {name} is not divided by heads in place")
+        if self._parts > 1 and (runs is None or not in_place):
+            raise InvalidRequest(f"tp_lcm_size: pool {name} is not divided by heads in place; set interface_v1 to 1")
+        self._is_alike = runs is None or _is_alike(layout, runs[1], getattr(facts_of, "layer_num", 0))
+        if not self._is_alike and not in_place:
+            self._is_flat, runs = True, None
         sizes = runs[1] if runs is not None else [_size_of_flat(pool, name)]
         self._has_bytes = any(sizes)
         if not self._has_bytes:
@@ -119,7 +127,11 @@ class PagePool:
         self._is_gathered = len(sizes) > RUNS_MAX * self._parts or (layout == "layer_first" and len(sizes) > 1)
         self.sizes = (sum(sizes),) if self._is_gathered else tuple(sizes)
         """Sizes of the blocks of one page."""
-        self._runs_count = len(sizes)
+        self._order = [*range(len(sizes))]
+        if self._is_gathered and self._is_alike and len(sizes) == 2 * getattr(facts_of, "layer_num", 0):
+            # SGLang lists K0 V0 K1 V1, and flattens to K0 K1 .. V0 V1.
+            self._order = [*range(0, len(sizes), 2), *range(1, len(sizes), 2)]
+        identity = f"{identity}\nflat={self._is_flat}"
         each = len(self.sizes) // self._parts
         self._marks = [
             ((f"{identity}\npart={part}" if parts else identity).encode(), str(number).encode())
@@ -148,7 +160,7 @@ class PagePool:
         """Returns the bytes of the pages' blocks: the pool's own memory, or a copy if a page has too many runs."""
         found = self._runs(indices)
         if found is None:
-            return [self._flat(self.pool.get_data_page(index)) for index in self._first(indices)]
+            return [each for index in self._first(indices) for each in self.cut(self.pool.get_data_page(index))]
         runs = _memory(*found)
         if not self._is_gathered:
             return runs
@@ -162,7 +174,11 @@ class PagePool:
         """Returns memory for the pages' blocks; call ``filled`` once they are read."""
         found = self._runs(indices)
         if found is None:
-            return [self._flat(self.pool.get_dummy_flat_data_page()) for _ in self._first(indices)]
+            return [
+                each
+                for _ in self._first(indices)
+                for each in self.cut(self.pool.get_dummy_flat_data_page(), copy=False)
+            ]
         if not self._is_gathered:
             return _memory(*found)
         return [np.empty(self.sizes[0], np.uint8).data for _ in self._first(indices)]
@@ -186,14 +202,29 @@ class PagePool:
                 run[:] = block[start : start + len(run)]
                 start += len(run)
 
-    def _flat(self, page: torch.Tensor) -> memoryview:
-        """Returns the bytes of a flat page."""
+    def cut(self, page: torch.Tensor, copy: bool = True) -> list[memoryview]:
+        """Cuts a flat page into blocks. Raises InvalidRequest for another size, or if it is not contiguous."""
         if not self._has_bytes:
-            return memoryview(bytearray(1))
-        return memoryview(page.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+            return [memoryview(bytearray(1))]
+        if not self._is_alike and not self._is_flat:
+            raise InvalidRequest(f"pages of pool {self.name} are stored in place: leave interface_v1 set")
+        if not page.is_contiguous():
+            if not copy:
+                raise InvalidRequest("the page to read into is not contiguous")
+            page = page.contiguous()
+        memory = memoryview(page.detach().reshape(-1).view(torch.uint8).numpy())
+        if len(memory) != sum(self.sizes):
+            raise InvalidRequest(f"the page has {len(memory)} bytes: those of pool {self.name} have {sum(self.sizes)}")
+        blocks, start = [], 0
+        for size in self.sizes:
+            blocks.append(memory[start : start + size])
+            start += size
+        return blocks
 
     def _runs(self, indices: torch.Tensor) -> tuple[list[int], list[int]] | None:
         """Returns addresses and sizes of the runs of memory, page by page, as the pool reports them."""
+        if self._is_flat:
+            return None
         try:
             if self._parts > 1:
                 found = self.pool.get_split_heads_page_buffer_meta(indices, self._parts)
@@ -209,11 +240,18 @@ class PagePool:
         return found // self._parts if self._parts > 1 and fact in _BY_HEADS and found else found
 
     def _by_page(self, runs: list[memoryview]) -> list[list[memoryview]]:
-        count = self._runs_count
-        return [runs[start : start + count] for start in range(0, len(runs), count)]
+        count = len(self._order)
+        return [[runs[start + at] for at in self._order] for start in range(0, len(runs), count)]
 
     def _first(self, indices: torch.Tensor) -> list[int]:
         return [int(each) for each in indices[:: self.page_size].tolist()]
+
+
+def _is_alike(layout: str, sizes: Sequence[int], layers: int) -> bool:
+    """True if a flat page is known to have the bytes of the runs, in their order or by K and V."""
+    if layout == "layer_first":
+        return len(set(sizes)) == 1 and len(sizes) in (layers, 2 * layers)
+    return len(sizes) == 1 or (len(sizes) == 2 and sizes[0] == sizes[1] and layout in _K_THEN_V)
 
 
 def _size_of_flat(pool: Any, name: str) -> int:
@@ -268,10 +306,6 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
         extra = storage_config.extra_config or {}
-        if not extra.get("interface_v1"):
-            raise InvalidRequest(
-                'the extra config has no interface_v1: add "interface_v1": 1, with which pages are moved in place'
-            )
         ours = {key: each for key, each in extra.items() if key in EngineSettings.names()}
         settings = EngineSettings.of(ours, "the extra config")
         self._config = storage_config
@@ -286,17 +320,18 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
-        self._kv = self._pool(str(PoolName.KV), mem_pool_host)
+        in_place = bool((self._config.extra_config or {}).get("interface_v1"))
+        self._kv = self._pool(str(PoolName.KV), mem_pool_host, in_place=in_place)
         self._pools.setdefault(self._kv.name, self._kv)
         with suppress(Unavailable):
             self._blocks()
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        pool = self._pool(str(host_pool_name), host_pool)
+        pool = self._pool(str(host_pool_name), host_pool, in_place=True)
         self._pools[pool.name] = pool
 
-    def _pool(self, name: str, pool: Any) -> PagePool:
+    def _pool(self, name: str, pool: Any, *, in_place: bool) -> PagePool:
         # The first rank stores MLA pages for all ranks. The state of Mamba layers, and a draft's K and V by heads, are
         # each rank's own.
         is_by_heads = name in _DRAFTS and hasattr(pool, "head_num")
@@ -304,33 +339,47 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         scope = "tp rank=all" if is_replicated else f"tp rank={self._config.tp_rank}"
         size = _parts_in_all(self._config, pool)
         if not size or is_replicated:
-            return PagePool(name, pool, scope)
+            return PagePool(name, pool, scope, in_place=in_place)
         if name != str(PoolName.KV):
-            return PagePool(name, pool, f"{scope} of {self._config.tp_size}")
+            return PagePool(name, pool, f"{scope} of {self._config.tp_size}", in_place=in_place)
         mine = size // self._config.tp_size
         first = self._config.tp_rank * mine
-        return PagePool(name, pool, f"tp parts={size}", range(first, first + mine))
+        return PagePool(name, pool, f"tp parts={size}", in_place=in_place, parts=range(first, first + mine))
 
-    # The calls without interface_v1, which SGLang does not make
+    # One page
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
-        raise NotImplementedError
-
-    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> Any:
-        raise NotImplementedError
+        """Reads a page into ``target_location``, or into a new flat tensor if none is given; None is a miss."""
+        return self.batch_get([key], [target_location])[0]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        raise NotImplementedError
+        return self.batch_set([key], [value if value is not None else target_location])
+
+    # Pages that SGLang copies
+
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
+        pool = self._anchor()
+        given = list(target_locations) if target_locations is not None else [None] * len(keys)
+        pages = [each if each is not None else pool.pool.get_dummy_flat_data_page() for each in given]
+
+        def read() -> list[bool]:
+            buffers = [block for page in pages for block in pool.cut(page, copy=False)]
+            return pool.whole(self._blocks().blocks.get(pool.names(keys), buffers))
+
+        hits = self._read.timed(sum(pool.sizes), lambda: self._trouble.or_miss(read, [False] * len(keys)))
+        return [page if hit else None for page, hit in zip(pages, hits, strict=True)]
 
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        raise NotImplementedError
-
-    # Looking up
-
-    def exists(self, key: str) -> bool:
-        return self.batch_exists([key]) == 1
+        pool = self._anchor()
+        pages = values if values is not None else target_locations
+        if pages is None or len(pages) != len(keys) or any(each is None for each in pages):
+            return False
+        return all(self._put(pool, keys, lambda: [block for page in pages for block in pool.cut(page)]))
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """Returns the number of leading pages in the store."""

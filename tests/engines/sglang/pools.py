@@ -16,29 +16,49 @@ from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 PAGE, PAGES, LAYERS, HEADS, DIM = 8, 24, 6, 2, 16
 SIZE = PAGE * PAGES
+MHA = ("layer_first", "page_first", "page_first_direct", "page_head")
+MLA = ("layer_first", "page_first", "page_first_direct")
 
 
 class HostPool:
-    """Pages of ``PAGE`` tokens; ``kv_buffer`` begins with K and V (2)."""
+    """Pages of ``PAGE`` tokens; ``kv_buffer`` begins with K and V (2) if there are both."""
 
     storage_format_tag: str | None = None
     dcp_size, dcp_rank = 1, 0
 
-    def __init__(self, layout: str = "page_first", dtype: torch.dtype = torch.bfloat16, *, heads: int = HEADS) -> None:
-        self.layout, self.dtype = layout, dtype
-        self.page_size, self.page_num, self.size, self.layer_num = PAGE, PAGES, SIZE, LAYERS
-        self.head_num, self.head_dim = heads, DIM
+    def __init__(
+        self,
+        layout: str,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        is_mla: bool = False,
+        layers: int = LAYERS,
+        heads: int = HEADS,
+    ) -> None:
+        self.layout, self.dtype, self.is_mla = layout, dtype, is_mla
+        self.page_size, self.page_num, self.size, self.layer_num = PAGE, PAGES, SIZE, layers
+        self.head_num, self.head_dim = (1, 2 * DIM) if is_mla else (heads, DIM)
+        heads, dim = self.head_num, self.head_dim
         dims: dict[str, tuple[int, ...]] = {
-            "page_first": (PAGES, PAGE, LAYERS, heads, DIM),
-            "page_first_direct": (PAGES, LAYERS, PAGE, heads, DIM),
-            "page_head": (PAGES, heads, PAGE, LAYERS, DIM),
+            "layer_first": (layers, SIZE, heads, dim),
+            "page_first": (SIZE, layers, heads, dim),
+            "page_first_direct": (PAGES, layers, PAGE, heads, dim),
+            "page_head": (PAGES, heads, PAGE, layers, dim),
         }
-        self.kv_buffer = torch.zeros((2, *dims[layout]), dtype=dtype)
+        shape = dims[layout] if is_mla else (2, *dims[layout])
+        self.kv_buffer = torch.zeros(shape, dtype=dtype)
         self.size_per_token = self.kv_buffer.nbytes // SIZE
 
     def page(self, index: int) -> torch.Tensor:
         """The page that begins with token ``index``, as a view."""
-        return self.kv_buffer[:, index // PAGE]
+        buffer = self.kv_buffer if not self.is_mla else self.kv_buffer[None]
+        if self.layout == "layer_first":
+            view = buffer[:, :, index : index + PAGE]
+        elif self.layout == "page_first":
+            view = buffer[:, index : index + PAGE]
+        else:
+            view = buffer[:, index // PAGE : index // PAGE + 1]
+        return view[0] if self.is_mla else view
 
     def get_data_page(self, index: Any, flat: bool = True) -> torch.Tensor:
         page = self.page(int(index))
@@ -52,8 +72,21 @@ class HostPool:
         page.copy_(data_page.reshape(page.shape))
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        runs = [plane[index // PAGE] for index in indices[::PAGE].tolist() for plane in self.kv_buffer]
-        return [run.data_ptr() for run in runs], [run.nbytes for run in runs]
+        assert len(indices) % PAGE == 0
+        addresses: list[int] = []
+        planes = [self.kv_buffer] if self.is_mla else [self.kv_buffer[0], self.kv_buffer[1]]
+        size = 0
+        for index in indices[::PAGE].tolist():
+            if self.layout == "layer_first":
+                runs = [plane[layer, index : index + PAGE] for layer in range(self.layer_num) for plane in planes]
+            elif self.layout == "page_first":
+                runs = [plane[index : index + PAGE] for plane in planes]
+            else:
+                runs = [plane[index // PAGE] for plane in planes]
+            assert all(run.is_contiguous() for run in runs)
+            addresses += [run.data_ptr() for run in runs]
+            size = runs[0].nbytes
+        return addresses, [size] * len(addresses)
 
     def get_split_heads_page_buffer_meta(self, indices: torch.Tensor, split_factor: int) -> tuple[list[int], list[int]]:
         assert self.layout == "page_head"
@@ -70,7 +103,7 @@ class SplitPool(HostPool):
     """``page_first_kv_split``: the two parts of MLA's KV in separate buffers, and no flat pages."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        super().__init__("page_first", dtype)
+        super().__init__("page_first", dtype, is_mla=True)
         self.layout = "page_first_kv_split"
         self.k_buffer = torch.zeros((PAGES, LAYERS, PAGE, 1, 24), dtype=dtype)
         self.v_buffer = torch.zeros((PAGES, LAYERS, PAGE, 1, 8), dtype=dtype)
@@ -89,6 +122,25 @@ class SplitPool(HostPool):
         runs = [
             buffer[index // PAGE] for index in indices[::PAGE].tolist() for buffer in (self.k_buffer, self.v_buffer)
         ]
+        return [run.data_ptr() for run in runs], [run.nbytes for run in runs]
+
+
+class OddPool(HostPool):
+    """A pool of a layout nobody knows, whose flat pages have V before K."""
+
+    def __init__(self) -> None:
+        super().__init__("page_first")
+        self.layout = "odd"
+
+    def page(self, index: int) -> torch.Tensor:
+        return self.kv_buffer[:, index : index + PAGE].flip(0)
+
+    def set_from_flat_data_page(self, index: Any, data_page: torch.Tensor) -> None:
+        at = int(index)
+        self.kv_buffer[:, at : at + PAGE] = data_page.reshape(self.page(at).shape).flip(0)
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        runs = [self.kv_buffer[part, at : at + PAGE] for at in indices[::PAGE].tolist() for part in range(2)]
         return [run.data_ptr() for run in runs], [run.nbytes for run in runs]
 
 

@@ -42,12 +42,13 @@ def empty(layout: str = "page_first", kind: str = "mha", extra: dict[str, Any] |
     return Rank({PoolName.KV: host_pool(device, layout)}, extra or {}, device, **told)
 
 
+@pytest.mark.parametrize("calls", ["in place", "generic"])
 @pytest.mark.parametrize(("kind", "layout"), [(kind, layout) for kind, each in LAYOUTS.items() for layout in each])
 @pytest.mark.parametrize("hybrid", [False, True], ids=["base", "hybrid"])
 def test_what_one_controller_backs_up_the_next_one_prefetches(
-    tmp_root: Path, kind: str, layout: str, hybrid: bool
+    tmp_root: Path, kind: str, layout: str, calls: str, hybrid: bool
 ) -> None:
-    extra = {"root": str(tmp_root)}
+    extra = {"root": str(tmp_root), "interface_v1": int(calls == "in place")}
     with empty(layout, kind, extra, hybrid=hybrid) as rank:
         assert rank.prefetch(PROMPT) == 0
         assert rank.back_up(PROMPT) == len(PROMPT)

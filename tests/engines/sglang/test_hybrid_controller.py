@@ -156,13 +156,16 @@ def test_an_indexers_keys_come_back_with_the_latent_pages(tmp_root: Path, layout
             assert holds(pool, operation.host_indices, page_keys(PROMPT)[:3])
 
 
+@pytest.mark.parametrize("calls", [0, 1], ids=["generic", "in place"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_pages_of_deepseek_v4_come_back_although_its_anchor_has_no_bytes(tmp_root: Path, layout: str) -> None:
+def test_pages_of_deepseek_v4_come_back_although_its_anchor_has_no_bytes(
+    tmp_root: Path, layout: str, calls: int
+) -> None:
     c4 = PoolName.DEEPSEEK_V4_C4
 
     def rank() -> Rank:
         anchor, rows = compressed_pools(layout)
-        return Rank({PoolName.KV: anchor, c4: rows}, {"root": str(tmp_root)})
+        return Rank({PoolName.KV: anchor, c4: rows}, {"root": str(tmp_root), "interface_v1": calls})
 
     with rank() as writer:
         assert writer.ask(PROMPT, [derived(c4)]).storage_hit_count == 0

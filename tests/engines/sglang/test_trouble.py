@@ -1,7 +1,8 @@
-"""A store that is down, hangs or fails: a miss in time, and a clean store."""
+"""A store that is down, frozen or failing, and an SGLang that is killed: a miss in time, and a clean store."""
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 from kvstore.connectors.common import EngineSettings
 from kvstore.engine.settings import Limits
 from kvstore.root.posix import PosixRoot
-from tests.engines.sglang.pools import FlatPool, HostPool, backend, fill, indices, same
-from tests.kit.faulty_root import ENOSPC, EROFS, FaultyRoot, Hang, Rule
+from tests.engines.sglang.pools import HostPool, backend, fill, indices, same
+from tests.kit.faulty_root import EIO, ENOSPC, EROFS, Fails, FaultyRoot, Hang, Rule
 from tests.kit.stores import store_on
+from tests.kit.workers import worker_process
 
 QUICK = {"lookup_timeout_s": 0.5, "load_timeout_s": 0.5, "store_timeout_s": 0.8}
 LIMITS = Limits(match_deadline_s=0.5, read_deadline_s=0.5, write_deadline_s=0.8, stall_s=1.0, lanes=4, width=2)
@@ -31,8 +33,8 @@ def in_time(call: Callable[[], Any]) -> Any:
     return result
 
 
-def filled(kind: type[HostPool] = HostPool) -> HostPool:
-    pool = kind()
+def filled(layout: str = "page_first") -> HostPool:
+    pool = HostPool(layout)
     for page in AT:
         fill(pool, page, page)
     return pool
@@ -42,7 +44,26 @@ def assert_everything_is_a_miss(hicache: Any) -> None:
     assert in_time(lambda: hicache.batch_exists(KEYS)) == 0
     assert in_time(lambda: hicache.batch_get_v1(KEYS, indices([8, 9, 10, 11]))) == [False] * 4
     assert in_time(lambda: hicache.batch_set_v1(["a" * 64], indices([0]))) == [False]
+    assert in_time(lambda: hicache.get(KEYS[0])) is None
     assert not in_time(hicache.clear)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_dies_or_freezes_is_a_miss_in_time(tmp_root: Path, number: signal.Signals) -> None:
+    pool = filled()
+    with worker_process(tmp_root) as worker, backend(pool, {"connect": worker.address, **QUICK}) as hicache:
+        assert hicache.batch_set_v1(KEYS, indices(AT)) == [True] * 4
+        worker.send(number)
+        if number is signal.SIGKILL:
+            assert_everything_is_a_miss(hicache)
+            return
+        assert in_time(lambda: hicache.batch_exists(KEYS)) == 0
+        assert in_time(lambda: hicache.batch_get_v1(KEYS, indices([8, 9, 10, 11]))) == [False] * 4
+        worker.send(signal.SIGCONT)
+        ends_s = time.monotonic() + 30
+        while hicache.batch_exists(KEYS) < 4:
+            assert time.monotonic() < ends_s, "it is not used again"
 
 
 def test_a_store_that_is_down_when_sglang_starts_is_a_miss_in_time() -> None:
@@ -58,9 +79,9 @@ def root(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyRoot
     faulty.set_rules([])
 
 
-@pytest.mark.parametrize("kind", [HostPool, FlatPool])
-def test_late_bytes_of_a_root_that_hangs_never_reach_the_pool(root: FaultyRoot, kind: type[HostPool]) -> None:
-    pool = filled(kind)
+@pytest.mark.parametrize("layout", ["page_first", "layer_first"])
+def test_a_root_that_hangs_is_a_miss_in_time_and_late_bytes_never_reach_the_pool(root: FaultyRoot, layout: str) -> None:
+    pool = filled(layout)
     with backend(pool, {"root": "faulty", **QUICK}) as hicache:
         assert hicache.batch_set_v1(KEYS, indices(AT)) == [True] * 4
         hang = Hang()
@@ -75,12 +96,19 @@ def test_late_bytes_of_a_root_that_hangs_never_reach_the_pool(root: FaultyRoot, 
             assert time.monotonic() < ends_s, "it is not used again"
         assert all(same(pool, page, pool, 16 + page) for page in AT)
         for page in range(8, 12):
-            assert pool.kv_buffer[:, page].equal(held[:, page])
+            assert pool.page(page * pool.page_size).equal(HostPool.page(_with(pool, held), page * pool.page_size))
 
 
-def test_a_store_that_fails_leaves_nothing_to_be_found(root: FaultyRoot) -> None:
+def _with(pool: HostPool, buffer: Any) -> HostPool:
+    other = HostPool(pool.layout)
+    other.kv_buffer = buffer
+    return other
+
+
+@pytest.mark.parametrize("fault", [ENOSPC, EROFS, EIO])
+def test_a_store_that_fails_leaves_nothing_to_be_found(root: FaultyRoot, fault: Fails) -> None:
     with backend(filled(), {"root": "faulty", **QUICK}) as hicache:
-        root.set_rules([Rule("stage", ENOSPC)])
+        root.set_rules([Rule("stage", fault)])
         assert hicache.batch_set_v1(KEYS, indices(AT)) == [False] * 4
         root.set_rules([])
         assert hicache.batch_exists(KEYS) == 0
