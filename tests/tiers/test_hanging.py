@@ -22,7 +22,7 @@ from kvstore.core.write_mode import WriteMode
 from kvstore.errors import KVStoreError
 from kvstore.tiers.stack import PART_BYTES_MIN, MemoryPut
 from tests.kit.faulty_root import ENOSPC, FaultyRoot, Hang, Rule
-from tests.kit.patience import slowness
+from tests.kit.patience import PATIENCE_S, slowness
 from tests.kit.stores import same
 from tests.kit.tiers import (
     ASKING,
