@@ -32,7 +32,6 @@ from kvstore.root.interface import Root, StorageSpace
 
 
 PLAN_S_MAX = 300.0
-EXAMPLES = 25
 STDERR_CHARACTERS_MAX = 400
 
 
@@ -81,7 +80,7 @@ class PlanSource:
                 raise Unavailable("the dashboard is ending")
             try:
                 self._child = subprocess.Popen(
-                    [*command, "--examples", str(EXAMPLES)],
+                    command,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
