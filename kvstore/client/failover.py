@@ -47,7 +47,7 @@ from kvstore.errors import (
     StoreClosed,
     Unavailable,
 )
-from kvstore.transport.channel import LinkLate
+from kvstore.transport.channel import LinkBroken, LinkLate
 from kvstore.transport.limits import CHANNEL_OPTIONS, method
 from kvstore.transport.messages import namespace_message, sealed
 from kvstore.transport.status import BrokenTransfer, Busy, Draining, Failure, UnknownNamespace, failure
@@ -129,14 +129,23 @@ class Endpoint:
         self.probe_pause_s = 0.0
 
     def call(self, name: str, message: Message, timeout_s: float) -> bytes:
-        """Returns the answer to a call of SHORT_CALLS: over a bulk connection, or else over gRPC.
+        """Returns the answer to a call of SHORT_CALLS: over a bulk connection, or over gRPC without one.
 
         Raises what gRPC raises, BulkRefused, LinkLate.
         """
         ends_s = time.monotonic() + timeout_s
-        answer = self.bulk.call(name, message, timeout_s)
+        answer: bytes | BulkRefused | None = None
+        with self.bulk.link(timeout_s) as link:
+            if link is not None:
+                try:
+                    answer = link.call(name, message, timeout_s)
+                except (LinkBroken, InvalidRequest) as error:
+                    self.bulk.note_broken(link, error)
         if answer is None:
-            answer = self._stub(name, "unary_unary")(sealed(message), timeout=ends_s - time.monotonic())
+            over_grpc: bytes = self._stub(name, "unary_unary")(sealed(message), timeout=ends_s - time.monotonic())
+            return over_grpc
+        if isinstance(answer, BulkRefused):
+            raise answer
         return answer
 
     def unary(self, name: str) -> Any:

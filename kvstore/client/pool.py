@@ -764,23 +764,6 @@ class Links:
             if link is not None:
                 self._give(link)
 
-    def call(self, name: str, message: Message, timeout_s: float) -> bytes | None:
-        """Makes a call of SHORT_CALLS; None if it has to go over gRPC: there is no connection, or it broke.
-
-        Raises BulkRefused, LinkLate, and as ``link`` does.
-        """
-        with self.link(timeout_s) as link:
-            if link is None:
-                return None
-            try:
-                answer = link.call(name, message, timeout_s)
-            except (LinkBroken, InvalidRequest) as error:
-                self.note_broken(link, error)
-                return None
-        if isinstance(answer, BulkRefused):
-            raise answer
-        return answer
-
     def note_broken(self, link: DataConnection, error: Exception) -> None:
         """Gives a connection up, and counts that."""
         link.channel.alive = False

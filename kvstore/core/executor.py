@@ -348,16 +348,11 @@ class Loop:
         self._pause_s = pause_s
         self.closed = False
         """True once ``stop`` or ``close`` was called."""
-        self._process = os.getpid()
-
-    @property
-    def is_here(self) -> bool:
-        """False in a forked child, which has none of the threads."""
-        return self._process == os.getpid()
+        self.owner = Owner()
 
     def start(self) -> None:
         """Starts one thread more; none beyond ``threads_max``, after ``close``, or in a forked child."""
-        if not self.is_here:
+        if not self.owner.is_here:
             return
         with self._changed:
             if self.closed or len(self.threads) >= self._threads_max:
@@ -368,7 +363,7 @@ class Loop:
 
     def stop(self) -> None:
         """Has the threads end; does not wait for that. Idempotent."""
-        if not self.is_here:
+        if not self.owner.is_here:
             return
         with self._changed:
             self.closed = True
@@ -379,7 +374,7 @@ class Loop:
 
         Idempotent.
         """
-        if not self.is_here:
+        if not self.owner.is_here:
             return True
         self.stop()
         ends_s = time.monotonic() + timeout_s
@@ -438,7 +433,7 @@ class Tasks:
 
     def submit(self, task: Work) -> bool:
         """Has a thread call ``task``; False if too many wait, after ``close``, and in a forked child."""
-        if not self._loop.is_here:
+        if not self._loop.owner.is_here:
             return False
         with self._changed:
             if self._loop.closed or len(self._waiting) >= self._queue_max:

@@ -276,7 +276,7 @@ class Operations:
     def close(self, timeout_s: float, why: str = "the store was closed") -> None:
         """Cancels all, begins no other, and waits at most this long for those running. Idempotent."""
         self._loop.stop()
-        if self._loop.is_here:
+        if self._loop.owner.is_here:
             for run in self.every():
                 run.cancel(why)
         self._loop.close(timeout_s)

@@ -24,8 +24,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -1086,9 +1087,6 @@ class _Plan:
     stamp_ns: int | None
 
 
-N = TypeVar("N")
-
-
 class TouchQueue:
     """A bounded queue of used chunks, whose recency is renewed: parents before children, once per quantum.
 
@@ -1117,7 +1115,9 @@ class TouchQueue:
         depths = None if wanted.prefix_ordered else wanted.depths()
         renewal = _Renewal(wanted.namespace.id, wanted.packed_addresses, depths, hints, lacking)
         if self._places(renewal, self._chunks.known.quantum()):
-            self._submit(self._renew, renewal, len(wanted))
+            task = partial(self._try, partial(self._renew, renewal))
+            if not self._tasks.submit(task):
+                self._counters.add(NodeCount.REFRESH_DROPPED, len(wanted))
 
     def superseded(self, wanted: KeySet, first: int, left_s: int) -> None:
         """Notes that the chunks from ``first`` on are unused since the quantum ``left_s``. Never blocks."""
@@ -1125,15 +1125,14 @@ class TouchQueue:
             return
         depths = range(first, len(wanted)) if wanted.prefix_ordered else None
         branch = _Branch(wanted.namespace.id, tuple(wanted.addresses[first:]), depths, left_s)
-        self._submit(self._supersede, branch, len(branch.addresses))
+        if not self._tasks.submit(partial(self._try, partial(self._supersede, branch))):
+            self._counters.add(NodeCount.REFRESH_DROPPED, len(branch.addresses))
 
     def renew(self, chain: KeySet, hints: Hints, lacking: frozenset[int], start_s: float) -> None:
         """Renews the leading chunks of a chain on the calling lane, before a child of theirs gets a fresh stamp."""
         if self._enabled and len(chain):
-            try:
-                self._renew(_Renewal(chain.namespace.id, chain.packed_addresses, None, hints, lacking, start_s))
-            except KVStoreError:
-                self._counters.add(NodeCount.REFRESH_DROPPED)
+            renewal = _Renewal(chain.namespace.id, chain.packed_addresses, None, hints, lacking, start_s)
+            self._try(partial(self._renew, renewal))
 
     def drain(self) -> None:
         self._tasks.drain()
@@ -1142,17 +1141,12 @@ class TouchQueue:
         """Finishes what is queued, as far as ``timeout_s`` allows."""
         self._tasks.close(timeout_s)
 
-    def _submit(self, work: Callable[[N], None], noted: N, count: int) -> None:
-        """Queues ``work(noted)``; counts its chunks as dropped if the queue is full or the root refuses."""
-
-        def task() -> None:
-            try:
-                work(noted)
-            except KVStoreError:
-                self._counters.add(NodeCount.REFRESH_DROPPED)
-
-        if not self._tasks.submit(task):
-            self._counters.add(NodeCount.REFRESH_DROPPED, count)
+    def _try(self, work: Callable[[], None]) -> None:
+        """Counts what the root refuses."""
+        try:
+            work()
+        except KVStoreError:
+            self._counters.add(NodeCount.REFRESH_DROPPED)
 
     def _supersede(self, branch: _Branch) -> None:
         """Marks a branch from its last chunk on, up to the first chunk with a use apart from the branch.

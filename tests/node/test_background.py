@@ -102,6 +102,6 @@ def test_a_forked_child_has_no_threads_and_never_waits_for_the_lock() -> None:
             starting = threading.Thread(target=queue.loop.start, daemon=True)
             starting.start()
             starting.join(PATIENCE_S)
-            os._exit(not (not starting.is_alive() and not queue.loop.is_here and queue.loop.close(NEVER_S)))
+            os._exit(not (not starting.is_alive() and not queue.loop.owner.is_here and queue.loop.close(NEVER_S)))
     assert os.waitpid(child, 0)[1] == 0
     assert queue.loop.close(PATIENCE_S)
