@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from itertools import takewhile
+from math import isqrt
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from kvstore.core import metrics_http
-from kvstore.core.address import ADDRESS_BYTES, Address
 from kvstore.core.validate import check_depth
 from kvstore.errors import InvalidRequest, PermissionDenied
-from kvstore.events.index import RootIndex
-from kvstore.events.inventory import NamespaceIndex
+from kvstore.events.columns import U64, Mask
+from kvstore.events.index import Model, RootIndex
 from kvstore.format.keyset import RecentChains
 from kvstore.security.access import Identity, Presented, Role
 from kvstore.security.authentication import Authenticator
@@ -103,28 +102,41 @@ class Answers:
 
     def answer(self, question: Question) -> dict[str, Any]:
         """Returns the longest stored prefix, in tokens, over all namespaces with that name and tenant; 0 if none."""
-        indexes = [
-            index
-            for index in list(self._truth.namespaces.values())
-            if (index.namespace.name, index.namespace.tenant) == (question.model, question.tenant)
+        models = [
+            model
+            for model in list(self._truth.models.values())
+            if (model.namespace.name, model.namespace.tenant) == (question.model, question.tenant)
         ]
-        found = [(self._leading(index, question), index.namespace.layout.chunk_tokens) for index in indexes]
+        found = [(self._leading(model, question), model.namespace.layout.chunk_tokens) for model in models]
         blocks, size = max(found, key=lambda each: each[0] * each[1], default=(0, 0))
         return answer_document(question, size, blocks, self._instance, {self._medium: blocks})
 
-    def _leading(self, index: NamespaceIndex, question: Question) -> int:
-        if question.tokens is None:
+    def _leading(self, model: Model, question: Question) -> int:
+        inventory = model.inventory
+        if question.tokens is not None:
+            packed = self._chains.of(model.namespace, question.tokens).packed_addresses
+            rows = inventory.rows
             with self._truth.lock:
-                return sum(1 for _ in takewhile(index.by_hash.__contains__, question.hashes or ()))
-        packed = self._chains.of(index.namespace, question.tokens).packed_addresses
+                chunks = _leading_chain(lambda firsts: inventory.are_published(rows.find(firsts)), packed)
+                blocks = _leading_chain(lambda firsts: inventory.are_published(rows.find_spelled(firsts)), packed)
+            return max(chunks, blocks)
         with self._truth.lock:
-            return max(_leading_of(packed, index.has_published), _leading_of(packed, index.by_path.__contains__))
+            return _leading(inventory.are_published(inventory.rows.find_hashes(np.array(question.hashes, np.uint64))))
 
 
-def _leading_of(packed: bytes, is_published: Callable[[Address], bool]) -> int:
-    """Returns how many leading addresses are published. Those before a published one are too, so few are checked."""
+def _leading_chain(are_published: Callable[[U64], Mask], packed: bytes) -> int:
+    """Returns how many leading addresses are published. A published chunk's parents are too, so few are checked."""
+    firsts = np.frombuffer(packed, ">u8")[::2]
+    first, stop = 0, len(firsts)
+    while first < stop:
+        step = isqrt(stop - first)
+        ends = range(first + step - 1, stop, step)
+        count = _leading(are_published(firsts[ends].astype(np.uint64)))
+        first += count * step
+        if count < len(ends):
+            stop = first + step - 1
+    return first
 
-    def is_missing(at: int) -> bool:
-        return not is_published(Address(packed[at * ADDRESS_BYTES : (at + 1) * ADDRESS_BYTES]))
 
-    return bisect_left(range(len(packed) // ADDRESS_BYTES), True, key=is_missing)
+def _leading(published: Mask) -> int:
+    return len(published) if published.all() else int(published.argmin())

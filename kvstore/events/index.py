@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,20 +12,13 @@ import numpy as np
 
 from kvstore.census.selection import ClearOrder
 from kvstore.census.walk import Fixed, read_fixed
-from kvstore.core.address import NO_PARENT, Address, block_address, chunk_address, token_array
+from kvstore.core.address import ADDRESS_BYTES, NO_PARENT, Address, block_address, chunk_address, token_array
 from kvstore.core.clock import Clock
 from kvstore.core.namespace import Namespace, NamespaceId
 from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch
-from kvstore.events.inventory import (
-    BlockIdentity,
-    BlockName,
-    Difference,
-    EventOrigin,
-    IndexedBlock,
-    MultipartBlocks,
-    NamespaceIndex,
-)
+from kvstore.events.columns import BlockName, EventOrigin, Rows
+from kvstore.events.inventory import KEY_MAX, BlockPart, Difference, Identities, MultipartBlocks, NamespaceIndex
 from kvstore.events.limits import EventLimits
 from kvstore.format import places
 from kvstore.format.header import (
@@ -39,6 +31,7 @@ from kvstore.format.header import (
     IdentityKind,
     decode_any,
 )
+from kvstore.format.places import Name, NameColumns, parse_names
 from kvstore.meta.keys import Keys
 from kvstore.meta.store import KeyValue, MetadataStore, Watch, WatchLost
 from kvstore.meta.sweeps import Condemned, CondemnedSet
@@ -184,9 +177,9 @@ class PendingDeletions:
         found = self._sweeps.get(shard)
         return None if found is None else found[1]
 
-    def hides(self, namespace: NamespaceId) -> bool:
+    def hides(self, namespace: bytes) -> bool:
         """True if a clear is deleting all of a namespace, by its id."""
-        return any(_takes_all(order) and order.means(namespace) for order in self._clears.values())
+        return any(_takes_all(order) and order.means(NamespaceId(namespace)) for order in self._clears.values())
 
     def close(self) -> None:
         """Ends the watches. Idempotent."""
@@ -256,7 +249,16 @@ EXTRA_KEYS_MAX = 64
 """Extra keys of one block."""
 
 
-def claimed_of(namespace: Namespace, address: Address, prefix: bytes) -> BlockIdentity | None:
+@dataclass(frozen=True, slots=True)
+class BlockHeader:
+    """One block: its identity, packed as those of chunks are, and its name."""
+
+    packed: bytes
+    """Address, parent's address, depth as u32 and tokens."""
+    name: BlockName
+
+
+def claimed_of(namespace: Namespace, address: Address, prefix: bytes) -> BlockHeader | None:
     """Returns what a file that begins with ``prefix`` says; None if it is not this block, or cannot be published."""
     try:
         header = decode_any(prefix)
@@ -272,7 +274,8 @@ def claimed_of(namespace: Namespace, address: Address, prefix: bytes) -> BlockId
     if name is None or len(descent.tokens) != namespace.layout.chunk_tokens:
         return None
     parent = block_address(namespace, descent.parent) if descent.parent else NO_PARENT
-    return BlockIdentity(parent, token_array(descent.tokens).tobytes(), name)
+    tokens = token_array(descent.tokens).tobytes()
+    return BlockHeader(address + parent + descent.depth.to_bytes(4, "little") + tokens, name)
 
 
 def _name(key: bytes, descent: Descent) -> BlockName | None:
@@ -331,29 +334,50 @@ def _is_text(value: Any, size_max: int = 1 << 10) -> bool:
 # block's address proves its key alone; the rest is what its writer says (``Descent``).
 
 
-READ_MAX = 512
+ROWS_MAX = 512
 """Files read between two looks for news."""
 
 
-def read_identity_of(
-    root: Root, shard_bits: int, namespace: Namespace, address: Address
-) -> tuple[bool, BlockIdentity | None]:
-    """Reads a file: whether it is there, and its identity.
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One pass over some files."""
 
-    None if the file does not match its name, or cannot be published: encrypted or corrupt files, and blocks without a
-    descent. Raises the root's errors.
-    """
-    seen = _seen(root, places.chunk(address, namespace.id, shard_bits), namespace)
-    if seen is None:
-        return False, None
-    prefix, fixed = seen
-    if fixed is None:
-        return True, None
-    is_block = fixed.kind is IdentityKind.BLOCK
-    return True, claimed_of(namespace, address, prefix) if is_block else _identity(namespace, address, fixed, prefix)
+    found: Identities
+    blocks: Identities
+    odd: Rows
+    """Their files do not match their names, or cannot be published: encrypted or corrupt files, and blocks without a
+    descent."""
+    failed: Rows
+    """The root did not answer: read them again."""
 
 
-def _seen(root: Root, name: places.Name, namespace: Namespace) -> tuple[bytes, Fixed | None] | None:
+def read_identities(root: Root, shard_bits: int, namespace: Namespace, inventory: NamespaceIndex, rows: Rows) -> Read:
+    """Reads the files of ``rows``; those that are gone are in no part of the answer."""
+    packed, blocks, odd, failed = list[bytes](), list[BlockHeader](), [], []
+    for row, raw in zip(rows.tolist(), inventory.rows.addresses(rows), strict=True):
+        address = Address(raw.tobytes())
+        try:
+            seen = _seen(root, places.chunk(address, namespace.id, shard_bits), namespace)
+        except KVStoreError:
+            failed.append(row)
+            continue
+        if seen is None:
+            continue
+        prefix, fixed = seen
+        if fixed is not None and fixed.kind is IdentityKind.BLOCK:
+            claimed = claimed_of(namespace, address, prefix)
+            blocks += [claimed] if claimed is not None else []
+            odd += [row] if claimed is None else []
+        elif fixed is not None and (identity := _identity(namespace, address, fixed, prefix)) is not None:
+            packed.append(address + identity)
+        else:
+            odd.append(row)
+    size = namespace.layout.chunk_tokens
+    named = unpack([each.packed for each in blocks], size, [each.name for each in blocks])
+    return Read(unpack(packed, size), named, np.array(odd, np.int32), np.array(failed, np.int32))
+
+
+def _seen(root: Root, name: Name, namespace: Namespace) -> tuple[bytes, Fixed | None] | None:
     """Returns the first bytes of a file, at least what identifies a chunk and a block's header; None: there is none."""
     size = max(FIXED_BYTES + 4 * namespace.layout.chunk_tokens, PAGE_BYTES)
     seen = root.look(name, size)
@@ -365,14 +389,40 @@ def _seen(root: Root, name: places.Name, namespace: Namespace) -> tuple[bytes, F
     return None if seen is None else (seen.prefix, fixed)
 
 
-def _identity(namespace: Namespace, address: Address, fixed: Fixed, prefix: bytes) -> BlockIdentity | None:
-    """Returns the identity of a chunk; None if the address is not that of its parent and tokens."""
+def _identity(namespace: Namespace, address: Address, fixed: Fixed, prefix: bytes) -> bytes | None:
+    """Returns parent, depth and tokens, packed; None if the address is not theirs."""
     size = 4 * namespace.layout.chunk_tokens
     tokens = prefix[FIXED_BYTES : FIXED_BYTES + size]
     if len(tokens) != size or chunk_address(namespace.digest, fixed.parent, tokens) != address:
         return None
     is_first = fixed.parent == NO_PARENT
-    return BlockIdentity(fixed.parent, tokens) if is_first == (fixed.depth == 0) else None
+    if is_first != (fixed.depth == 0):
+        return None
+    return fixed.parent + fixed.depth.to_bytes(4, "little") + tokens
+
+
+def unpack(packed: list[bytes], chunk_tokens: int, names: Sequence[BlockName] = ()) -> Identities:
+    """Makes columns of packed identities: address, parent, depth and tokens of each; ``names`` are those of blocks."""
+    kind = np.dtype(
+        [
+            ("address", ">u8", 2),
+            ("parent", ">u8", 2),
+            ("depth", "<u4"),
+            ("tokens", "<u4", (chunk_tokens,)),
+        ]
+    )
+    assert kind.itemsize == 2 * ADDRESS_BYTES + 4 + 4 * chunk_tokens
+    lines = np.frombuffer(b"".join(packed), kind)
+    address, parent = lines["address"].astype(np.uint64), lines["parent"].astype(np.uint64)
+    return Identities(
+        address[:, 0],
+        address[:, 1],
+        parent[:, 0],
+        parent[:, 1],
+        lines["depth"],
+        lines["tokens"].astype(np.uint32),
+        names,
+    )
 
 
 # The chunks that the root holds, and those about to be deleted, for all published namespaces; updated in steps.
@@ -385,6 +435,16 @@ STRANGERS_S = 10.0
 """Interval at which the records of unpublished namespaces are read again."""
 
 Wanted = Callable[[Namespace], bool]
+
+
+@dataclass(slots=True)
+class Model:
+    """One namespace and its inventory."""
+
+    namespace: Namespace
+    inventory: NamespaceIndex
+    unknown: Rows
+    """Rows whose files are still to be read."""
 
 
 class RootIndex:
@@ -402,7 +462,8 @@ class RootIndex:
     ) -> None:
         """``wanted`` selects the published namespaces; ``folder`` is where their tokens are stored."""
         self.lock = threading.Condition()
-        self.namespaces: dict[NamespaceId, NamespaceIndex] = {}
+        self.models: dict[int, Model] = {}
+        """By namespace id, as a number."""
         self._root = root
         self._shard_bits = shard_bits
         self._doomed = doomed
@@ -413,7 +474,7 @@ class RootIndex:
         self._folders = ListingScheduler(1 << shard_bits, limits)
         self._wholes = MultipartBlocks()
         self._looked_s = float("-inf")
-        self._strangers: set[NamespaceId] = set()
+        self._strangers: set[int] = set()
         """Namespaces that are not wanted, or had no readable record a moment ago."""
         self._strangers_s = 0.0
         self._quarantined: set[str] = set()
@@ -421,7 +482,7 @@ class RootIndex:
     @property
     def is_complete(self) -> bool:
         """True once all that was there at the start is known."""
-        return self._folders.is_complete and not any(index.has_unread for index in self.namespaces.values())
+        return self._folders.is_complete and not any(len(model.unknown) for model in self.models.values())
 
     def step(self) -> None:
         """Applies news, lists some shards and reads some files. Raises the errors of root and etcd."""
@@ -440,8 +501,8 @@ class RootIndex:
         finally:
             if listed:
                 self._apply_listed(listed)
-        for index in list(self.namespaces.values()):
-            self._identify(index)
+        for model in list(self.models.values()):
+            self._identify(model)
 
     @property
     def is_busy(self) -> bool:
@@ -452,26 +513,32 @@ class RootIndex:
         """Reads etcd afresh at the next step: it may be another one than before, restored from a snapshot."""
         self._doomed.close()
 
-    def settle(self) -> list[tuple[NamespaceIndex, Difference]]:
+    def settle(self) -> list[tuple[Model, Difference]]:
         """Returns the changes to publish since the last call, for each namespace that has any."""
+        found = []
         with self.lock:
-            self._wholes.judge(self.namespaces.values())
-            found = [(index, index.settle()) for index in self.namespaces.values()]
-        return [(index, difference) for index, difference in found if difference.removed or difference.stored]
+            parts = {number: BlockPart(each.namespace, each.inventory) for number, each in self.models.items()}
+            self._wholes.judge(parts)
+            for model in self.models.values():
+                difference = model.inventory.settle()
+                if len(difference.removed) or len(difference.stored):
+                    found.append((model, difference))
+        return found
 
     def compact(self) -> None:
-        """Gives memory back where much is no longer there. Call it while no difference or snapshot is in use."""
+        """Gives memory back where much is no longer there. Rows change: call it when no difference is in use."""
         with self.lock:
-            for index in self.namespaces.values():
-                index.compact()
+            for model in self.models.values():
+                if not len(model.unknown):
+                    model.inventory.compact()
 
     def close(self) -> None:
         """Ends the watches, and gives files back. Idempotent."""
         self._doomed.close()
         with self.lock:
-            for index in self.namespaces.values():
-                index.close()
-            self.namespaces = {}
+            for model in self.models.values():
+                model.inventory.close()
+            self.models = {}
 
     # News
 
@@ -484,20 +551,25 @@ class RootIndex:
             for shard in news.begun:
                 self._condemn(shard)
             if news.clear_begun:
-                self._hide()
+                for number in self.models:
+                    self._hide(number)
 
     def _condemn(self, shard: int) -> None:
         """Condemns what a sweep in flight is about to take."""
         members = self._doomed.condemned(shard)
-        if members is not None:
-            for index in self.namespaces.values():
-                index.condemn([block for block in index.present(shard) if block.address in members])
+        if members is None:
+            return
+        for model in self.models.values():
+            rows = model.inventory.between(*self._range(shard))
+            if len(rows):
+                addresses = model.inventory.rows.addresses(rows)
+                model.inventory.condemn(rows[np.array([each.tobytes() in members for each in addresses], np.bool_)])
 
-    def _hide(self) -> None:
-        """Condemns all of the namespaces that a clear is deleting."""
-        for namespace, index in self.namespaces.items():
-            if self._doomed.hides(namespace):
-                index.condemn([block for block in index.blocks() if block.is_present])
+    def _hide(self, number: int) -> None:
+        """Condemns all of a namespace that a clear is deleting."""
+        if self._doomed.hides(number.to_bytes(8, "big")):
+            inventory = self.models[number].inventory
+            inventory.condemn(inventory.between(0, KEY_MAX))
 
     def _look_at_quarantine(self) -> None:
         """Takes back chunks that were set aside as damaged, unless they are there again."""
@@ -507,10 +579,12 @@ class RootIndex:
             address = places.parse_quarantined(name)
             if address is None:
                 continue
-            for namespace, index in self.namespaces.items():
-                if self._root.stat(places.chunk(address, namespace, self._shard_bits)) is None:
+            first = np.array([int.from_bytes(address[:8], "big")], np.uint64)
+            for model in self.models.values():
+                chunk = places.chunk(address, model.namespace.id, self._shard_bits)
+                if self._root.stat(chunk) is None:
                     with self.lock:
-                        index.left(address)
+                        model.inventory.left(first)
 
     # Listing
 
@@ -523,59 +597,58 @@ class RootIndex:
         return names
 
     def _apply_listed(self, listed: Mapping[int, list[str]]) -> None:
-        """Records the listings of some shards."""
-        parsed = {
-            shard: [one for name in names if (one := places.parse_chunk(name))] for shard, names in listed.items()
-        }
+        """Records the listings of many shards together: each alone would cost as much."""
+        found = parse_names([name for names in listed.values() for name in names])
         try:
-            self._meet({namespace for chunks in parsed.values() for _, namespace in chunks})
+            self._meet(found)
         except KVStoreError:
             for shard in listed:
                 self._folders.must_list(shard)
             raise
+        folders = np.repeat(np.array(list(listed), np.uint64), [len(names) for names in listed.values()])[found.ours]
+        in_place = folders == found.firsts >> np.uint64(64 - self._shard_bits)
+        ranges = [self._range(shard) for shard in listed]
         with self.lock:
-            for shard, chunks in parsed.items():
-                found = defaultdict[NamespaceId, set[Address]](set)
-                for address, namespace in chunks:
-                    if places.shard(address, self._shard_bits) == shard:
-                        found[namespace].add(address)
+            for number, model in self.models.items():
+                mine = in_place & (found.namespaces == np.uint64(number))
                 # What is here now was spared by every sweep that has ended; those in flight condemn theirs again.
-                for namespace, index in self.namespaces.items():
-                    index.listed(shard, found[namespace])
+                model.inventory.listed(ranges, found.firsts[mine], found.lasts[mine])
+            for shard in listed:
                 self._condemn(shard)
-            self._hide()
+            for number in self.models:
+                self._hide(number)
 
-    def _meet(self, namespaces: set[NamespaceId]) -> None:
+    def _meet(self, found: NameColumns) -> None:
         """Reads the records of namespaces that were not there before."""
         now_s = self._clock.monotonic_s()
         if now_s - self._strangers_s >= STRANGERS_S:
             self._strangers, self._strangers_s = set(), now_s
-        new = namespaces - self.namespaces.keys() - self._strangers
+        new = set(np.unique(found.namespaces).tolist()) - self.models.keys() - self._strangers
         if not new:
             return
         for namespace in read_namespaces(self._root):
-            if namespace.id in new and self._wanted(namespace):
-                index = NamespaceIndex(namespace, self._shard_bits, self._folder)
+            number = int.from_bytes(namespace.id, "big")
+            if number in new and self._wanted(namespace):
+                inventory = NamespaceIndex(namespace.layout.chunk_tokens, self._folder, namespace.digest)
                 with self.lock:
-                    self.namespaces[namespace.id] = index
-        self._strangers |= new - self.namespaces.keys()
+                    self.models[number] = Model(namespace, inventory, np.zeros(0, np.int32))
+        self._strangers |= new - self.models.keys()
 
-    def _identify(self, index: NamespaceIndex) -> None:
+    def _identify(self, model: Model) -> None:
         """Reads the files of some chunks that came."""
         with self.lock:
-            blocks = index.unread(READ_MAX)
-        read: list[tuple[IndexedBlock, BlockIdentity | None]] = []
-        for block in blocks:
-            try:
-                is_there, identity = read_identity_of(self._root, self._shard_bits, index.namespace, block.address)
-            except KVStoreError:
-                index.retry(block)
-                continue
-            if is_there:
-                read.append((block, identity))
+            rows = np.unique(np.concatenate([model.unknown, model.inventory.unknown()]))
+        now, model.unknown = rows[:ROWS_MAX], rows[ROWS_MAX:]
+        if not len(now):
+            return
+        read = read_identities(self._root, self._shard_bits, model.namespace, model.inventory, now)
         with self.lock:
-            for block, identity in read:
-                if identity is None:
-                    index.refuse(block)
-                else:
-                    index.learn(block, identity)
+            model.inventory.learn(read.found)
+            model.inventory.learn(read.blocks)
+            model.inventory.refuse(read.odd)
+            model.inventory.retry(read.failed)
+
+    def _range(self, shard: int) -> tuple[int, int]:
+        """Returns the first and the last number that 8 bytes of an address in this shard can begin with."""
+        shift = 64 - self._shard_bits
+        return shard << shift, ((shard + 1) << shift) - 1

@@ -16,9 +16,10 @@ from kvstore.core.clock import Clock, Ids, RandomIds, SystemClock
 from kvstore.core.namespace import Namespace
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.events import stream as messages
+from kvstore.events.columns import Rows
 from kvstore.events.http import Answers, application, serve
-from kvstore.events.index import PendingDeletions, RootIndex
-from kvstore.events.inventory import Difference, IndexedBlock, NamespaceIndex
+from kvstore.events.index import Model, PendingDeletions, RootIndex
+from kvstore.events.inventory import Difference
 from kvstore.events.limits import EventLimits
 from kvstore.events.stream import MEDIUM, Curve, EventBatch, Gone, ReplayQuery, Sockets, TopicLog, ended
 from kvstore.meta.cluster import check_bound
@@ -173,7 +174,7 @@ class Speaker:
         self.fails = False
         """True if the last step could not reach root or etcd: the next one can wait."""
         self.replaying = 0
-        """Replays that are under way: while there are some, blocks keep their tokens."""
+        """Replays that are under way: while there are some, rows keep their numbers."""
 
     @property
     def speaks(self) -> bool:
@@ -196,8 +197,8 @@ class Speaker:
         if term != self._term:
             self._begin(term)
         else:
-            for index, difference in differences:
-                self._publish_difference(index, difference)
+            for model, difference in differences:
+                self._publish_difference(model, difference)
         if self._clock.monotonic_s() - self._said_s >= self._limits.heartbeat_s:
             self._beat()
         if not self.replaying:
@@ -216,20 +217,18 @@ class Speaker:
         kept = stream.since(seq)
         if kept is not None:
             return iter(kept)
-        indexes = [each for each in self._truth.namespaces.values() if self._scope.topic(each.namespace) == topic]
-        return self._snapshot(stream, [(index, index.snapshot()) for index in indexes])
+        parts = [(model, model.inventory.snapshot()) for model in self._models(topic)]
+        return self._snapshot(stream, parts)
 
-    def _snapshot(
-        self, stream: TopicLog, parts: list[tuple[NamespaceIndex, list[IndexedBlock]]]
-    ) -> Iterator[EventBatch]:
+    def _snapshot(self, stream: TopicLog, parts: list[tuple[Model, Rows]]) -> Iterator[EventBatch]:
         # The last batch has the number of the last batch published, so that the next one continues it. Two batches in a
         # row hold more than ``batch_blocks`` blocks, so there are no more of them than this.
         blocks_max, last = self._limits.batch_blocks, stream.last
-        most = 1 + sum(2 * (len(blocks) // blocks_max + 1) for _, blocks in parts)
+        most = 1 + sum(2 * (len(rows) // blocks_max + 1) for _, rows in parts)
         number = last - most
         yield EventBatch(number, self._encoded([messages.cleared()]))
-        for index, blocks in parts:
-            for events in messages.stored(index, blocks, self._scope.medium, blocks_max):
+        for model, rows in parts:
+            for events in messages.stored(model.inventory, rows, self._scope.medium, blocks_max):
                 number += 1
                 assert number < last
                 yield EventBatch(number, self._encoded(events))
@@ -239,25 +238,27 @@ class Speaker:
         """Begins to speak: the marker and everything, for each topic."""
         self._term, self._streams = term, {}
         self._truth.reread()
-        for index in list(self._truth.namespaces.values()):
-            self._publish_stored(self._topic_of(index), index, index.snapshot())
+        for model in list(self._truth.models.values()):
+            rows = model.inventory.snapshot()
+            self._publish_stored(self._stream_of(model), model, rows)
 
-    def _topic_of(self, index: NamespaceIndex) -> str:
+    def _stream_of(self, model: Model) -> str:
         """Returns the topic of a namespace; begins it with the marker if it is new."""
-        topic = self._scope.topic(index.namespace)
+        topic = self._scope.topic(model.namespace)
         if topic not in self._streams:
             self._streams[topic] = TopicLog(self._term, self._limits)
             self._publish(topic, [messages.cleared()])
         return topic
 
-    def _publish_difference(self, index: NamespaceIndex, difference: Difference) -> None:
-        topic = self._topic_of(index)
-        for events in messages.removed(difference.removed, self._scope.medium, self._limits.batch_blocks):
+    def _publish_difference(self, model: Model, difference: Difference) -> None:
+        topic = self._stream_of(model)
+        blocks_max = self._limits.batch_blocks
+        for events in messages.removed(model.inventory, difference.removed, self._scope.medium, blocks_max):
             self._publish(topic, events)
-        self._publish_stored(topic, index, difference.stored)
+        self._publish_stored(topic, model, difference.stored)
 
-    def _publish_stored(self, topic: str, index: NamespaceIndex, blocks: list[IndexedBlock]) -> None:
-        for events in messages.stored(index, blocks, self._scope.medium, self._limits.batch_blocks):
+    def _publish_stored(self, topic: str, model: Model, rows: Rows) -> None:
+        for events in messages.stored(model.inventory, rows, self._scope.medium, self._limits.batch_blocks):
             self._publish(topic, events)
             self._fence.step()  # a snapshot of millions takes longer than the lease
 
@@ -273,6 +274,9 @@ class Speaker:
 
     def _encoded(self, events: list[messages.Event]) -> bytes:
         return messages.encoded(events, self._clock.now_s())
+
+    def _models(self, topic: str) -> list[Model]:
+        return [model for model in self._truth.models.values() if self._scope.topic(model.namespace) == topic]
 
 
 # The loop of a publisher: news of the root, batches, and replays for subscribers, in one thread.

@@ -14,7 +14,8 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.events.inventory import EventOrigin, IndexedBlock, NamespaceIndex
+from kvstore.events.columns import NO_ROW, Rows
+from kvstore.events.inventory import NamespaceIndex
 from kvstore.events.limits import EventLimits
 
 TERM_BITS = 24
@@ -89,71 +90,78 @@ def cleared() -> Event:
     return {"type": "AllBlocksCleared"}
 
 
-def removed(blocks: Sequence[IndexedBlock], medium: str, blocks_max: int) -> Iterator[list[Event]]:
-    """Yields the events of batches that say that blocks are gone."""
-    for start in range(0, len(blocks), blocks_max):
-        gone = [block.event_hash for block in blocks[start : start + blocks_max]]
+def removed(inventory: NamespaceIndex, rows: Rows, medium: str, blocks_max: int) -> Iterator[list[Event]]:
+    """Yields the events of batches that say that rows are gone."""
+    for start in range(0, len(rows), blocks_max):
+        gone = inventory.rows.hashes(rows[start : start + blocks_max])
         yield [{"type": "BlockRemoved", "block_hashes": gone, "medium": medium}]
 
 
-def stored(
-    index: NamespaceIndex, blocks: Sequence[IndexedBlock], medium: str, blocks_max: int
-) -> Iterator[list[Event]]:
-    """Yields the events of batches that say that blocks are there; ``blocks`` has parents before their children."""
+def stored(inventory: NamespaceIndex, rows: Rows, medium: str, blocks_max: int) -> Iterator[list[Event]]:
+    """Yields the events of batches that say that rows are there; ``rows`` has parents before their children."""
     events: list[Event] = []
     count = 0
-    for chain in _chains(blocks):
+    for chain in _chains(inventory, rows):
         for start in range(0, len(chain), blocks_max):
             part = chain[start : start + blocks_max]
             if count and count + len(part) > blocks_max:
                 yield events
                 events, count = [], 0
-            events.append(_stored(index, part, medium))
+            events.append(_stored(inventory, part, medium))
             count += len(part)
     if events:
         yield events
 
 
-def _stored(index: NamespaceIndex, chain: Sequence[IndexedBlock], medium: str) -> Event:
-    first = chain[0]
-    tokens = b"".join(index.tokens.read(block.line) for block in chain)
+def _stored(inventory: NamespaceIndex, chain: Rows, medium: str) -> Event:
+    above = inventory.rows.parents[chain[:1]]
+    parent = None if above[0] == NO_ROW else inventory.rows.hashes(above)[0]
+    tokens = inventory.rows.tokens.read(chain)
     event: Event = {
         "type": "BlockStored",
-        "block_hashes": [block.event_hash for block in chain],
-        "parent_block_hash": None if first.parent is None else first.parent.event_hash,
-        "token_ids": np.frombuffer(tokens, "<u4").tolist(),
-        "block_size": index.tokens.width,
+        "block_hashes": inventory.rows.hashes(chain),
+        "parent_block_hash": parent,
+        "token_ids": tokens.ravel().tolist(),
+        "block_size": inventory.rows.tokens.width,
         "lora_id": None,
         "medium": medium,
         "lora_name": None,
     }
-    if first.name is not None:
-        extra_keys = [block.name and block.name.extra_keys for block in chain]
-        event |= {
-            "lora_name": first.name.origin.lora_name,
-            "extra_keys": extra_keys if any(each is not None for each in extra_keys) else None,
-            "group_idx": first.name.origin.group,
-        }
+    if inventory.rows.is_block(int(chain[0])):
+        event |= _of_engine(inventory, chain)
     return event
 
 
-def _chains(blocks: Sequence[IndexedBlock]) -> list[list[IndexedBlock]]:
-    """Cuts blocks into chains, each block the child of the one before it; a chain comes after the one it hangs from.
+def _of_engine(inventory: NamespaceIndex, chain: Rows) -> Event:
+    """Returns the event fields of engine-hashed blocks other than hashes and tokens."""
+    names = inventory.rows.names
+    assert names is not None
+    origin, extra_keys = names.origin(int(chain[0])), names.extra_keys(chain)
+    return {
+        "lora_name": origin.lora_name,
+        "extra_keys": extra_keys if any(each is not None for each in extra_keys) else None,
+        "group_idx": origin.group,
+    }
 
-    All blocks of a chain have one origin.
+
+def _chains(inventory: NamespaceIndex, rows: Rows) -> list[Rows]:
+    """Cuts rows into chains, each row the child of the one before it; a chain comes after the one it hangs from.
+
+    All rows of a chain have one origin.
     """
-    ends: dict[tuple[IndexedBlock | None, EventOrigin | None], list[IndexedBlock]] = {}
-    chains: list[list[IndexedBlock]] = []
-    for block in blocks:
-        origin = None if block.name is None else block.name.origin
-        chain = None if block.parent is None else ends.pop((block.parent, origin), None)
+    ends: dict[tuple[int, int], list[int]] = {}
+    chains: list[list[int]] = []
+    origins = inventory.rows.origins(rows).tolist()
+    for row, parent, origin in zip(rows.tolist(), inventory.rows.parents[rows].tolist(), origins, strict=True):
+        chain = ends.pop((parent, origin), None)
         if chain is None:
             chain = []
             chains.append(chain)
-        chain.append(block)
-        ends[block, origin] = chain
-    # A chain's first block comes after its parent in ``blocks``, so the parent's chain begins earlier.
-    return chains
+        chain.append(row)
+        ends[row, origin] = chain
+    # The first rows of chains are in the order of depths. The parent of such a row is less deep, and so in a chain that
+    # begins above it.
+    return [np.array(chain, np.int32) for chain in chains]
 
 
 # ZeroMQ sockets as vLLM's publisher has them: PUB for batches, ROUTER for those who ask for what they missed.

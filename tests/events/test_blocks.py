@@ -127,15 +127,15 @@ def test_a_key_that_does_not_give_the_name_of_its_file_is_not_told(clustered: Cl
     assert publishing.index.blocks == told([prompt_of(3, 1)])
 
 
-def test_claims_of_circles_are_not_told(clustered: Cluster, clock: Ticking) -> None:
+def test_claims_of_circles_and_of_other_depths_are_not_told(clustered: Cluster, clock: Ticking) -> None:
     node, publishing = clustered.node(), Publishing(clustered, clock)
     circle = prompt_of(1, 2).saying(0, depth=2, parent=prompt_of(1, 2).keys[1])
-    itself, other = prompt_of(2, 1), prompt_of(3, 3)
+    itself, deep = prompt_of(2, 1), prompt_of(3, 3).saying(2, depth=7)
     put_blocks(node, circle)
     put_blocks(node, itself.saying(0, depth=1, parent=itself.keys[0]))
-    put_blocks(node, other)
+    put_blocks(node, deep)
     publishing.catch_up()
-    assert publishing.index.blocks == told([other])
+    assert publishing.index.blocks == told([Prompt(deep.keys[:2], deep.descents[:2])])
 
 
 def test_what_is_told_of_blocks_is_what_the_root_has_whatever_happens(any_root: Root) -> None:

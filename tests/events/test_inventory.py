@@ -1,117 +1,130 @@
-"""The index of a namespace against a plain model: sets of chunks, and prefixes counted by hand."""
+"""The inventory against a plain model: sets of chunks, and prefixes counted by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from hashlib import blake2b
-
 import numpy as np
 
-from kvstore.core.address import NO_PARENT, Address
-from kvstore.events.inventory import BlockIdentity, NamespaceIndex
-from kvstore.format import places
+from kvstore.events.columns import NO_ROW, U64, Rows
+from kvstore.events.inventory import DEAD_MIN, Identities, NamespaceIndex
 from tests.kit.cases import for_each
-from tests.kit.clusters import SPACE
 
-SHARD_BITS = 2
-Chunk = tuple[int, int]
-"""A chain, and the place of the chunk in it."""
+LAST = (1 << 64) - 1
+PRIME = 0x9E3779B97F4A7C15
 
 
-def address(chunk: Chunk) -> Address:
-    return Address(blake2b(repr(chunk).encode(), digest_size=16).digest())
+def key(chain: int, depth: int) -> int:
+    return (chain * 1000 + depth + 1) * PRIME % (1 << 64)
 
 
-def shard(chunk: Chunk) -> int:
-    return places.shard(address(chunk), SHARD_BITS)
-
-
-class Subscriber:
-    """An index, with what a subscriber to its differences has."""
+class Model:
+    """What must be told: chunks that are there, not condemned, and all before them as well."""
 
     def __init__(self) -> None:
-        self.index = NamespaceIndex(SPACE, SHARD_BITS)
-        self.has: set[Chunk] = set()
-        self._chunks: dict[Address, Chunk] = {}
+        self.there: set[tuple[int, int]] = set()
+        self.condemned: set[tuple[int, int]] = set()
 
-    def arrive(self, chunks: Iterable[Chunk]) -> None:
-        for chunk in chunks:
-            self._chunks[address(chunk)] = chunk
-            self.index.arrived(address(chunk))
-
-    def leave(self, chunks: Iterable[Chunk]) -> None:
-        for chunk in chunks:
-            self.index.left(address(chunk))
-
-    def list(self, number: int, chunks: Iterable[Chunk]) -> None:
-        """Lists a shard."""
-        found = [chunk for chunk in chunks if shard(chunk) == number]
-        self._chunks |= {address(chunk): chunk for chunk in found}
-        self.index.listed(number, {address(chunk) for chunk in found})
-
-    def settle(self) -> set[Chunk]:
-        """Learns what arrived and applies the difference; each event must change something, parents come first."""
-        for block in self.index.unread(1 << 30):
-            chain, depth = self._chunks[block.address]
-            above = address((chain, depth - 1)) if depth else NO_PARENT
-            self.index.learn(block, BlockIdentity(above, bytes(4 * SPACE.layout.chunk_tokens)))
-        found = self.index.settle()
-        for block in found.removed:
-            self.has.remove(self._chunks[block.address])
-        for block in found.stored:
-            chain, depth = self._chunks[block.address]
-            assert (chain, depth) not in self.has
-            assert depth == 0 or (chain, depth - 1) in self.has, "a parent is stored before its child"
-            self.has.add((chain, depth))
-        assert {self._chunks[block.address] for block in self.index.snapshot()} == self.has
-        return self.has
+    def told(self) -> set[tuple[int, int]]:
+        good = self.there - self.condemned
+        return {(chain, depth) for chain, depth in good if all((chain, above) in good for above in range(depth))}
 
 
-def readable(chunks: set[Chunk]) -> set[Chunk]:
-    """Those of some chunks whose parents are all among them."""
-    return {(chain, depth) for chain, depth in chunks if all((chain, above) in chunks for above in range(depth))}
+def numbers(chunks: list[tuple[int, int]]) -> U64:
+    return np.array([key(*each) for each in chunks], np.uint64)
+
+
+def learn(inventory: NamespaceIndex, chunks: list[tuple[int, int]]) -> None:
+    above = [(chain, max(depth - 1, 0)) for chain, depth in chunks]
+    depths = np.array([depth for _, depth in chunks], np.uint32)
+    tokens = np.array([[chain, depth] for chain, depth in chunks], np.uint32).reshape(-1, 2)
+    inventory.learn(Identities(numbers(chunks), ~numbers(chunks), numbers(above), ~numbers(above), depths, tokens))
+
+
+def arrive(inventory: NamespaceIndex, chunks: list[tuple[int, int]]) -> None:
+    inventory.arrived(numbers(chunks), ~numbers(chunks))
+
+
+def chunks_of(inventory: NamespaceIndex, rows: Rows) -> list[tuple[int, int]]:
+    return [(int(chain), int(depth)) for chain, depth in inventory.rows.tokens.read(rows)]
+
+
+def check_replay(heard: set[tuple[int, int]], inventory: NamespaceIndex) -> None:
+    """Applies the difference to what a subscriber has; each event must change something, parents come first."""
+    found = inventory.settle()
+    for each in chunks_of(inventory, found.removed):
+        heard.remove(each)
+    for chain, depth in chunks_of(inventory, found.stored):
+        assert (chain, depth) not in heard
+        assert depth == 0 or (chain, depth - 1) in heard, "a parent is told before its child"
+        heard.add((chain, depth))
 
 
 @for_each("seed", range(5))
-def test_differences_add_up_to_readable_chunks(seed: int) -> None:
+def test_the_differences_add_up_to_what_match_would_find(seed: int) -> None:
     random = np.random.default_rng(seed)
-    subscriber, present, condemned = Subscriber(), set[Chunk](), set[Chunk]()
+    inventory, model, heard = NamespaceIndex(2), Model(), set[tuple[int, int]]()
+    known: set[tuple[int, int]] = set()
     everything = [(chain, depth) for chain in range(6) for depth in range(12)]
     for _ in range(60):
         some = [each for each in everything if random.random() < 0.15]
         act = random.integers(4)
         if act == 0:
-            subscriber.arrive(some)
-            present |= set(some)
+            arrive(inventory, some)
+            model.there |= set(some)
         elif act == 1:
-            subscriber.leave(some)
-            present -= set(some)
+            inventory.left(numbers(some))
+            model.there -= set(some)
         elif act == 2:
-            blocks = {each: subscriber.index.find(address(each)) for each in some}
-            known = {each: block for each, block in blocks.items() if block is not None}
-            subscriber.index.condemn(known.values())
-            condemned |= known.keys()
-        else:
-            listed = {each for each in everything if shard(each) == seed % 4}
-            subscriber.list(seed % 4, some)
-            present = (present - listed) | (set(some) & listed)
-            condemned -= listed
-        assert subscriber.settle() == readable(present - condemned)
+            rows = inventory.rows.find(numbers(some))
+            inventory.condemn(rows[rows != NO_ROW])
+            model.condemned |= {each for each, row in zip(some, rows, strict=True) if row != NO_ROW}
+        else:  # a listing of two parts, or of everything
+            cuts = sorted(random.integers(0, LAST, 3, np.uint64).tolist())
+            ranges = [(0, cuts[0]), (cuts[1], cuts[2])] if random.random() < 0.5 else [(0, LAST)]
+            listed = {each for each in everything if any(first <= key(*each) <= last for first, last in ranges)}
+            found = [each for each in some if each in listed]
+            inventory.listed(ranges, numbers(found), ~numbers(found))
+            model.there = (model.there - listed) | set(found)
+            model.condemned -= listed
+        inventory.unknown()
+        learn(inventory, sorted(model.there - known))
+        known |= model.there
+        check_replay(heard, inventory)
+        assert heard == model.told()
+        assert inventory.published_count == len(heard)
+        assert set(chunks_of(inventory, inventory.snapshot())) == heard
 
 
-def test_compaction_drops_gone_chunks_and_keeps_published_ones() -> None:
-    subscriber, count = Subscriber(), 640
+def test_a_listing_of_a_part_takes_nothing_from_the_other_parts() -> None:
+    inventory = NamespaceIndex(2)
+    chunks = [(chain, 0) for chain in range(200)]
+    arrive(inventory, chunks)
+    learn(inventory, chunks)
+    inventory.settle()
+    half = 1 << 63
+    inventory.listed([(0, half - 1)], np.zeros(0, np.uint64), np.zeros(0, np.uint64))
+    removed = inventory.settle().removed
+    assert set(chunks_of(inventory, removed)) == {each for each in chunks if key(*each) < half}
+
+
+def test_compacting_forgets_what_is_gone_and_keeps_what_is_told() -> None:
+    inventory, count = NamespaceIndex(2), 2 * DEAD_MIN
     chunks = [(chain, depth) for chain in range(count // 4) for depth in range(4)]
-    subscriber.arrive(chunks)
-    subscriber.settle()
-    holes = {(chain, 1) for chain in range(0, count // 4, 16)}
-    gone = {each for each in chunks if each[0] % 8} | holes
-    subscriber.leave(gone)
-    before = set(subscriber.settle())
-    subscriber.index.compact(dead_min=64)
-    assert len(list(subscriber.index.blocks())) == len(chunks) - len(gone - holes), "parents stay"
-    assert subscriber.settle() == before
-    subscriber.arrive(holes)
-    assert subscriber.settle() == before | {(chain, depth) for chain, _ in holes for depth in (1, 2, 3)}
-    subscriber.leave([(0, 1)])
-    assert (0, 0) in subscriber.settle() and (0, 3) not in subscriber.has
+    arrive(inventory, chunks)
+    learn(inventory, chunks)
+    inventory.settle()
+    gone = [each for each in chunks if each[0] % 8]
+    inventory.left(numbers(gone))
+    holes = [(chain, 1) for chain in range(0, count // 4, 16)]
+    inventory.left(numbers(holes))
+    inventory.settle()
+    before = set(chunks_of(inventory, inventory.snapshot()))
+    assert inventory.compact()
+    assert inventory.rows.count == len(chunks) - len(gone), "parents of what is there stay"
+    arrive(inventory, holes)
+    learn(inventory, holes)
+    behind = {(chain, depth) for chain, _ in holes for depth in (1, 2, 3)}
+    assert set(chunks_of(inventory, inventory.settle().stored)) == behind
+    before |= behind
+    assert set(chunks_of(inventory, inventory.snapshot())) == before
+    inventory.left(numbers([(0, 1)]))
+    assert set(chunks_of(inventory, inventory.settle().removed)) == {(0, 1), (0, 2), (0, 3)}

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.core.address import NO_PARENT
 from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, Unauthenticated
 from kvstore.events.http import Answers, application, decode
-from kvstore.events.inventory import BlockIdentity, NamespaceIndex
+from kvstore.events.index import Model
+from kvstore.events.inventory import Identities, NamespaceIndex
 from kvstore.format.keyset import ChunkKeys
 from kvstore.security.access import Identity, Presented, Role
 from kvstore.transport.query import Question
@@ -26,19 +26,23 @@ from tests.kit.stores import TINY
 
 
 def known(chain: ChunkKeys) -> NamespaceIndex:
-    index = NamespaceIndex(SPACE, shard_bits=0)
-    above = NO_PARENT
-    for address in chain.addresses:
-        index.arrived(address)
-        (block,) = index.unread(1)
-        index.learn(block, BlockIdentity(above, bytes(4 * TINY.chunk_tokens)))
-        above = address
-    index.settle()
-    return index
+    inventory = NamespaceIndex(TINY.chunk_tokens)
+    numbers = np.frombuffer(b"".join(chain.addresses), ">u8").astype(np.uint64).reshape(-1, 2)
+    above = np.concatenate([np.zeros((1, 2), np.uint64), numbers[:-1]])
+    tokens = chain.tokens.reshape(-1, TINY.chunk_tokens)
+    inventory.arrived(numbers[:, 0], numbers[:, 1])
+    inventory.learn(
+        Identities(
+            *(numbers[:, 0], numbers[:, 1], above[:, 0], above[:, 1]), np.arange(len(chain), dtype=np.uint32), tokens
+        )
+    )
+    inventory.settle()
+    return inventory
 
 
-def answers(index: NamespaceIndex) -> Answers:
-    truth: Any = SimpleNamespace(namespaces={SPACE.id: index}, lock=threading.Condition())
+def answers(inventory: NamespaceIndex) -> Answers:
+    model = Model(SPACE, inventory, np.zeros(0, np.int32))
+    truth: Any = SimpleNamespace(models={1: model}, lock=threading.Condition())
     return Answers(truth, "pod", "STORAGE")
 
 
@@ -48,7 +52,7 @@ def test_the_longest_prefix_is_found_by_tokens_and_by_hashes(stored: int) -> Non
     chain = ChunkKeys.of(SPACE, tokens)
     inventory = known(chain)
     if stored < 100:
-        inventory.left(chain.addresses[stored])
+        inventory.left(np.frombuffer(chain.addresses[stored], ">u8")[:1].astype(np.uint64))
         inventory.settle()
     asked = answers(inventory)
     hashes = [int.from_bytes(each[8:], "big") for each in chain.addresses]

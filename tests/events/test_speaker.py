@@ -212,10 +212,11 @@ def test_long_chains_are_cut_into_batches_that_continue_each_other(clustered: Cl
     _stored(node, prompt(1, 11))
     publishing.catch_up()
     assert publishing.index.blocks == expected(prompt(1, 11))
-    index = next(iter(publishing.truth.namespaces.values()))
+    model = next(iter(publishing.truth.models.values()))
+    rows = model.inventory.snapshot()
     sizes = [
         sum(len(event["block_hashes"]) for event in events)  # type: ignore[arg-type,misc]
-        for events in messages.stored(index, index.snapshot(), MEDIUM, 4)
+        for events in messages.stored(model.inventory, rows, MEDIUM, 4)
     ]
     assert sizes == [4, 4, 3]
     assert SPACE.name == "m"

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import numpy as np
 
-from kvstore.core.address import NO_PARENT, Address
-from kvstore.core.namespace import Namespace
 from kvstore.events import stream
-from kvstore.events.inventory import BlockIdentity, NamespaceIndex
+from kvstore.events.inventory import Identities, NamespaceIndex
 from kvstore.events.stream import MEDIUM
-from tests.kit.stores import TINY
 
 EXPECTED = (
     "93cb3ff80000000000009381a474797065b0416c6c426c6f636b73436c656172656483a474797065ac426c6f636b52656d6f766564ac626c6f"
@@ -21,20 +18,17 @@ EXPECTED = (
 "STORAGE", None)], 0)`` by vLLM 0.32.0 and its ``msgspec.msgpack.Encoder``."""
 
 
-def test_batch_has_the_bytes_that_vllm_sends() -> None:
-    index = NamespaceIndex(Namespace.of("m", replace(TINY, chunk_tokens=1)), shard_bits=0)
-    above = NO_PARENT
-    for number, token in ((1, 9), (2, 1), (3, 2)):
-        address = Address(number.to_bytes(16, "big"))
-        index.arrived(address)
-        (block,) = index.unread(1)
-        index.learn(block, BlockIdentity(above, token.to_bytes(4, "little")))
-        above = address
-    index.settle()
-    blocks = index.snapshot()
+def test_a_batch_has_the_bytes_that_vllm_sends() -> None:
+    inventory = NamespaceIndex(1)
+    numbers = np.array([1, 2, 3], np.uint64)
+    above = np.array([0, 1, 2], np.uint64)
+    inventory.arrived(numbers, numbers)
+    tokens = np.array([[9], [1], [2]], np.uint32)
+    inventory.learn(Identities(numbers, numbers, above, above, np.arange(3, dtype=np.uint32), tokens))
+    rows = inventory.settle().stored
     events = [
         stream.cleared(),
-        *next(stream.removed(blocks[:1], MEDIUM, 9)),
-        *next(stream.stored(index, blocks[1:], MEDIUM, 9)),
+        *next(stream.removed(inventory, rows[:1], MEDIUM, 9)),
+        *next(stream.stored(inventory, rows[1:], MEDIUM, 9)),
     ]
     assert stream.encoded(events, 1.5).hex() == EXPECTED

@@ -62,13 +62,16 @@ class Following:
     def step(self) -> None:
         """One step, and everything that it tells."""
         self.truth.step()
-        for _, difference in self.truth.settle():
-            for block in difference.removed:
-                self.heard.remove(bytes(block.address))
-            for block in difference.stored:
-                assert block.parent is None or bytes(block.parent.address) in self.heard
-                assert bytes(block.address) not in self.heard
-                self.heard.add(bytes(block.address))
+        for model, difference in self.truth.settle():
+            inventory = model.inventory
+            for removed in inventory.rows.addresses(difference.removed):
+                self.heard.remove(removed.tobytes())
+            above = inventory.rows.parents[difference.stored]
+            for row, parent in zip(difference.stored, above.tolist(), strict=True):
+                assert parent < 0 or inventory.rows.addresses(above[above == parent][:1])[0].tobytes() in self.heard
+                address = inventory.rows.addresses(row[None])[0].tobytes()
+                assert address not in self.heard
+                self.heard.add(address)
 
     def catch_up(self, until: Callable[[], bool] = lambda: False) -> None:
         """Steps until nothing is left to do, and some time later once more; what is done next is in another tick."""
