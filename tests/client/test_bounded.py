@@ -191,6 +191,8 @@ def test_a_store_with_everything_held_refuses_puts(tmp_path: Path, soon: None) -
             if not reason:
                 holds.append(cache.hold(large_tokens(0, len(holds))))
         assert len(holds) >= 3 and used_bytes(tmp_path / "root") <= 4 * PROMPT_BYTES
+        with pytest.raises(Overloaded, match="nothing can be evicted at the moment"):
+            cache.put(large_tokens(0, len(holds)), large_kv(), required=True)
 
 
 def test_the_time_to_live_of_a_process_counts_for_all(tmp_path: Path, soon: None) -> None:

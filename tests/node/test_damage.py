@@ -158,17 +158,15 @@ def test_another_namespaces_file_under_this_name_is_a_miss_and_repaired(store: S
 
 @pytest.mark.parametrize("reads", ["one by one", "together"])
 def test_damage_in_a_layer_ends_the_layers_there(store: Store, tmp_root: Path, reads: str) -> None:
-    """If layers are read together, and one is damaged, none of them is yielded.
-
-    The damaged layer may be read before those ahead of it have opened the file, which it quarantines.
-    """
+    """If layers are read together, and one is damaged, none of them is yielded."""
+    layout = replace(TINY, layers=20)
+    cache = store.namespace("m", layout)
     for section in range(2 * 20):
-        layout = replace(TINY, layers=20)
-        cache = store.namespace("m", layout)
-        tokens = np.arange(TINY.chunk_tokens)
-        kv = kv_of(layout, tokens)
+        # Another prompt each time: reads ahead of the last one may still be busy with its file.
+        tokens = np.arange(TINY.chunk_tokens) + section * TINY.chunk_tokens
+        kv, before = kv_of(layout, tokens), {*chunk_files(tmp_root)}
         cache.put(tokens, kv)
-        file = the_file(tmp_root)
+        (file,) = {*chunk_files(tmp_root)} - before
         spoiled = bytearray(file.read_bytes())
         spoiled[4096 + section * TINY.section_bytes] ^= 1
         file.write_bytes(spoiled)
@@ -178,6 +176,6 @@ def test_damage_in_a_layer_ends_the_layers_there(store: Store, tmp_root: Path, r
                 assert same(k, kv[layer, 0]) and same(v, kv[layer, 1])
                 seen.append(layer)
         size = 1 if reads == "one by one" else BAND_MAX
-        assert seen == list(range(len(seen))) and len(seen) <= section // 2 // size * size
+        assert seen == list(range(section // 2 // size * size))
         assert broken.value.tokens_valid == 0
         assert cache.put(tokens, kv).chunks_written == 1
