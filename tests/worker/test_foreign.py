@@ -21,6 +21,7 @@ from tests.kit.workers import (
     Served,
     chain_of,
     connected,
+    eventually,
     got,
     images_of,
     opened,
@@ -74,6 +75,18 @@ def put(stub: KVStoreStub, digest: bytes, cut: int = 1 << 20, first: int = 0) ->
     return answer
 
 
+def test_open_namespace_says_the_geometry(stub: KVStoreStub) -> None:
+    layout = pb.Layout(**SMALL.to_dict())
+    answer = stub.OpenNamespace(
+        pb.OpenNamespaceRequest(namespace=pb.Namespace(name="m", layout=layout)), timeout=WAIT_S
+    )
+    assert len(answer.digest) == 32
+    assert answer.section_bytes == SMALL.section_bytes
+    assert (answer.section_count, answer.chunk_bytes) == (SMALL.section_count, SMALL.chunk_bytes)
+    (listed,) = stub.ListNamespaces(pb.ListNamespacesRequest(), timeout=WAIT_S)
+    assert (listed.digest, listed.namespace.name, listed.namespace.layout) == (answer.digest, "m", layout)
+
+
 @pytest.mark.parametrize("cut", [101, 4096, SMALL.section_bytes + 1, 1 << 20])
 def test_put_cut_anywhere_is_read_by_our_client(stub: KVStoreStub, store: Store, digest: bytes, cut: int) -> None:
     answer = put(stub, digest, cut)
@@ -91,6 +104,15 @@ def test_match_and_get_what_our_client_put(stub: KVStoreStub, store: Store, dige
     assert found == (6, dict(enumerate(CHUNKS)))
     rest = pb.GetRequest(namespace=digest, tokens=longer, first=4, chunks_max=5)
     assert got(stub.Get(rest, timeout=WAIT_S)) == (5, {4: CHUNKS[4]})
+
+
+def test_a_miss_is_an_answer(stub: KVStoreStub, digest: bytes) -> None:
+    assert stub.Match(pb.MatchRequest(namespace=digest, tokens=packed(TOKENS)), timeout=WAIT_S).chunks == 0
+    assert got(stub.Get(pb.GetRequest(namespace=digest, tokens=packed(TOKENS)), timeout=WAIT_S)) == (0, {})
+    held = stub.Hold(pb.HoldRequest(namespace=digest, tokens=packed(TOKENS)), timeout=WAIT_S)
+    assert (held.hold, held.chunks) == (b"", 0)
+    pinned = stub.Pin(pb.PinRequest(namespace=digest, tokens=packed(TOKENS), ttl_s=60), timeout=WAIT_S).pin
+    assert (pinned.id, pinned.tokens) == ("", 0)
 
 
 def test_a_chunk_that_vanishes_ends_the_stream_between_two_chunks(
@@ -117,3 +139,16 @@ def test_blocks(stub: KVStoreStub, digest: bytes) -> None:
     asked = keys[:33] + b"\x10" + bytes(16) + keys[66:]
     request = pb.GetRequest(namespace=digest, keys=asked, sizes=packed([11, 3, 5]))
     assert got(stub.Get(request, timeout=WAIT_S)) == (3, {0: b"first block", 2: b"third"})
+
+
+def test_clear_and_stats(stub: KVStoreStub, digest: bytes) -> None:
+    put(stub, digest)
+    cleared = stub.Clear(pb.ClearRequest(namespace=digest), timeout=WAIT_S)
+    assert cleared.chunks == 6
+    assert cleared.bytes >= 6 * SMALL.chunk_bytes
+    request = pb.StatsRequest()
+    eventually(lambda: stub.Stats(request, timeout=WAIT_S).gauges["bytes_in_flight"] == 0, "all memory is given back")
+    stats = stub.Stats(request, timeout=WAIT_S)
+    assert stats.counters["chunks_written"] == 6
+    assert stats.counters["wire_bytes_in"] == 6 * SMALL.chunk_bytes
+    assert stats.gauges["root_hangs"] == 0
