@@ -55,7 +55,7 @@ def members(thing: object) -> Iterator[tuple[str, object]]:
 
 
 def rows(name: str) -> str:
-    """What one public name is, and a table of its methods."""
+    """The summary of a public name, and a table of its methods."""
     path = f"kvstore.{name}"
     module, _, attribute = path.rpartition(".")
     try:

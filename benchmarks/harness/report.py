@@ -325,7 +325,7 @@ def _tables_of(results: Sequence[Result], picture: Picture) -> Iterator[tuple[Re
 
 
 def _origin(result: Result) -> str:
-    """When, where and of which commit a picture is."""
+    """The date, machine and commit of a picture."""
     machine = result.machine
     state = "quiet" if machine["quiet"] else "shared with other work"
     return f"{machine['cores']} cores, {machine['cpu']}, {state}. Commit {machine['commit']}{_date(machine)}."

@@ -1,4 +1,4 @@
-"""What all connectors share: settings, opening the store, fingerprints of weights, failures of the store."""
+"""Settings, stores, fingerprints of weights and failures of the store, for all connectors."""
 
 from __future__ import annotations
 

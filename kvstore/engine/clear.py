@@ -27,7 +27,7 @@ from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.host.clears import HostClears
 from kvstore.host.eviction import Evicted, Eviction, EvictionVictim, file_system_now_ns
-from kvstore.meta.clears import BARRIER_S, Barrier, Barriers, Clears, OrderTold
+from kvstore.meta.clears import BARRIER_S, Barrier, Barriers, Clears, PublishedOrder
 from kvstore.meta.keys import SessionId
 from kvstore.meta.session import Session
 from kvstore.meta.store import Watch, WatchLost
@@ -144,7 +144,7 @@ class ClearsFollower:
         for each in orders:
             self._apply(each)
 
-    def _apply(self, order: OrderTold | None) -> None:
+    def _apply(self, order: PublishedOrder | None) -> None:
         if order is None:
             return
         if order.content is None:
@@ -254,7 +254,7 @@ class NamespaceClear:
             finally:  # also when cut short: a leftover order would keep the namespace out of memory permanently
                 node.obey([order], [order] if order.stands else [])
         id, content = node.ids.fresh(), order.to_json()
-        lease = clears.tell(id, content, self._timeout_s, stands=order.stands)
+        lease = clears.publish(id, content, self._timeout_s, stands=order.stands)
         clears.trim(self._timeout_s)  # now, not at the end: a call that is cut short never gets there
         with self._kept(lambda: clears.renew(lease, self._timeout_s)):
             silent = self._wait_for_answers(clears, id, waiting)
@@ -436,7 +436,7 @@ class HostClearing:
         Raises Unavailable, the root's errors, and what ``progress`` raises: clear again.
         """
         progress(0, 0)
-        silent = with_reserve(self._root, lambda: self._tell(order))  # it is written before anything is deleted
+        silent = with_reserve(self._root, lambda: self._publish(order))  # it is written before anything is deleted
         count = size_bytes = 0
         ends_s = time.monotonic() + HELD_S
         while True:
@@ -459,9 +459,9 @@ class HostClearing:
             time.sleep(HOST_POLL_S)
         return Cleared(count, size_bytes, left.pinned_count + stay_count, failed + left.failed_count, silent)
 
-    def _tell(self, order: ClearOrder) -> tuple[str, ...]:
+    def _publish(self, order: ClearOrder) -> tuple[str, ...]:
         with translated("write", f"{self._host.folder}/host"):
-            return self.clears.tell(order)
+            return self.clears.publish(order)
 
     def _found(self, order: ClearOrder, progress: Progress) -> tuple[list[ChunkFile], int]:
         """Returns the chunks that the order names, and how many shards or files could not be read."""

@@ -376,7 +376,7 @@ class Engine:
         return self.lanes.run(work, self._deadline(None, self.limits.write_deadline_s))
 
     def space(self, deadline_s: float) -> StorageSpace:
-        """What the root says of its room, as a look whether it answers. Raises Unavailable, also if it is gone."""
+        """Returns the free space of the root. Raises Unavailable if the root is silent or gone."""
         return self.lanes.run(self._space, self._deadline(None, deadline_s))
 
     def _space(self) -> StorageSpace:

@@ -1,4 +1,4 @@
-"""What a node knows of garbage collection, and the chunks that it holds.
+"""A node's view of garbage collection, and its holds.
 
 ``GcState`` has what is condemned, whether holds protect, and whether there is space. Matching, holding and publishing
 query it under one lock. Everything that must be atomic against an event (rules H1 to H3) happens under ``lock``, and no
@@ -356,7 +356,7 @@ def _decoded(decode: Callable[[bytes], T], value: bytes) -> T:
         raise ChainBroken(str(error)) from error
 
 
-# What one process knows of evictions on its host: which chunks are being evicted, and which are gone.
+# One process's view of evictions on its host: the chunks that are being evicted, and those that are gone.
 #
 # Everything here reads mapped memory: a match or a hold costs no system call.
 
@@ -488,7 +488,7 @@ BEFORE_ALL = -1
 
 
 class Announcement(NamedTuple):
-    """What a node may announce (rules A1, A2).
+    """An announcement of a node (rules A1, A2).
 
     ``held`` are the packed addresses that it holds of the sweeps up to ``revision``, and with them what else those
     holds are on, if there is room: so that a collector leaves their prompts whole. ``on`` is what they are on.
@@ -518,10 +518,10 @@ class ChunkHold:
     whatever: bool = False
     """It is on what a look finds, whatever that is."""
     found: tuple[KeySet, ...] | None = None
-    """What that look has found; None while it goes on."""
+    """The result of that look; None while it runs."""
     was_named: bool = False
     mark: Any = None
-    """What ``GcState.protect`` returned."""
+    """The mark that ``GcState.protect`` returned."""
 
     @property
     def on(self) -> tuple[KeySet, ...] | None:

@@ -58,7 +58,7 @@ class HostClears:
             self._thread = threading.Thread(target=self._run, name="kvstore-clears", daemon=True)
             self._thread.start()
 
-    def tell(self, order: ClearOrder) -> tuple[str, ...]:
+    def publish(self, order: ClearOrder) -> tuple[str, ...]:
         """Announces an order, and waits until all processes have dropped its chunks from memory.
 
         Returns the tables of those that have not in time. Raises OSError.
@@ -67,7 +67,7 @@ class HostClears:
             fcntl.flock(lock, fcntl.LOCK_EX)
             number = self._shared[Number.CLEARS] + 1
             lines = self._lines()[1 - ORDERS_MAX :]
-            lines.append(json.dumps({"number": number, "told_s": time.time(), "order": order.to_json().decode()}))
+            lines.append(json.dumps({"number": number, "published_s": time.time(), "order": order.to_json().decode()}))
             with open(f"{self._folder}/{CLEARS}.new", "w", opener=_private) as file:
                 file.write("\n".join(lines))
                 file.flush()
@@ -111,16 +111,16 @@ class HostClears:
         for line in self._lines():
             try:
                 fields = parse_json(line)
-                at, told_s = int(fields["number"]), float(fields["told_s"])
+                at, published_s = int(fields["number"]), float(fields["published_s"])
                 order = ClearOrder.from_json(fields["order"].encode())
             except (ValueError, KeyError, TypeError, InvalidRequest) as error:
                 log.warning("clears.not_understood %s", error)
                 continue
             if self._obeyed < at <= number:
                 new.append(order)
-            if order.stands or told_s + PASSING_S > time.time():
+            if order.stands or published_s + PASSING_S > time.time():
                 kept.append(order)
-                passes += [] if order.stands else [told_s + PASSING_S]
+                passes += [] if order.stands else [published_s + PASSING_S]
         return new, kept, min(passes, default=0.0)
 
     def _lines(self) -> list[str]:

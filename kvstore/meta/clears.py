@@ -29,7 +29,7 @@ _WAITING, _DONE = b"\x00", b"\x01"
 
 
 @dataclass(frozen=True, slots=True)
-class OrderTold:
+class PublishedOrder:
     """An order as read; its content is None if it is no longer kept. ``is_done`` when the root has nothing of it."""
 
     id: bytes
@@ -48,7 +48,7 @@ class Clears:
         self.passing_s = passing_s
         self._orders_max = orders_max
 
-    def tell(self, order: bytes, content: bytes, timeout_s: float, *, stands: bool) -> LeaseId:
+    def publish(self, order: bytes, content: bytes, timeout_s: float, *, stands: bool) -> LeaseId:
         """Publishes a new order, whose id is unused, to all nodes; returns the lease that ``renew`` takes.
 
         Raises Unavailable: the order may have been published.
@@ -84,12 +84,12 @@ class Clears:
     def watch(self, from_revision: int) -> Watch:
         return self._meta.watch(self._keys.clears, from_revision)
 
-    def read(self, key: str, found: KeyValue | None) -> OrderTold | None:
+    def read(self, key: str, found: KeyValue | None) -> PublishedOrder | None:
         """Parses a key as found, None if it is gone; returns None for a key that this version does not know."""
         order = parse_id(key.removeprefix(self._keys.clears))
         if order is None or found is None:
-            return None if order is None else OrderTold(order, None, True)
-        return OrderTold(order, found.value[1:], found.value[:1] == _DONE)
+            return None if order is None else PublishedOrder(order, None, True)
+        return PublishedOrder(order, found.value[1:], found.value[:1] == _DONE)
 
     def _put(self, order: bytes, value: bytes, timeout_s: float, *, stands: bool) -> LeaseId:
         lease = NO_LEASE if stands else self._meta.grant(self.passing_s, timeout_s)

@@ -127,7 +127,7 @@ def test_an_order_that_cannot_be_obeyed_yet_is_not_answered(meta: MemoryMetadata
     node, others = Obedient(meta), Clears(MemoryMetadata(store), KEYS)
     session = Session.open(meta, KEYS, clock=SystemClock(), ids=CountingIds(), ttl_s=60)
     node.can = False
-    others.tell(b"1" * 16, order().to_json(), 1.0, stands=True)
+    others.publish(b"1" * 16, order().to_json(), 1.0, stands=True)
     node.follower._session = session  # its steps are taken here, without its thread
     for _ in range(2):
         assert node.follower.step(0.0)
@@ -146,7 +146,7 @@ def test_an_order_that_cannot_be_obeyed_yet_is_not_answered(meta: MemoryMetadata
 def test_an_order_that_ends_forbids_nothing_more_and_nonsense_forbids_nothing(meta: MemoryMetadata) -> None:
     node = Obedient(meta)
     node.follower._session = Session.open(meta, KEYS, clock=SystemClock(), ids=CountingIds(), ttl_s=60)
-    node.clears.tell(b"1" * 16, order().to_json(), 1.0, stands=True)
+    node.clears.publish(b"1" * 16, order().to_json(), 1.0, stands=True)
     meta.put(KEYS.clear_order(b"2" * 16), b"\x00from a later version")
     meta.put(f"{KEYS.clears}foreign", b"\x00")
     assert node.follower.step(0.0) and node.all == [order()]
@@ -161,7 +161,7 @@ def test_answers_go_with_their_order(meta: MemoryMetadata) -> None:
     node.follower._session = session
     ids = [bytes([number]) * 16 for number in range(3)]
     for id in ids:
-        node.clears.tell(id, order().to_json(), 1.0, stands=True)
+        node.clears.publish(id, order().to_json(), 1.0, stands=True)
     assert node.follower.step(0.0) and answers(meta) == set(ids)
     node.clears.done(ids[0], order().to_json(), 1.0, stands=True)
     meta.delete(KEYS.clear_order(ids[1]))
@@ -232,7 +232,7 @@ def test_an_order_that_passed_before_its_sweep_was_over_is_not_confirmed(
 def test_orders_are_bounded(meta: MemoryMetadata) -> None:
     clears = Clears(meta, KEYS)
     for number in range(ORDERS_MAX + 3):
-        clears.tell(number.to_bytes(16, "big"), b"{}", 1.0, stands=True)
+        clears.publish(number.to_bytes(16, "big"), b"{}", 1.0, stands=True)
     assert clears.trim(1.0) == 3 and clears.trim(1.0) == 0
     kept = {each.key for each in clears.snapshot(1.0).items}
     assert KEYS.clear_order(bytes(16)) not in kept and len(kept) == ORDERS_MAX
@@ -296,6 +296,6 @@ def test_a_lost_watch_is_read_afresh(meta: MemoryMetadata) -> None:
     node.follower._session = Session.open(meta, KEYS, clock=SystemClock(), ids=CountingIds(), ttl_s=60)
     assert node.follower.step(0.0) and node.obeyed == []
     faulty.cut_watches()
-    node.clears.tell(b"1" * 16, order().to_json(), 1.0, stands=True)
+    node.clears.publish(b"1" * 16, order().to_json(), 1.0, stands=True)
     assert node.follower.step(0.5) and node.obeyed == []
     assert node.follower.step(0.5) and node.obeyed == [[order()]]

@@ -1,4 +1,4 @@
-"""What a request says of its KV: how long it is worth keeping, and pins.
+"""Hints of a request: how long its KV is worth keeping, and pins.
 
 vLLM passes on two things that it does not look into: ``kv_transfer_params`` of a request, and ``kv_hints`` of an
 orchestrator (``vllm/v1/kv_hints``). What it schedules by, a request's ``priority``, counts where these do not say more.
