@@ -31,7 +31,6 @@ from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.host import tables as shared_file
 from kvstore.host.eviction import Evicted, Eviction, EvictionVictim, file_system_now_ns, settled
-from kvstore.host.room import limit_on
 from kvstore.host.tables import (
     BATCH_MAX,
     COLLECTOR,
@@ -40,6 +39,7 @@ from kvstore.host.tables import (
     Number,
     Own,
     Shared,
+    limit_on,
     live_tables,
     smallest,
     why_not_shared,

@@ -28,8 +28,7 @@ from kvstore.engine.chunk_store import PresenceCache
 from kvstore.engine.settings import Limits
 from kvstore.errors import HoldBroken, InvalidRequest, Overloaded, RootMismatch, StoreFull
 from kvstore.format.keyset import ChunkKeys, KeySet
-from kvstore.host.room import HostRoom
-from kvstore.host.tables import BATCH_MAX, RING, HoldTable, Number, Run, Shared
+from kvstore.host.tables import BATCH_MAX, RING, HoldTable, HostRoom, Number, Run, Shared
 from kvstore.meta.keys import Keys
 from kvstore.meta.session import Session
 from kvstore.meta.store import Absent, Compare, Event, KeyValue, Snapshot, ValueIs

@@ -1,4 +1,4 @@
-"""What the processes of a host share in mapped files: numbers, the log of evicted chunks, and what each holds.
+"""What the processes of a host share in mapped files: numbers, the log of evicted chunks, what each holds, and room.
 
 ``host/shared`` has a few numbers, and the log: a ring of addresses. Who evicts appends a batch of victims, advances
 TAIL, and sets SETTLED to TAIL once it is done with all of them (``eviction``). Every process reads it, to forget chunks
@@ -21,10 +21,12 @@ import sys
 import threading
 import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
+from types import TracebackType
 from typing import Protocol
 from weakref import WeakSet
 
@@ -32,12 +34,13 @@ import numpy as np
 
 from kvstore.core.address import ADDRESS_BYTES
 from kvstore.core.clock import Clock, Ids
-from kvstore.errors import RootMismatch, Unavailable
+from kvstore.core.validate import size
+from kvstore.errors import Overloaded, RootMismatch, StoreFull, Unavailable
 from kvstore.format.header import Generation
 from kvstore.native import library as native
 from kvstore.root.identity import newest_number, publish
 from kvstore.root.interface import Root
-from kvstore.root.posix import FILE_MODE, FOLDER_MODE, PosixRoot, translated
+from kvstore.root.posix import FILE_MODE, FOLDER_MODE, DiskFull, PosixRoot, translated
 
 # The folder ``host`` of a root, through which the processes of one host share it; and whether they may.
 #
@@ -88,21 +91,6 @@ _LOCAL = {
     0x794C7630: "overlayfs",
 }
 """File systems that one kernel alone writes to, by their number in statfs(2)."""
-_SHARED = {
-    0x6969: "NFS",
-    0x517B: "SMB",
-    0xFE534D42: "SMB",
-    0xFF534D42: "CIFS",
-    0x65735546: "FUSE, such as GlusterFS, MooseFS or virtiofs",
-    0x01021997: "9p",
-    0x0BD00BD0: "Lustre",
-    0x00C36400: "CephFS",
-    0x47504653: "GPFS",
-    0x19830326: "BeeGFS",
-    0x01161970: "GFS2",
-    0x7461636F: "OCFS2",
-}
-"""File systems that other hosts may write to as well; only for messages."""
 _STATFS_BYTES = 256  # more than the structure has
 
 
@@ -115,8 +103,7 @@ def why_not_shared(folder: str) -> str | None:
         return "local file systems can be recognised only on Linux: use etcd"
     number = _file_system(folder)
     if number not in _LOCAL:
-        name = _SHARED.get(number, f"a file system of type {number:#x}")
-        return f"{folder} is on {name}, which other hosts may write to as well: use etcd"
+        return f"{folder} is on a file system of type {number:#x}, which other hosts may write to as well: use etcd"
     return None
 
 
@@ -570,3 +557,226 @@ def smallest(
     sizes += [] if max_bytes is None else [max_bytes]
     ttls += [] if ttl_s is None else [ttl_s]  # 0: all that is not in use
     return min(sizes, default=None), min(ttls, default=None)
+
+
+# The room that this process takes on a root of its host.
+#
+# Every put counts in one number that all processes share: it adds its bytes before it writes, and takes back at its
+# end what it did not write. So the number is never too small, even if a process dies, and no put brings it above the
+# limit. The collector keeps it below (``kvstore_gc.host``).
+
+
+WAIT_S = 2.0
+"""A put waits so long for a collector to make room,"""
+START_S = 10.0
+"""and so long for one that is being started."""
+POLL_S = 0.002
+FULL_NS = 1_000_000_000
+"""A collector that finds nothing to evict says so again in less; what one has left by dying does not count for long."""
+ANSWER_S = 0.25
+"""Time for a collector that runs to say that nothing can be evicted."""
+WAITS = "no space for this put: eviction has not caught up, or no collector runs; retry shortly"
+DISK_FREE_BYTES = 16 << 20
+"""On a disk that is full before the limit is reached, so much stays free."""
+DISK_FREE_SHARE = 1 / 64
+"""... or this share of a small disk."""
+
+
+def limit_on(root: PosixRoot, max_bytes: int, shared: Shared) -> int:
+    """Returns ``max_bytes``, or less if the disk has no room for so much. Raises OSError and the root's errors."""
+    space = root.space()
+    if space.free_bytes is None:
+        return max_bytes
+    kept = DISK_FREE_BYTES if space.total_bytes is None else min(DISK_FREE_BYTES, DISK_FREE_SHARE * space.total_bytes)
+    if space.free_bytes - kept >= max_bytes:
+        return max_bytes
+    # What puts have reserved and not yet written counts as used, and is still free. Read in this order, so that
+    # concurrent changes make the limit smaller.
+    used = shared[Number.USED]
+    reserved = sum(table.numbers[Own.RESERVED] for table in live_tables(root.path, shared))
+    return max(1, min(max_bytes, used - reserved + (root.space().free_bytes or 0) - int(kept)))
+
+
+@dataclass(slots=True)
+class HostReservation:
+    """Room for one put. Its owner releases it once nothing of the put is on its way any more."""
+
+    room: HostRoom
+    size_bytes: int
+
+    def release(self) -> None:
+        """Gives back what was not written of it. Idempotent, and takes no lock, so that ``__del__`` may do it."""
+        size_bytes, self.size_bytes = self.size_bytes, 0
+        if size_bytes:
+            self.room._released.append(size_bytes)
+            self.room._settle()
+
+    __del__ = release
+
+    def __enter__(self) -> HostReservation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class HostRoom:
+    """Counts of one process. Thread-safe."""
+
+    def __init__(
+        self, shared: Shared, table: HoldTable, refused: Callable[[], None], wake: Callable[..., None]
+    ) -> None:
+        """``refused`` is called for each put that gets no room, ``wake`` at the first put, and ``at_once`` for each put
+        while room is short.
+        """
+        self._shared = shared
+        self._table = table
+        self._refused = refused
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._reserved = 0
+        """Bytes of puts that have begun."""
+        self._unsettled = 0
+        """Bytes that were written of them."""
+        self._released: deque[int] = deque()
+        self._put_max = self._waiting = 0
+        self._is_closed = self._has_put = False
+        self.written_bytes = 0
+        """Bytes of the files that this process published."""
+
+    @property
+    def is_full(self) -> bool:
+        """True if nothing can be evicted, because all that there is is held or pinned."""
+        return 0 <= time.monotonic_ns() - self._shared[Number.FULL] < FULL_NS
+
+    def check(self, size_bytes: int = 0) -> None:
+        """Raises Overloaded for a put of more bytes than the store may have, and while nothing can be evicted."""
+        limit = self._shared[Number.LIMIT]
+        if limit and size_bytes > limit:
+            self._refused()
+            raise StoreFull(
+                f"this put has {size(size_bytes)}, and the store has room for {size(limit)}: put less at a time, or "
+                "give it a larger max_bytes or disk"
+            )
+        if limit and self.is_full and self._shared[Number.USED] + size_bytes > limit:
+            self._refused()
+            raise _full()
+
+    def reserve(
+        self, size_bytes: int = 1, missing_bytes: Callable[[], int] | None = None, wait_s: float = START_S
+    ) -> HostReservation:
+        """Reserves the room that a put may take; waits for it up to WAIT_S, at most ``wait_s``. Raises Overloaded then,
+        or StoreFull if nothing can be evicted.
+
+        ``missing_bytes`` is called before that, and returns how much of the put is not stored already.
+        """
+        if self._take(size_bytes):
+            return HostReservation(self, size_bytes)
+        if missing_bytes is not None:
+            size_bytes = missing_bytes()
+        began_s, beats = time.monotonic(), self._shared[Number.BEATS]
+        ends_s = began_s + min(wait_s, START_S)
+        self._wait_for(size_bytes)
+        try:
+            while not self._take(size_bytes):
+                self._wake(at_once=True)
+                now_s = time.monotonic()
+                if ends_s > now_s + WAIT_S and self._shared[Number.BEATS] != beats:
+                    ends_s = now_s + WAIT_S  # a collector runs
+                if now_s > ends_s or (self.is_full and now_s > began_s + ANSWER_S):
+                    self._refused()
+                    raise _full() if self.is_full else Overloaded(WAITS)
+                time.sleep(POLL_S)
+        finally:
+            self._wait_for(-size_bytes)
+        return HostReservation(self, size_bytes)
+
+    def wrote(self, size_bytes: int) -> None:
+        """Counts a published file."""
+        with self._lock:
+            self.written_bytes += size_bytes
+            self._unsettled += size_bytes
+            self._publish()
+        self._settle()
+
+    def removed(self, size_bytes: int) -> None:
+        """Counts a deleted file."""
+        self._shared.add(Number.USED, -size_bytes)
+        self._shared.add(Number.DELETED, size_bytes)
+
+    def refusal(self, full: DiskFull) -> Overloaded:
+        """Has the collector make room on a full disk; returns the caller's error."""
+        self._wake(at_once=True)
+        return StoreFull(f"{full.said}; the store makes room if it has a limit (max_bytes=): put again in a moment")
+
+    def close(self) -> None:
+        """Gives back all that was reserved and not written, once nothing is written any more."""
+        self._settle()
+        with self._lock:
+            self._is_closed = True
+            written, self._unsettled = self._unsettled, 0
+            self._shared.add(Number.WRITTEN, written)
+            self._shared.add(Number.USED, written - self._reserved)
+            self._reserved = 0
+
+    def _wait_for(self, size_bytes: int) -> None:
+        """Publishes the room that a put waits for, and that it no longer does."""
+        with self._lock:
+            self._waiting += size_bytes
+            self._table.numbers[Own.WAITING] = self._waiting
+        self._settle()  # a put that ended while we had the lock left that to us
+
+    def _take(self, size_bytes: int) -> bool:
+        shared = self._shared
+        self._settle()
+        with self._lock:
+            used, limit = shared[Number.USED] + size_bytes, shared[Number.LIMIT]
+            is_taken = not limit or used <= limit  # others would count what is added only to be taken back
+            if is_taken:
+                # First in the table: a process that sees it in the sum then finds it there.
+                self._reserved += size_bytes
+                self._publish()
+                used = shared.add(Number.USED, size_bytes)
+                is_taken = not limit or used <= limit
+                if not is_taken:
+                    shared.add(Number.USED, -size_bytes)
+                    self._reserved -= size_bytes
+                    self._publish()
+            if is_taken and size_bytes > self._put_max:
+                self._table.numbers[Own.PUT_MAX] = self._put_max = size_bytes
+        self._settle()  # a put that ended while we had the lock left that to us
+        is_short = 0 < shared[Number.WAKES_AT] < used
+        if is_taken and (is_short or not self._has_put):
+            self._has_put = True
+            self._wake(at_once=is_short)
+        return is_taken
+
+    def _settle(self) -> None:
+        """Counts puts that have ended: what they wrote stays, what else they had reserved is free."""
+        if self._is_closed:
+            return
+        while (self._released or self._unsettled > self._reserved) and self._lock.acquire(blocking=False):
+            try:
+                left = 0
+                while self._released:
+                    left += self._released.popleft()
+                written, self._unsettled = self._unsettled, 0
+                self._shared.add(Number.WRITTEN, written)
+                self._shared.add(Number.USED, written - left)
+                self._reserved -= left
+                self._publish()
+            finally:
+                self._lock.release()
+
+    def _publish(self) -> None:
+        """Publishes how much is free again if this process ends now."""
+        self._table.numbers[Own.RESERVED] = max(0, self._reserved - self._unsettled)
+
+
+def _full() -> StoreFull:
+    return StoreFull(
+        "the store is full, and nothing can be evicted at the moment, because it is held or pinned: release what is "
+        "not needed, and put again later"
+    )

@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 
 import kvstore
+from kvstore.engine import host
 from kvstore.errors import InvalidRequest, Overloaded, RootMismatch
 from kvstore.format.places import BOUND, RESERVE
-from kvstore.host import room, tables
+from kvstore.host import tables
 from kvstore.root import identity
 from tests.kit.cases import for_each
 from tests.kit.host_process import LARGE, LARGE_CHUNKS, PROMPT_BYTES, large_kv, large_tokens
@@ -57,13 +58,13 @@ def volume(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first put starts a collector, in a store with a limit."""
-    monkeypatch.setattr(room, "COLLECTS_AFTER_S", 0.0)
+    monkeypatch.setattr(host, "COLLECTS_AFTER_S", 0.0)
 
 
 @pytest.fixture
 def never(monkeypatch: pytest.MonkeyPatch) -> None:
     """No collector starts unless room is short."""
-    monkeypatch.setattr(room, "COLLECTS_AFTER_S", NEVER_S)
+    monkeypatch.setattr(host, "COLLECTS_AFTER_S", NEVER_S)
 
 
 def fill(other: Path) -> None:

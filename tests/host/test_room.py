@@ -9,13 +9,12 @@ import time
 import pytest
 
 from kvstore.errors import Overloaded, StoreFull
-from kvstore.host import room as room_module
-from kvstore.host.room import HostRoom
-from kvstore.host.tables import HoldTable, Number, Own, Shared, live_tables
+from kvstore.host import tables
+from kvstore.host.tables import HoldTable, HostRoom, Number, Own, Shared, live_tables
 from tests.kit.host_parts import Parts, child_of
 
 RESERVING = """
-from kvstore.host.room import HostRoom
+from kvstore.host.tables import HostRoom
 room = HostRoom(Shared(folder), HoldTable(folder), lambda: None, lambda **_: None)
 reserved = room.reserve(100)
 room.wrote(30)"""
@@ -24,7 +23,7 @@ room.wrote(30)"""
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WAIT_S", "START_S", "ANSWER_S"):
-        monkeypatch.setattr(room_module, name, 0.05)
+        monkeypatch.setattr(tables, name, 0.05)
 
 
 def test_a_put_gives_back_what_it_did_not_write(parts: Parts) -> None:
@@ -123,7 +122,7 @@ def test_a_flag_of_a_dead_collector_refuses_nothing(parts: Parts, monkeypatch: p
     parts.shared[Number.FULL] = now_ns
     with pytest.raises(Overloaded, match="nothing can be evicted"):
         room.check(1)
-    for flag in (now_ns - 2 * room_module.FULL_NS, now_ns + 1000 * room_module.FULL_NS, 0):  # also of another boot
+    for flag in (now_ns - 2 * tables.FULL_NS, now_ns + 1000 * tables.FULL_NS, 0):  # also of another boot
         parts.shared[Number.FULL] = flag
         room.check(1)
         assert not room.is_full

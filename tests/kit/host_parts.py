@@ -23,8 +23,7 @@ from kvstore.format.keyset import ChunkKeys
 from kvstore.host import tables as shared_file
 from kvstore.host.eviction import Evicted, Eviction, EvictionVictim
 from kvstore.host.pins import HostPins
-from kvstore.host.room import HostRoom
-from kvstore.host.tables import COLLECTOR, HoldTable, Number, Shared
+from kvstore.host.tables import COLLECTOR, HoldTable, HostRoom, Number, Shared
 from kvstore.meta.pins import PinQuota
 from kvstore.root.posix import PosixRoot
 from kvstore_gc.config import Config

@@ -25,8 +25,7 @@ from kvstore.format.keyset import ChunkKeys
 from kvstore.host import eviction
 from kvstore.host.eviction import Evicted, Eviction, EvictionVictim
 from kvstore.host.pins import PinnedPrints
-from kvstore.host.room import HostRoom
-from kvstore.host.tables import Number
+from kvstore.host.tables import HostRoom, Number
 from kvstore.meta.usage import UsageReport
 from kvstore_gc.capacity import Accounts, Level
 

@@ -21,7 +21,7 @@ from unittest.mock import patch
 from kvstore.engine import chunk_store, gc_state
 from kvstore.engine import host as host_module
 from kvstore.format.places import PINS, Name
-from kvstore.host import eviction, room, tables
+from kvstore.host import eviction, tables
 from kvstore.root import posix
 from kvstore.root.interface import FolderEntry, StorageSpace
 from kvstore.root.posix import PosixRoot
@@ -52,7 +52,6 @@ TIMED = (
     "kvstore.engine.clear",
     "kvstore.host.clears",
     "kvstore.host.tables",
-    "kvstore.host.room",
     "kvstore.engine.host",
     "kvstore.engine.gc_state",
 )
@@ -282,13 +281,13 @@ class Files:
         replace(patch.object(gc_host, "open_root", lambda url, options, create: SimRoot(self.folder)))
         replace(patch.object(host_module, "atexit", SimpleNamespace(register=_ignore, unregister=_ignore)))
         replace(patch.object(host_module, "Collecting", _NoChild))
-        release = room.HostReservation.__del__
+        release = tables.HostReservation.__del__
 
-        def end(reserved: room.HostReservation) -> None:
+        def end(reserved: tables.HostReservation) -> None:
             if not kernel.over and kernel.current is not None:
                 release(reserved)
 
-        replace(patch.object(room.HostReservation, "__del__", end))
+        replace(patch.object(tables.HostReservation, "__del__", end))
         for module, name, value in (
             (tables, "RING", RING),
             (tables, "BATCH_MAX", BATCH_MAX),

@@ -23,7 +23,6 @@ _current: list[Kernel] = []
 
 THREADED = (
     "kvstore.core.executor",
-    "kvstore.host.room",
     "kvstore.host.tables",
     "kvstore.engine.host",
     "kvstore.meta.session",

@@ -105,10 +105,10 @@ MUTANTS: list[Mutant] = [
         at("kvstore.host.tables:HoldTable", "forget", giving(None)),
         "host/test_tables.py",
     ),
-    mutant("host-no-limit", at("kvstore.host.room:HostRoom", "reserve", _unlimited), "host/test_room.py"),
+    mutant("host-no-limit", at("kvstore.host.tables:HostRoom", "reserve", _unlimited), "host/test_room.py"),
     mutant(
         "host-dropped-room-stays-taken",
-        at("kvstore.host.room:HostReservation", "release", giving(None)),
+        at("kvstore.host.tables:HostReservation", "release", giving(None)),
         "host/test_room.py",
     ),
     mutant(
