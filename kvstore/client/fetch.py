@@ -34,13 +34,14 @@ from kvstore.format.keyset import BlockKeys, ChunkKeys, KeySet, Mask, NativeBatc
 from kvstore.native import library as native
 from kvstore.root.interface import LocalFiles, Stat
 from kvstore.root.posix import PosixReader
-from kvstore.transport.channel import Channel, LinkBroken
-from kvstore.transport.frames import (
+from kvstore.transport.channel import (
     NOT_LENT,
     SPAN_BYTES,
+    Channel,
     FrameKind,
     Head,
     LentSlots,
+    LinkBroken,
     decode_slots,
     decode_span,
     encode_request,

@@ -38,28 +38,27 @@ from kvstore.security.authentication import HEADER, TOKEN_BYTES_MAX, account_sec
 from kvstore.security.tls import Certificate, ClientTls, WatchedFiles, client_certificate, is_loopback, read_secret
 from kvstore.tiers.arena import follow, map_arena, populate
 from kvstore.transport.channel import (
+    LEDGER_BYTES,
     NONCE_BYTES,
     PROOF_BYTES,
-    Channel,
-    Grant,
-    LinkBroken,
-    LinkLate,
-    boot_id,
-    dial_tcp,
-    dial_unix,
-)
-from kvstore.transport.frames import (
     SHORT_CALLS,
     VERSION,
+    Channel,
     FrameKind,
+    Grant,
     Head,
+    LinkBroken,
+    LinkLate,
     Mode,
+    boot_id,
     decode_arena,
+    dial_tcp,
+    dial_unix,
     encode_arena,
     encode_request,
+    released_count,
 )
 from kvstore.transport.messages import parse, traced
-from kvstore.transport.runs import LEDGER_BYTES, released_count
 from kvstore.transport.status import Failure, failure
 from kvstore.v1 import kvstore_pb2 as pb
 

@@ -28,23 +28,26 @@ from kvstore.core.write_mode import RUNS_IN_MEMORY
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.keyset import KeySet
 from kvstore.native import library as native
-from kvstore.transport.channel import Channel, LinkBroken
-from kvstore.transport.frames import (
+from kvstore.transport.channel import (
     READY,
     RUN_BYTES,
     RUN_BYTES_MAX,
     SPAN_BYTES,
+    SUM_BYTES,
+    Channel,
     FrameKind,
+    LinkBroken,
     Placed,
+    block_sums,
     encode_head,
     encode_placed,
     encode_request,
     encode_span,
+    send_run,
     unpacked,
 )
 from kvstore.transport.images import image_messages
 from kvstore.transport.messages import parse, sealed, traced
-from kvstore.transport.runs import SUM_BYTES, block_sums, send_run
 from kvstore.transport.watchdog import StreamWatchdog, WatchedStream
 from kvstore.v1 import kvstore_pb2 as pb
 

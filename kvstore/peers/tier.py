@@ -30,7 +30,7 @@ from kvstore.meta.workers import ClearedTold, Digests, WorkerRecord
 from kvstore.peers.limits import PeerLimits
 from kvstore.peers.reports import EMPTY, DigestPublisher, Directory, PeerReports, Source
 from kvstore.peers.selection import Peer, PeerSelector
-from kvstore.transport.frames import SPAN_BYTES, FrameKind, Mode, decode_slots, decode_span, encode_request
+from kvstore.transport.channel import SPAN_BYTES, FrameKind, Mode, decode_slots, decode_span, encode_request
 from kvstore.transport.messages import pack_tokens, traced
 from kvstore.transport.status import UnknownNamespace
 from kvstore.v1 import kvstore_pb2 as pb

@@ -1,4 +1,4 @@
-"""One connection of the bulk protocol: its socket, the proof of both ends, frames, files handed over, and time limits.
+"""The bulk protocol (BULK.md): frames, connections with the proof of both ends, files handed over, runs of chunks.
 
 The socket never blocks: every step waits in ``poll`` for at most ``idle_s`` and until the request's own end. So bytes
 arrive in the caller's memory only while the caller is in a call of this module. Used by one thread at a time.
@@ -7,6 +7,8 @@ arrive in the caller's memory only while the caller is in a call of this module.
 from __future__ import annotations
 
 import array
+import ctypes
+import enum
 import errno
 import hashlib
 import hmac
@@ -19,12 +21,212 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
-from kvstore.core.buffers import Pieces, byte_length, skip
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core.buffers import Pieces, Planes, address_of, byte_length, skip
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.format.header import checksum
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.transport.frames import CONTROL_BYTES_MAX, FILES_MAX, HEAD_BYTES, FrameKind, Head, decode_head, encode_head
+from kvstore.transport.limits import REQUEST_BYTES_MAX
+
+# Frames and their short payloads.
+
+
+VERSION = 1
+MAGIC = b"KV"
+HEAD = struct.Struct("<2sHIQ")
+HEAD_BYTES = HEAD.size
+CONTROL_BYTES_MAX = 128 << 10
+"""Limit of a payload that is neither a request nor bytes of chunks."""
+RUN_BYTES = 8 << 20
+"""Bytes of several chunks that go together, unless there is reason for more."""
+RUN_BYTES_MAX = 32 << 20
+"""Limit of what READY allows for several chunks in one CHUNKS frame; one chunk alone may be larger."""
+FILES_MAX = 64
+"""Limit of files in one FILES frame; the kernel allows 253."""
+FILES_AHEAD = 2
+"""FILES frames that a worker sends before the client has taken the first of them."""
+NOT_LENT = (1 << 64) - 1
+"""The offset in SLOTS of a chunk that is not lent."""
+
+
+class FrameKind(enum.IntEnum):
+    """The kinds of frames. Below 64 from client to worker, above from worker to client."""
+
+    HELLO = 1
+    ARENA = 2
+    GET = 3
+    TAKEN = 4
+    PUT = 6
+    PLACED = 7
+    CHUNKS = 8
+    MAP = 9
+    CALL = 12
+
+    WELCOME = 64
+    SLOTS = 65
+    FILES = 66
+    IMAGES = 67
+    END = 68
+    READY = 69
+    STORED = 70
+    REFUSED = 71
+    MEMORY = 72
+    ANSWER = 77
+
+
+REQUESTS = (FrameKind.GET, FrameKind.PUT, FrameKind.CALL)
+BULKY = (FrameKind.IMAGES, FrameKind.CHUNKS)
+SHORT_CALLS = ("MatchBlocks", "Hold", "Release")
+"""The calls that a CALL can be, in the order of their numbers: those that an engine waits for before it reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The 16 bytes before each payload."""
+
+    kind: FrameKind
+    request: int
+    length: int
+
+
+class Mode(enum.IntEnum):
+    """The most that the client of a GET takes."""
+
+    STREAM = 0
+    """Images as bytes."""
+    FILES = 1
+    """Also open files of chunks that are not in memory."""
+    SLOTS = 2
+    """Also slots of the memory that it has mapped."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHeader:
+    """The fields before the message in a request."""
+
+    timeout_s: float
+    flag: int
+    """A get's mode; of a put whether it is acknowledged when all of it has come; of a call its number."""
+    message: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A run of ``count`` chunks from index ``first`` on lies in the arena from ``offset`` on."""
+
+    first: int
+    count: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class LentSlots:
+    """``found`` chunks are there; the image of each from index ``first`` on is at its offset in the worker's memory."""
+
+    found: int
+    first: int
+    offsets: Sequence[int]
+    """NOT_LENT for a chunk that comes in another frame, if at all."""
+
+
+_REQUEST = struct.Struct("<dB7x")
+_SPAN = struct.Struct("<II")
+_PLACED = struct.Struct("<IIQ")
+SPAN_BYTES = _SPAN.size
+READY = struct.Struct("<III")
+"""Payload of READY: the first chunk and the number of those to send, and the bytes that may go together."""
+_ARENA = struct.Struct("<Q")
+
+
+def encode_head(kind: FrameKind, request: int, length: int) -> bytes:
+    """Encodes the head of a frame."""
+    return HEAD.pack(MAGIC, kind, request, length)
+
+
+def decode_head(raw: bytes | bytearray | memoryview) -> Head:
+    """Decodes a head. Raises InvalidRequest if it is not one, or if its payload is larger than its kind may have."""
+    magic, number, request, length = HEAD.unpack(raw)
+    if magic != MAGIC or number not in FrameKind._value2member_map_:
+        raise InvalidRequest("the peer sent bytes that are not a frame of the bulk protocol: the connection is closed")
+    kind = FrameKind(number)
+    most = REQUEST_BYTES_MAX if kind in REQUESTS or kind is FrameKind.ANSWER else CONTROL_BYTES_MAX
+    if kind not in BULKY and length > most:
+        raise InvalidRequest(f"a {kind.name} frame claims {length} bytes: expected at most {most}")
+    return Head(kind, request, length)
+
+
+def encode_request(timeout_s: float, flag: int, message: bytes) -> bytes:
+    """Encodes the payload of a request."""
+    return _REQUEST.pack(timeout_s, flag) + message
+
+
+def decode_request(payload: bytes) -> RequestHeader:
+    """Decodes the payload of a request. Raises InvalidRequest."""
+    if len(payload) < _REQUEST.size:
+        raise InvalidRequest(f"a request has {len(payload)} bytes: expected at least {_REQUEST.size}")
+    timeout_s, flag = _REQUEST.unpack_from(payload)
+    if not timeout_s > 0:
+        raise InvalidRequest(f"the timeout of a request is {timeout_s}: expected more than 0 seconds")
+    return RequestHeader(timeout_s, flag, payload[_REQUEST.size :])
+
+
+def encode_span(first: int, count: int) -> bytes:
+    """Encodes the payload of FILES, which also begins that of IMAGES and CHUNKS."""
+    return _SPAN.pack(first, count)
+
+
+def decode_span(payload: bytes) -> tuple[int, int]:
+    """Decodes the payload of ``encode_span``. Raises InvalidRequest."""
+    first, count = unpacked(_SPAN, payload)
+    return first, count
+
+
+def encode_slots(lent: LentSlots) -> bytes:
+    """Encodes the payload of SLOTS."""
+    return _SPAN.pack(lent.found, lent.first) + struct.pack(f"<{len(lent.offsets)}Q", *lent.offsets)
+
+
+def decode_slots(payload: bytes) -> LentSlots:
+    """Decodes the payload of SLOTS. Raises InvalidRequest."""
+    found, first = decode_span(payload[:SPAN_BYTES])
+    count, rest = divmod(len(payload) - SPAN_BYTES, 8)
+    if rest or first + count > found:
+        raise InvalidRequest(f"{count} slots from chunk {first} on came, and {rest} bytes: expected those of {found}")
+    return LentSlots(found, first, struct.unpack_from(f"<{count}Q", payload, SPAN_BYTES))
+
+
+def encode_arena(size_bytes: int) -> bytes:
+    """Encodes the payload of ARENA and MEMORY."""
+    return _ARENA.pack(size_bytes)
+
+
+def decode_arena(payload: bytes) -> int:
+    """Decodes the payload of ARENA and MEMORY. Raises InvalidRequest."""
+    return unpacked(_ARENA, payload)[0]
+
+
+def encode_placed(placed: Placed) -> bytes:
+    """Encodes the payload of PLACED."""
+    return _PLACED.pack(placed.first, placed.count, placed.offset)
+
+
+def decode_placed(payload: bytes) -> Placed:
+    """Decodes the payload of PLACED. Raises InvalidRequest."""
+    first, count, offset = unpacked(_PLACED, payload)
+    return Placed(first, count, offset)
+
+
+def unpacked(layout: struct.Struct, payload: bytes) -> tuple[int, ...]:
+    """Unpacks a payload of exactly this structure. Raises InvalidRequest."""
+    if len(payload) != layout.size:
+        raise InvalidRequest(f"a frame has {len(payload)} bytes: expected {layout.size}")
+    return layout.unpack(payload)
+
 
 # Sockets, made at both ends here alone. TLS wraps those between hosts.
 
@@ -474,3 +676,90 @@ def _close(files: Sequence[int]) -> None:
     for fd in files:
         with suppress(OSError):
             os.close(fd)
+
+
+# The page that a worker shares with a client: how many chunks of the current put the arena may forget.
+
+
+LEDGER_BYTES = 4096
+COUNT_BITS = 32
+
+
+def entry_value(request: int, count: int) -> int:
+    """Returns the entry that says that ``count`` leading chunks of the put are released."""
+    return request << COUNT_BITS | count
+
+
+def released_count(entry: int, request: int) -> int:
+    """Returns how many leading chunks of a put are released; 0 while the entry is still an older put's."""
+    return entry & (1 << COUNT_BITS) - 1 if entry >> COUNT_BITS == request else 0
+
+
+# The checksums that travel with a run: one for each plane of chunks, or each block, few enough to cost nothing.
+
+
+def plane_sums(planes: Planes, first: int, count: int) -> tuple[int, ...]:
+    """Returns the XXH3-64 of each plane's part of ``count`` chunks from index ``first`` on, in order."""
+    return tuple(checksum(plane.data) for row in planes.strided(first, count) for plane in row)
+
+
+def block_sums(blocks: Pieces) -> tuple[int, ...]:
+    """Returns the XXH3-64 of each block, in order."""
+    return tuple(map(checksum, blocks))
+
+
+SUM_BYTES = 8
+PARTS_BYTES = 1024
+"""XXH3 takes so many bytes at a time: sections of a multiple are summed alone and as a part of their plane."""
+
+
+def send_run(channel: Channel, planes: Planes, first: int, count: int) -> None:
+    """Sends ``count`` chunks from index ``first`` on, plane by plane, and the checksum of each plane."""
+    if not channel.moves_natively:
+        channel.send_bytes([plane.data for row in planes.strided(first, count) for plane in row])
+        channel.send_bytes([np.array(plane_sums(planes, first, count), "<u8").view(np.uint8).data])
+        return
+    assert planes.covers(first, count) and planes.is_contiguous
+    bases = planes.addresses()
+    rows, sums = _rows(bases, planes.offset(first), count * planes.section_bytes), np.zeros(len(bases), "<u8")
+    gone = ctypes.create_string_buffer(native.SENT_BYTES)
+    channel.send_by(partial(native.library.kv_send, rows.ctypes.data, sums.ctypes.data, gone))
+    channel.send_bytes([sums.view(np.uint8).data])
+
+
+def receive_planes(channel: Channel, planes: Pieces) -> bool:
+    """Fills ``planes``, or blocks; True if the checksums that follow match them."""
+    size_bytes = len(planes[0])
+    if channel.moves_natively and size_bytes and all(len(plane) == size_bytes for plane in planes):
+        bases = np.fromiter(map(address_of, planes), np.uint64, len(planes))
+        return receive_sections(channel, bases, size_bytes, 1) is not None
+    channel.receive_into(planes)
+    sums = np.array(list(map(checksum, planes)), "<u8")
+    return channel.receive(sums.nbytes) == sums.tobytes()
+
+
+def receive_sections(
+    channel: Channel, bases: npt.NDArray[np.uint64], size_bytes: int, parts: int
+) -> npt.NDArray[np.uint64] | None:
+    """Fills sections at ``bases``, which come as planes of ``parts`` sections each, natively.
+
+    Returns the checksums of the sections; None if those of the planes, which follow, do not match. Sections have a
+    multiple of PARTS_BYTES if a plane has several.
+    """
+    assert parts == 1 or size_bytes % PARTS_BYTES == 0
+    rows, sums = _rows(bases, 0, size_bytes), np.zeros(len(bases), "<u8")
+    planes = np.zeros(len(bases) // parts, "<u8") if parts > 1 else sums
+    came = ctypes.create_string_buffer(native.ROWS_BYTES)
+    receive = native.library.kv_receive_rows
+    channel.receive_by(partial(receive, rows.ctypes.data, parts, sums.ctypes.data, planes.ctypes.data, came))
+    return sums if channel.receive(planes.nbytes) == planes.tobytes() else None
+
+
+def _rows(bases: npt.NDArray[np.uint64], offset: int, size_bytes: int) -> npt.NDArray[np.void]:
+    """Returns the structure for native code: ``size_bytes`` from each base on."""
+    rows: npt.NDArray[np.void] = np.zeros(1, native.CHUNK)
+    rows["bases"] = bases.ctypes.data
+    rows["offset"] = offset
+    rows["section_count"] = len(bases)
+    rows["section_bytes"] = size_bytes
+    return rows

@@ -14,7 +14,8 @@ from urllib.parse import parse_qs
 import numpy as np
 
 from kvstore.core import tracing
-from kvstore.core.address import TOKENS_MAX, TokenArray, token_array
+from kvstore.core.address import TOKENS_MAX, TokenArray
+from kvstore.core.buffers import token_array
 from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, PermissionDenied, Unauthenticated, Unavailable
 from kvstore.transport.messages import unpack_tokens

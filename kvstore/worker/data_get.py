@@ -24,12 +24,12 @@ from kvstore.engine.reader import ExportRequest, ReadFuture
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Expected
 from kvstore.tiers.memory import MemoryTier, Slots
-from kvstore.transport.channel import Channel
-from kvstore.transport.frames import (
+from kvstore.transport.channel import (
     FILES_AHEAD,
     FILES_MAX,
     NOT_LENT,
     SPAN_BYTES,
+    Channel,
     FrameKind,
     LentSlots,
     Mode,

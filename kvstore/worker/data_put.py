@@ -26,12 +26,24 @@ from kvstore.format.header import Expected
 from kvstore.format.keyset import KeySet
 from kvstore.security.access import NOTHING, Presented
 from kvstore.tiers.arena import follow
-from kvstore.transport.channel import Channel
-from kvstore.transport.frames import READY, RUN_BYTES, SPAN_BYTES, FrameKind, decode_placed, decode_span
+from kvstore.transport.channel import (
+    LEDGER_BYTES,
+    PARTS_BYTES,
+    READY,
+    RUN_BYTES,
+    SPAN_BYTES,
+    SUM_BYTES,
+    Channel,
+    FrameKind,
+    decode_placed,
+    decode_span,
+    entry_value,
+    receive_planes,
+    receive_sections,
+)
 from kvstore.transport.images import receive_images
 from kvstore.transport.limits import MESSAGE_BYTES_MAX
 from kvstore.transport.messages import hints_of, parse, write_of
-from kvstore.transport.runs import LEDGER_BYTES, PARTS_BYTES, SUM_BYTES, entry_value, receive_planes, receive_sections
 from kvstore.transport.status import BrokenTransfer
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.worker.context import BufferPool, Call, WorkerContext

@@ -29,26 +29,24 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.security.access import NOTHING, Presented
 from kvstore.security.tls import Certificate
 from kvstore.transport.channel import (
+    HEAD_BYTES,
     HELLO_BYTES,
+    REQUESTS,
+    SHORT_CALLS,
     Channel,
+    FrameKind,
     Grant,
     LinkBroken,
     LinkLate,
-    boot_id,
-    listen_tcp,
-    listen_unix,
-    read_hello,
-)
-from kvstore.transport.frames import (
-    HEAD_BYTES,
-    REQUESTS,
-    SHORT_CALLS,
-    FrameKind,
     RequestHeader,
+    boot_id,
     decode_arena,
     decode_head,
     decode_request,
     encode_arena,
+    listen_tcp,
+    listen_unix,
+    read_hello,
 )
 from kvstore.transport.messages import parse, trace_of
 from kvstore.transport.status import Refusal, refusal

@@ -20,7 +20,7 @@ from kvstore.format.keyset import BlockKeys, KeySet
 from kvstore.root.interface import StorageSpace
 from kvstore.security.access import EVERY, OverQuota, Role
 from kvstore.security.guard import ServerSecurity
-from kvstore.transport.frames import SHORT_CALLS
+from kvstore.transport.channel import SHORT_CALLS
 from kvstore.transport.limits import SERVICE
 from kvstore.transport.messages import (
     namespace_message,

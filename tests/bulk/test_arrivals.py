@@ -12,9 +12,7 @@ from kvstore import Layout
 from kvstore.core.buffers import planes_of
 from kvstore.native import is_available
 from kvstore.tiers.stack import ARRIVING_SHARE
-from kvstore.transport.channel import Channel
-from kvstore.transport.frames import RUN_BYTES, FrameKind, encode_request, encode_span
-from kvstore.transport.runs import plane_sums
+from kvstore.transport.channel import RUN_BYTES, Channel, FrameKind, encode_request, encode_span, plane_sums
 from kvstore.v1 import kvstore_pb2 as pb
 from tests.kit.arenas import memory_of, serving_memory
 from tests.kit.transports import MEDIUM, greeted, same, send_head, tokens_and_kv

@@ -24,12 +24,14 @@ from kvstore.core.namespace import Namespace
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import Incarnation, checksum, encode, expected_block
 from kvstore.format.keyset import BlockKeys
-from kvstore.transport.channel import Channel, LinkBroken, LinkLate
-from kvstore.transport.frames import (
+from kvstore.transport.channel import (
     NOT_LENT,
     SPAN_BYTES,
+    Channel,
     FrameKind,
     LentSlots,
+    LinkBroken,
+    LinkLate,
     Mode,
     decode_slots,
     decode_span,

@@ -15,8 +15,7 @@ import pytest
 from kvstore.client.limits import ClientLimits
 from kvstore.client.pool import UploadArena
 from kvstore.errors import Unavailable
-from kvstore.transport.channel import SILENCE_S
-from kvstore.transport.frames import FrameKind, encode_arena, encode_request, encode_span
+from kvstore.transport.channel import SILENCE_S, FrameKind, encode_arena, encode_request, encode_span
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.worker import data_server as folder
 from kvstore.worker.data_server import BulkListener

@@ -13,8 +13,7 @@ from kvstore.client.cache import Cache
 from kvstore.client.limits import ClientLimits
 from kvstore.errors import Overloaded
 from kvstore.segments import Rope
-from kvstore.transport.channel import Channel
-from kvstore.transport.frames import CONTROL_BYTES_MAX, SHORT_CALLS, FrameKind, encode_request
+from kvstore.transport.channel import CONTROL_BYTES_MAX, SHORT_CALLS, Channel, FrameKind, encode_request
 from kvstore.transport.limits import BLOCKS_MAX
 from kvstore.transport.messages import pack_sizes, parse, traced
 from kvstore.v1 import kvstore_pb2 as pb

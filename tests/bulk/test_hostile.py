@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import InvalidRequest
-from kvstore.transport.channel import NONCE_BYTES, Channel, Grant
-from kvstore.transport.frames import (
+from kvstore.transport.channel import (
     CONTROL_BYTES_MAX,
     HEAD_BYTES,
+    NONCE_BYTES,
+    Channel,
     FrameKind,
+    Grant,
     Placed,
     decode_head,
     encode_head,

@@ -22,8 +22,7 @@ from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.core.executor import Deadline
 from kvstore.core.namespace import Namespace
 from kvstore.format.keyset import ChunkKeys, leading
-from kvstore.transport.channel import Channel, LinkBroken
-from kvstore.transport.frames import FrameKind, LentSlots, encode_head, encode_span
+from kvstore.transport.channel import Channel, FrameKind, LentSlots, LinkBroken, encode_head, encode_span
 from kvstore.v1 import kvstore_pb2 as pb
 from tests.kit.transports import MEDIUM, linked, same, tokens_and_kv
 

@@ -12,8 +12,16 @@ import pytest
 from kvstore.client.limits import ClientLimits
 from kvstore.client.pool import WorkerMemory
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.transport.channel import Channel
-from kvstore.transport.frames import FILES_MAX, SPAN_BYTES, FrameKind, Mode, decode_slots, decode_span, encode_request
+from kvstore.transport.channel import (
+    FILES_MAX,
+    SPAN_BYTES,
+    Channel,
+    FrameKind,
+    Mode,
+    decode_slots,
+    decode_span,
+    encode_request,
+)
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.worker.limits import WorkerLimits
 from tests.kit.arenas import all_let_go, filled, leases_end, lose, memory_of, referenced_bytes, serving_memory

@@ -10,8 +10,7 @@ import pytest
 
 from kvstore.core.write_mode import WriteMode
 from kvstore.engine.settings import NO_TIERS, TierSettings
-from kvstore.transport.channel import Channel
-from kvstore.transport.frames import FrameKind
+from kvstore.transport.channel import Channel, FrameKind
 from kvstore.worker.server import Worker
 from tests.encodings.test_node import namespace, opened, put_all, reads_right
 from tests.kit.cases import for_each

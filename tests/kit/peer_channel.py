@@ -16,8 +16,17 @@ from kvstore.core.layout import Layout
 from kvstore.core.namespace import Namespace
 from kvstore.format.header import Incarnation, checksum, encode
 from kvstore.format.keyset import ChunkKeys
-from kvstore.transport.channel import Channel, LinkBroken, LinkLate
-from kvstore.transport.frames import FrameKind, LentSlots, Mode, decode_request, encode_slots, encode_span
+from kvstore.transport.channel import (
+    Channel,
+    FrameKind,
+    LentSlots,
+    LinkBroken,
+    LinkLate,
+    Mode,
+    decode_request,
+    encode_slots,
+    encode_span,
+)
 from kvstore.transport.limits import method
 from kvstore.transport.messages import parse
 from kvstore.v1 import kvstore_pb2 as pb

@@ -16,8 +16,7 @@ import numpy.typing as npt
 from kvstore import Layout
 from kvstore.client.limits import ClientLimits
 from kvstore.client.pool import DataConnection, Dialled, WorkerMemory
-from kvstore.transport.channel import NONCE_BYTES, Channel, Grant, dial_tcp, dial_unix
-from kvstore.transport.frames import FrameKind, encode_head
+from kvstore.transport.channel import NONCE_BYTES, Channel, FrameKind, Grant, dial_tcp, dial_unix, encode_head
 from kvstore.v1 import kvstore_pb2 as pb
 from tests.kit.patience import stretched
 from tests.kit.stores import same as same

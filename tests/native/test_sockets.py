@@ -21,8 +21,7 @@ from kvstore.core.namespace import Namespace
 from kvstore.format.header import Damaged, checksum
 from kvstore.format.keyset import ChunkKeys
 from kvstore.native import is_available
-from kvstore.transport.channel import Channel, LinkBroken, LinkLate
-from kvstore.transport.runs import plane_sums, receive_planes, send_run
+from kvstore.transport.channel import Channel, LinkBroken, LinkLate, plane_sums, receive_planes, send_run
 from tests.kit.stores import LARGE, MANY, SMALL, TINY, UNALIGNED
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")

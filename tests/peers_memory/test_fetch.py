@@ -20,8 +20,7 @@ from kvstore.peers.limits import PeerLimits
 from kvstore.peers.reports import encode
 from kvstore.peers.selection import PeerSelector
 from kvstore.peers.tier import Peers
-from kvstore.transport.channel import Channel
-from kvstore.transport.frames import SPAN_BYTES, FrameKind, encode_span
+from kvstore.transport.channel import SPAN_BYTES, Channel, FrameKind, encode_span
 from kvstore.v1 import kvstore_pb2 as pb
 from tests.kit.etcd import Proxy
 from tests.kit.patience import NEVER_S, PATIENCE_S, eventually, returns, slowness

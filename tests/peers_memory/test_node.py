@@ -21,8 +21,7 @@ from kvstore.peers.reports import encode
 from kvstore.peers.tier import Peers, join_peers
 from kvstore.root.identity import create_or_open
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.transport.channel import Channel
-from kvstore.transport.frames import FrameKind
+from kvstore.transport.channel import Channel, FrameKind
 from kvstore.v1 import kvstore_pb2 as pb
 from tests.kit.etcd import eventually
 from tests.kit.patience import PATIENCE_S

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.client.failover import Endpoint
-from kvstore.transport.frames import SHORT_CALLS, FrameKind, Mode, encode_request
+from kvstore.transport.channel import SHORT_CALLS, FrameKind, Mode, encode_request
 from kvstore.v1 import control_pb2 as control
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.control_pb2_grpc import ControlStub

@@ -7,13 +7,13 @@ from typing import Any
 from tests.mutants.catalogue.interfaces import at, giving
 from tests.mutants.mutant import Mutant, mutant
 
-FRAMES = "kvstore.transport.frames"
+FRAMES = "kvstore.transport.channel"
 CALLER = "kvstore.client.failover:Caller"
 CONNECTION = "kvstore.worker.data_put:Connection"
 
 
 def _unlimited(real: Any, raw: Any) -> Any:
-    from kvstore.transport.frames import HEAD, FrameKind, Head
+    from kvstore.transport.channel import HEAD, FrameKind, Head
 
     _, kind, request, length = HEAD.unpack(raw)
     return Head(FrameKind(kind), request, length) if kind in FrameKind._value2member_map_ else real(raw)
@@ -79,12 +79,12 @@ MUTANTS: list[Mutant] = [
     mutant("message-seal-ignored", at("kvstore.transport.messages", "is_whole", giving(None)), "worker/test_seals.py"),
     mutant(
         "run-unverified",
-        at("kvstore.transport.runs", "plane_sums", lambda real, planes, first, count: _anything()),
+        at("kvstore.transport.channel", "plane_sums", lambda real, planes, first, count: _anything()),
         "bulk/test_sums.py bulk/test_hostile.py bulk/test_failures.py",
     ),
     mutant(
         "blocks-unverified",
-        at("kvstore.transport.runs", "block_sums", lambda real, blocks: _anything()),
+        at("kvstore.transport.channel", "block_sums", lambda real, blocks: _anything()),
         "bulk/test_blocks_hostile.py",
     ),
     mutant("file-unverified", at("kvstore.transport.images", "fill_verified", _damage_ignored), "bulk/test_sums.py"),
