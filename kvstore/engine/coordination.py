@@ -217,7 +217,8 @@ class ClusterMember:
         self._pinned = PinnedInMemory(node.memory, node.clock) if node.memory is not None else None
         self._pid = os.getpid()
         self._listing = threading.Lock()
-        self._claimed: dict[NamespaceDigest, Namespace] = {}
+        self.claimed: dict[NamespaceDigest, Namespace] = {}
+        """The namespaces that were used here."""
         self.clears = Clears(meta, self.keys) if shared else None
         """Publishes clears by selection to the other nodes; None for a node alone."""
         self._barriers = Barriers(meta, self.keys, node.clock)
@@ -251,7 +252,7 @@ class ClusterMember:
 
     def claim_namespace(self, namespace: Namespace, meta_deadline_s: float | None = None) -> None:
         """Claims the name for its layout, in etcd and on the root. Raises LayoutMismatch, Unavailable."""
-        if namespace.digest in self._claimed:
+        if namespace.digest in self.claimed:
             return
         # The root first, without claiming: a name that it refuses must not be taken in etcd.
         self.node.check_namespace(namespace)
@@ -263,18 +264,14 @@ class ClusterMember:
             self.node.claim_namespace(namespace)
         except DiskFull as full:
             raise self.node.gc_view.usage.refusal(full) from full.__cause__
-        self._claimed[namespace.digest] = namespace
+        self.claimed[namespace.digest] = namespace
 
     def find_namespace(self, digest: NamespaceDigest) -> Namespace | None:
-        """The namespace with this digest, if any node ever claimed it; cached after the first call."""
-        namespace = self._claimed.get(digest) or self.node.find_namespace(digest)
+        """The namespace with this digest, if any node ever claimed it; kept in ``claimed``."""
+        namespace = self.claimed.get(digest) or self.node.find_namespace(digest)
         if namespace:
-            self._claimed[digest] = namespace
+            self.claimed[digest] = namespace
         return namespace
-
-    def known_namespace(self, digest: bytes) -> Namespace | None:
-        """The same, if it was used here; reads neither root nor metadata."""
-        return self._claimed.get(NamespaceDigest(digest))
 
     def pin(self, chain: ChunkKeys, ttl_s: float, owner: str) -> PinRecord:
         """Pins the leading chunks that are there. Raises Unavailable, SessionLost, Overloaded.

@@ -24,7 +24,7 @@ from kvstore.core.executor import Deadline, Decision, Executor, IndexedWork, Loo
 from kvstore.core.metrics import NodeCount, TierName
 from kvstore.core.namespace import NamespaceDigest
 from kvstore.core.recency import Hints
-from kvstore.core.write_mode import WriteMode
+from kvstore.core.write_mode import Durability, WriteMode
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
 from kvstore.format.keyset import KeySet
 from kvstore.tiers.arena import SealedArena
@@ -452,7 +452,8 @@ class TierStack:
     def mode(self, asked: WriteMode | None) -> WriteMode:
         """How a put is done here."""
         mode = asked or self.settings.write
-        return WriteMode.THROUGH if self.node.durability.waits and mode is WriteMode.BEHIND else mode
+        is_durable = self.node.durability is not Durability.NONE
+        return WriteMode.THROUGH if is_durable and mode is WriteMode.BEHIND else mode
 
     def keep(self, put: MemoryPut) -> None:
         """Copies chunks that the root has into memory as well, as far as there is room and time."""
@@ -587,7 +588,8 @@ class TierStack:
 
     def filling(self, wanted: KeySet) -> None:
         """Prepares memory for chunks that are about to come: if it has little room, a thread demotes others."""
-        self.encodings.learn(wanted.namespace)
+        if not self.encodings.is_plain:
+            self.encodings.learn(wanted.namespace)
         if self.disk is not None and self.memory.free_bytes < self.memory.size_bytes * FREE_SHARE:
             with self._changed:
                 self._is_filled = True

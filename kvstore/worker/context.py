@@ -612,7 +612,8 @@ class WorkerContext:
             raise InvalidRequest(
                 f"namespace has {len(digest)} bytes: expected the {DIGEST_BYTES} that OpenNamespace gave"
             )
-        namespace = self.member.find_namespace(NamespaceDigest(digest))
+        key = NamespaceDigest(digest)
+        namespace = self.member.claimed.get(key) or self.member.find_namespace(key)
         if namespace is None:
             raise UnknownNamespace(
                 f"namespace {digest.hex()} was never opened on this root: call OpenNamespace, then repeat"
@@ -688,7 +689,7 @@ class WorkerContext:
         """
         if request.hold:
             raise InvalidRequest("memory_only with a hold: expected a prompt")
-        namespace = self.member.known_namespace(request.namespace)
+        namespace = self.member.claimed.get(NamespaceDigest(request.namespace))
         if namespace is None:
             raise UnknownNamespace(f"namespace {request.namespace.hex()} is not known here: a miss")
         # The tenant pays at the worker that its client asked; a peer only brings what is already paid for.
