@@ -13,7 +13,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.address import TokenArray, Tokens, token_array
+from kvstore.core.address import TokenArray, Tokens
+from kvstore.core.buffers import token_array
 from kvstore.core.validate import brief, is_whole
 from kvstore.errors import InvalidRequest
 

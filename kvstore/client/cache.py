@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Generic, Self, TypeVar, overload
 from weakref import finalize
 
@@ -19,7 +19,7 @@ from kvstore.batch.prompts import checked_prompts
 from kvstore.client.operation import Operation
 from kvstore.client.transport import PortBlockHold, PortHold, Protecting, Transport
 from kvstore.core import tracing
-from kvstore.core.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN, TokenArray, Tokens, token_array
+from kvstore.core.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN, TokenArray, Tokens
 from kvstore.core.buffers import (
     KvArray,
     Pieces,
@@ -31,6 +31,7 @@ from kvstore.core.buffers import (
     planes_of,
     source_array,
     target_array,
+    token_array,
 )
 from kvstore.core.executor import Owner
 from kvstore.core.namespace import Namespace
@@ -39,7 +40,6 @@ from kvstore.core.results import Cleared, LayerMemory, PinRecord, PutResult, Sto
 from kvstore.core.validate import (
     TierName,
     brief,
-    checked_flag,
     checked_hold_ttl,
     checked_tier,
     checked_worker,
@@ -88,6 +88,10 @@ def _end_apart(end: Callable[[], None]) -> None:
     """
     with suppress(RuntimeError):  # no thread can start: the interpreter ends, or the system has no room
         threading.Thread(target=end, name="kvstore-closing", daemon=True).start()
+
+
+def _span(name: str, **attributes: int) -> AbstractContextManager[Any]:
+    return tracing.span(name, **attributes) if tracing.tracer is not None else tracing.NOTHING
 
 
 G = TypeVar("G", bound=Protecting)
@@ -280,15 +284,12 @@ class BlockCache:
         """
         hints = Hints.of(priority, ttl, preset)
         checked = _checked_keys(keys)
-        mode = self._write  # of the namespace, unless this put asks for another
-        if write is not None or cache is not True:
-            mode = WriteMode.of_put(write, self._write, cache=cache)
+        mode = self._write if write is None and cache else WriteMode.of_put(write, self._write, cache=cache)
         if isinstance(first, bool) or not isinstance(first, int | np.integer) or not 0 <= first <= FIRST_MAX:
             raise InvalidRequest(f"first={brief(first)}: expected a whole number from 0 to {FIRST_MAX}")
         ancestry = Ancestry(int(first), () if descents is NO_DESCENTS else _packed(checked, descents))
         views = _views(checked, buffers, writable=False)
-        required = checked_flag("required", required)
-        with tracing.span("kvstore.put_blocks", blocks=len(checked)):
+        with _span("kvstore.put_blocks", blocks=len(checked)):
             return self._put(checked, views, hints, mode, ancestry, required=required)
 
     def put_new(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> StoredBlocks:
@@ -299,7 +300,7 @@ class BlockCache:
         """
         checked = _checked_keys(keys)
         views = _views(checked, buffers, writable=False)
-        with tracing.span("kvstore.put_blocks", blocks=len(checked)):
+        with _span("kvstore.put_blocks", blocks=len(checked)):
             if self._port.reports_fresh:
                 return self._put(checked, views, DEFAULT, self._write)
             stored, fresh = self._port.present_blocks(self._namespace, checked), [False] * len(checked)
@@ -338,7 +339,7 @@ class BlockCache:
         garbage collection does not take a prompt's first blocks before the last ones. Also of ``present`` and ``hold``.
         """
         checked = _checked_keys(keys)
-        with tracing.span("kvstore.match_blocks", blocks=len(checked)):
+        with _span("kvstore.match_blocks", blocks=len(checked)):
             return self._port.match_blocks(self._namespace, checked)
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
@@ -361,7 +362,7 @@ class BlockCache:
         """
         check_pin(ttl, owner)
         checked = _checked_keys(keys)
-        with tracing.span("kvstore.pin_blocks", blocks=len(checked)):
+        with _span("kvstore.pin_blocks", blocks=len(checked)):
             return Pin(self._port.pin(self._namespace, checked, float(ttl), owner), self._port)
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> list[bool]:
@@ -372,7 +373,7 @@ class BlockCache:
         """
         checked = _checked_keys(keys)
         views = _views(checked, buffers, writable=True)
-        with tracing.span("kvstore.get_blocks", blocks=len(checked)):
+        with _span("kvstore.get_blocks", blocks=len(checked)):
             hits = self._port.get_blocks(self._namespace, checked, views)
         if not all(hits):
             self._check_sizes(checked, views, hits)
@@ -398,7 +399,7 @@ class BlockCache:
         Deletes and protects nothing. Returns before it is done. Raises Unavailable if no worker answers.
         """
         checked, unused_s = _checked_keys(keys), checked_unused_s(unused)
-        with tracing.span("kvstore.supersede_blocks", blocks=len(checked)):
+        with _span("kvstore.supersede_blocks", blocks=len(checked)):
             self._port.supersede(self._namespace, checked, 0, unused_s)
 
     def plan(
@@ -412,7 +413,7 @@ class BlockCache:
         A key names its block and all blocks before it, and a block has the layout's chunk_tokens tokens.
         """
         checked = [_checked_keys(keys) for keys in checked_prompts(prompts)]
-        with tracing.span("kvstore.plan"):
+        with _span("kvstore.plan"):
             size = self._namespace.layout.chunk_tokens
             return make_plan(
                 PromptSet.of_blocks(checked, size),
@@ -640,9 +641,8 @@ class Cache:
         array = source_array(kv, self.layout, len(ids) - int(prefix))
         first = int(prefix) // size
         source = planes_of(array, self.layout, first)
-        mode = WriteMode.of_put(write, self._write, cache=cache)
-        required = checked_flag("required", required)
-        with tracing.span("kvstore.put", tokens=len(ids)):
+        mode = self._write if write is None and cache else WriteMode.of_put(write, self._write, cache=cache)
+        with _span("kvstore.put", tokens=len(ids)):
             try:
                 return _checked(self._port.put(self.namespace, ids, first, source, hints, mode), required)
             except Overloaded as error:
@@ -668,8 +668,8 @@ class Cache:
         >>> cache.match(tokens), cache.match(tokens[:40] + [7])
         (96, 32)
         """
-        counts, ids = checked_flag("counts", counts), token_array(tokens)
-        with tracing.span("kvstore.match", tokens=len(ids)):
+        ids = token_array(tokens)
+        with _span("kvstore.match", tokens=len(ids)):
             return self._port.match(self.namespace, ids, counts=counts) * self.layout.chunk_tokens
 
     def match_each(self, prompts: Iterable[Tokens]) -> list[int]:
@@ -686,7 +686,7 @@ class Cache:
         left, size = map(token_array, checked_prompts(prompts)), self.layout.chunk_tokens
         counts, call, tokens, following = list[int](), list[TokenArray](), 0, next(left, None)
         ends_s = time.monotonic() + EACH_S
-        with tracing.span("kvstore.match_each"):
+        with _span("kvstore.match_each"):
             while time.monotonic() < ends_s:
                 while following is not None and (
                     not call or (len(call) < PROMPTS_MAX and tokens + len(following) <= TOKENS_MAX)
@@ -745,7 +745,7 @@ class Cache:
             array = new_array(layout.shape(count * layout.chunk_tokens), layout.numpy_dtype)
             return planes_of(array, layout)
 
-        with tracing.span("kvstore.get", tokens=len(ids)):
+        with _span("kvstore.get", tokens=len(ids)):
             count = self._port.get(self.namespace, ids, chunks_max, memory) * layout.chunk_tokens
         return count, array[:, :, :count]
 
@@ -775,8 +775,8 @@ class Cache:
         (96, 96)
         """
         ttl_s = None if ttl is None else checked_hold_ttl(ttl)
-        counts, ids = checked_flag("counts", counts), token_array(tokens)
-        with tracing.span("kvstore.hold", tokens=len(ids)):
+        ids = token_array(tokens)
+        with _span("kvstore.hold", tokens=len(ids)):
             return Hold(self._port.hold(self.namespace, ids, ttl_s, counts=counts), self)
 
     def pin(self, tokens: Tokens, ttl: float = 3600.0, owner: str = "") -> Pin:
@@ -814,7 +814,7 @@ class Cache:
         """
         check_pin(ttl, owner)
         ids = token_array(tokens)
-        with tracing.span("kvstore.pin", tokens=len(ids)):
+        with _span("kvstore.pin", tokens=len(ids)):
             return Pin(self._port.pin(self.namespace, ids, float(ttl), owner), self._port)
 
     def refcount(self, tokens: Tokens) -> int:
@@ -908,7 +908,7 @@ class Cache:
                 f"kept={brief(kept)}: expected 0 to {len(ids)} tokens, those that other prompts go on from"
             )
         first = -(-int(kept) // self.layout.chunk_tokens)
-        with tracing.span("kvstore.supersede", tokens=len(ids)):
+        with _span("kvstore.supersede", tokens=len(ids)):
             self._port.supersede(self.namespace, ids, first, unused_s)
 
     def plan(
@@ -936,7 +936,7 @@ class Cache:
         >>> plan.order, plan.tokens_total, plan.tokens_to_compute
         ([0, 2, 1, 3], 260, 132)
         """
-        with tracing.span("kvstore.plan"):
+        with _span("kvstore.plan"):
             size = self.layout.chunk_tokens
             packed = PromptSet.of_tokens(prompts, size)
             return make_plan(
@@ -996,7 +996,7 @@ class Cache:
         def memory(_: int) -> Planes:
             return planes_of(filled, self.layout)
 
-        with tracing.span("kvstore.get", tokens=len(ids)):
+        with _span("kvstore.get", tokens=len(ids)):
             count = self._port.get(self.namespace, ids, chunks_max, memory) * self.layout.chunk_tokens
         if filled is not target:
             target[:, :, :count] = filled[:, :, :count]
@@ -1051,7 +1051,7 @@ class Hold(BaseHold[PortHold, Cache]):
                 f"array has room for {target.shape[2]} tokens: expected at least {self.tokens}, as held"
             )
         filled = fillable(target)
-        with tracing.span("kvstore.get", tokens=self.tokens):
+        with _span("kvstore.get", tokens=self.tokens):
             count = self._held.read(planes_of(filled, self._layout)) * self._layout.chunk_tokens
         if filled is not target:
             target[:, :, :count] = filled[:, :, :count]

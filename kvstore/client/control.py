@@ -15,7 +15,8 @@ from kvstore.census.selection import Selection, checked_selection
 from kvstore.client.failover import Caller, Endpoint, WorkerEndpoints
 from kvstore.client.limits import ClientLimits
 from kvstore.client.routing import marks_of
-from kvstore.core.address import Address, Tokens, token_array
+from kvstore.core.address import Address, Tokens
+from kvstore.core.buffers import token_array
 from kvstore.core.namespace import Namespace
 from kvstore.core.results import ChunkPlace, Lineage, MemoryCopy, RootCopy
 from kvstore.core.validate import brief, checked_worker, is_whole

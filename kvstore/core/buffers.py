@@ -17,6 +17,7 @@ import mmap
 import threading
 import time
 from abc import ABC, abstractmethod
+from array import array as packed_array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -25,8 +26,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.core.address import TOKEN_ID_MAX, TOKENS_MAX, TokenArray, Tokens
 from kvstore.core.layout import Layout
-from kvstore.core.validate import kind_of
+from kvstore.core.validate import brief, is_whole, kind_of
 from kvstore.errors import InvalidRequest
 from kvstore.native import library as native
 
@@ -289,6 +291,60 @@ class BlockBuffers(BufferMap):
 def planes_of(array: npt.NDArray[Any], layout: Layout, first: int = 0) -> Planes:
     """The sections of an array of shape ``(layers, 2, tokens, kv_heads, head_dim)`` whose planes are contiguous."""
     return Planes(array, layout.section_bytes, first)
+
+
+# The caller's arrays: token ids and KV.
+
+
+def token_array(tokens: Tokens) -> TokenArray:
+    """``tokens`` as an array of u32, copied only where its type or order demands it.
+
+    Accepts any sequence of ints or a one-dimensional integer array; 0 <= id < 2**32, at most 4,194,304 of them.
+    Raises InvalidRequest, naming the first item that is no id, otherwise.
+    """
+    try:
+        count = len(tokens) if not isinstance(tokens, (bytes, bytearray, memoryview, str, set, dict)) else -1
+    except TypeError:  # no sequence, or an array of no dimension
+        count = -1
+    if count < 0:
+        raise InvalidRequest(f"tokens are {kind_of(tokens)}: expected a sequence of ints or an integer array")
+    if count > TOKENS_MAX:
+        raise InvalidRequest(f"{count} tokens are over the limit of {TOKENS_MAX}: split the prompt")
+    if count == 0:
+        return np.empty(0, dtype="<u4")
+    if isinstance(tokens, (list, tuple)) and (packed := _packed_ints(tokens)) is not None:
+        return packed
+    try:
+        array = np.asarray(tokens)
+    except (ValueError, OverflowError, TypeError) as cause:
+        raise _no_ids(tokens) from cause
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise _no_ids(tokens)
+    if array.dtype != np.dtype("<u4"):
+        # One pass for both ends of the range: as unsigned, a negative id is larger than any that the type has room for.
+        most = min(TOKEN_ID_MAX, int(np.iinfo(array.dtype).max))
+        if int(array.view(array.dtype.str.replace("i", "u")).max()) > most:
+            raise _no_ids(tokens)
+    return np.ascontiguousarray(array, dtype="<u4")
+
+
+def _packed_ints(tokens: list[int] | tuple[int, ...]) -> TokenArray | None:
+    """A list of valid ids as an array, some times faster than numpy makes one; None where numpy has to judge."""
+    if isinstance(tokens[0], bool | np.bool_):
+        return None
+    try:
+        return np.frombuffer(packed_array("I", tokens), np.uintc).astype("<u4", copy=False)
+    except (TypeError, OverflowError):
+        return None
+
+
+def _no_ids(tokens: Tokens) -> InvalidRequest:
+    odd = next((f": item {at} is {brief(item)}" for at, item in enumerate(tokens) if not _is_id(item)), "")
+    return InvalidRequest(f"tokens are not a flat sequence of ids from 0 to {TOKEN_ID_MAX}{odd}")
+
+
+def _is_id(item: object) -> bool:
+    return is_whole(item) and 0 <= item <= TOKEN_ID_MAX
 
 
 KvArray = npt.NDArray[Any]

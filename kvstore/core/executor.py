@@ -197,7 +197,8 @@ class Executor:
             raise Unavailable("the root does not answer: every lane waits for it; check the mount")
         if self._queue.qsize() >= self._queue_max:
             raise Overloaded(f"{self._queue_max} requests wait for the root: back off")
-        batch = IndexedWork(count, tracing.carried(work))
+        is_followed = tracing.tracer is not None or tracing.request_id() is not None
+        batch = IndexedWork(count, tracing.carried(work) if is_followed else work)
         for _ in range(min(count, self.width) - helped):
             self._queue.put(batch)
         return batch

@@ -353,7 +353,7 @@ class Timed:
 
     def __enter__(self) -> Timed:
         self._span: AbstractContextManager[Any] | None = None
-        if tracing.is_on():
+        if tracing.tracer is not None:
             self._span = tracing.span(".".join(("kvstore", *self._key)))
             self._span.__enter__()
         self._began_s = time.perf_counter()

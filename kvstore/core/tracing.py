@@ -29,15 +29,15 @@ _PARENT_CHARS = frozenset(string.hexdigits + "-")
 
 _request: contextvars.ContextVar[str | None] = contextvars.ContextVar("kvstore_request", default=None)
 _otel: ModuleType | None = None
-_tracer: Any = None
-_NOTHING: AbstractContextManager[None] = nullcontext()
+tracer: Any = None
+"""Makes spans; None where none are made. Callers on the path of a chunk look at it before they call anything here."""
+NOTHING: AbstractContextManager[None] = nullcontext()
 
 Metadata = tuple[tuple[str, str], ...]
 
 
-def request_id() -> str | None:
-    """The id of the call that is being made or served here; None outside of one."""
-    return _request.get()
+request_id = _request.get
+"""Returns the id of the call that is being made or served here; None outside of one."""
 
 
 @contextmanager
@@ -74,30 +74,25 @@ def enable(provider: Any = None) -> None:
 
     Raises ModuleNotFoundError where the ``tracing`` extra is missing.
     """
-    global _otel, _tracer
+    global _otel, tracer
     try:
         from opentelemetry import trace
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError("tracing needs OpenTelemetry: pip install 'kvstore-llm[tracing]'") from missing
-    _tracer = trace.get_tracer("kvstore", tracer_provider=provider)
+    tracer = trace.get_tracer("kvstore", tracer_provider=provider)
     _otel = trace
 
 
 def disable() -> None:
     """Makes no more spans."""
-    global _otel, _tracer
-    _otel = _tracer = None
-
-
-def is_on() -> bool:
-    """True if spans are made."""
-    return _tracer is not None
+    global _otel, tracer
+    _otel = tracer = None
 
 
 def span(name: str, **attributes: str | int | float | bool) -> AbstractContextManager[Any]:
     """Around a step of a request. An exception that leaves it marks it as failed; its text is not recorded."""
-    if _tracer is None:
-        return _NOTHING
+    if tracer is None:
+        return NOTHING
     return _span(name, None, None, attributes)
 
 
@@ -114,7 +109,7 @@ def served(name: str, metadata: Iterable[tuple[str, str | bytes]], **attributes:
     before = _request.get()
     _request.set(id)
     try:
-        if _tracer is None:
+        if tracer is None:
             yield id
         else:
             with _span(name, "SERVER", said.get(PARENT_KEY), attributes):
@@ -133,8 +128,6 @@ def metadata() -> Metadata:
 
 def carried(work: Callable[[int], T]) -> Callable[[int], T]:
     """``work`` as it is to be done on another thread: for the same request, under the same span."""
-    if _tracer is None and _request.get() is None:
-        return work
     id, context = _request.get(), _current()
 
     def on_another_thread(number: int) -> T:
@@ -155,8 +148,8 @@ def _is_id(text: str) -> bool:
 
 @contextmanager
 def _span(name: str, kind: str | None, parent: str | None, attributes: dict[str, Any]) -> Generator[Any]:
-    tracer, trace = _tracer, _otel
-    if tracer is None or trace is None:  # disabled at this moment
+    maker, trace = tracer, _otel
+    if maker is None or trace is None:  # disabled at this moment
         yield None
         return
     options: dict[str, Any] = {} if kind is None else {"kind": trace.SpanKind[kind]}
@@ -167,7 +160,7 @@ def _span(name: str, kind: str | None, parent: str | None, attributes: dict[str,
     id = _request.get()
     if id is not None:
         attributes["kvstore.request_id"] = id
-    with tracer.start_as_current_span(
+    with maker.start_as_current_span(
         name, attributes=attributes, record_exception=False, set_status_on_exception=False, **options
     ) as span:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Literal, get_args
 
-from kvstore.core.validate import brief, checked_flag
+from kvstore.core.validate import brief
 from kvstore.errors import InvalidRequest
 
 RUNS_MAX = 2
@@ -38,11 +38,6 @@ class Durability(enum.Enum):
             names = ", ".join(each.value for each in cls)
             raise InvalidRequest(f"durability={brief(value)}: expected one of {names}") from None
 
-    @property
-    def waits(self) -> bool:
-        """True if no put may return before the root has its chunks."""
-        return self is not Durability.NONE
-
 
 class WriteMode(enum.Enum):
     """See kvstore/tiers/MEMORY.md, "Writing"."""
@@ -67,7 +62,7 @@ class WriteMode(enum.Enum):
     def of_put(cls, value: WriteMode | str | None, default: WriteMode | None, *, cache: bool) -> WriteMode | None:
         """The mode of one put, None if the node decides. Raises InvalidRequest."""
         mode = default if value is None else cls.of(value)
-        if checked_flag("cache", cache):
+        if cache:
             return mode
         if value is not None and mode is cls.BEHIND:
             raise InvalidRequest("cache=False with write='behind': expected write='through', which needs no memory")

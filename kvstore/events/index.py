@@ -12,7 +12,8 @@ import numpy as np
 
 from kvstore.census.selection import ClearOrder
 from kvstore.census.walk import Fixed, read_fixed
-from kvstore.core.address import ADDRESS_BYTES, NO_PARENT, Address, block_address, chunk_address, token_array
+from kvstore.core.address import ADDRESS_BYTES, NO_PARENT, Address, block_address, chunk_address
+from kvstore.core.buffers import token_array
 from kvstore.core.clock import Clock
 from kvstore.core.namespace import Namespace, NamespaceId
 from kvstore.core.validate import parse_json

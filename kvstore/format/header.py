@@ -28,9 +28,8 @@ from kvstore.core.address import (
     block_address,
     chunk_address,
     hashed_block_address,
-    token_array,
 )
-from kvstore.core.buffers import ReadBuffer
+from kvstore.core.buffers import ReadBuffer, token_array
 from kvstore.core.layout import CHUNK_TOKENS_MAX, LAYERS_MAX
 from kvstore.core.namespace import Namespace, NamespaceDigest
 from kvstore.core.validate import brief, parse_json

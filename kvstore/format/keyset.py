@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.address import ADDRESS_BYTES, NO_PARENT, Address, TokenArray, block_addresses, chained_addresses
+from kvstore.core.address import ADDRESS_BYTES, NO_PARENT, Address, TokenArray, block_addresses
 from kvstore.core.buffers import BufferMap, Sections, address_of
 from kvstore.core.namespace import Namespace, NamespaceDigest
 from kvstore.errors import InvalidRequest
@@ -463,6 +463,23 @@ class NativeBatch:
         start = bases.__array_interface__["data"][0]
         items["bases"] = start + (np.cumsum(counts) - counts) * np.uint64(bases.itemsize)
         self.alive += (pieces, bases)
+
+
+SHORT_BYTES = 4096
+"""Fewer bytes of tokens are hashed in less time than it takes to get the GIL back."""
+
+
+def chained_addresses(namespace: Namespace, packed: bytes, first: int = 0, parent: Address = NO_PARENT) -> bytes:
+    """Returns the addresses of the full chunks of ``packed`` (tokens as u32) from chunk ``first`` on, whose parent is
+    given, one after the other.
+    """
+    size = namespace.layout.chunk_tokens * 4
+    count = max(0, len(packed) // size - first)
+    found = ctypes.create_string_buffer(ADDRESS_BYTES * count)
+    tokens = packed[first * size :]
+    library = native.brief if len(tokens) < SHORT_BYTES else native.library
+    library.kv_addresses(namespace.digest, parent, tokens, size, count, found)
+    return found.raw
 
 
 CHUNKS_MIN = 8

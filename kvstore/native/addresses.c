@@ -195,9 +195,13 @@ static void key(uint64_t keyed[8], const uint8_t *digest) {
     blake2b(keyed, block, BLOCK_BYTES, 0);
 }
 
-static void chain(const uint64_t keyed[8], const uint8_t *parent, const uint8_t *packed, uint64_t chunk_bytes,
-                  uint64_t count, uint8_t *addresses) {
+/* Computes the addresses of `count` chunks of `chunk_bytes`, one after the other at `packed`; `parent` is the parent of the
+ * first. */
+KV_PUBLIC void kv_addresses(const uint8_t *digest, const uint8_t *parent, const uint8_t *packed, uint64_t chunk_bytes,
+                            uint64_t count, uint8_t *addresses) {
+    uint64_t keyed[8];
     uint8_t block[BLOCK_BYTES];
+    key(keyed, digest);
     if (blake2b_linked && chunk_bytes <= LINKED_BYTES_MAX) {
         blake2b_linked(keyed, parent, packed, chunk_bytes, count, addresses);
         return;
@@ -222,18 +226,5 @@ static void chain(const uint64_t keyed[8], const uint8_t *parent, const uint8_t 
         memcpy(addresses, h, KV_ADDRESS_BYTES);
         parent = addresses;
         addresses += KV_ADDRESS_BYTES;
-    }
-}
-
-/* Computes the addresses of several prompts, one after the other at `packed`, of `counts` chunks of `chunk_bytes` each;
- * `parent` is the parent of each prompt's first chunk. */
-KV_PUBLIC void kv_addresses(const uint8_t *digest, const uint8_t *parent, const uint8_t *packed, uint64_t chunk_bytes,
-                            const uint64_t *counts, uint64_t prompts, uint8_t *addresses) {
-    uint64_t keyed[8];
-    key(keyed, digest);
-    for (uint64_t i = 0; i < prompts; i++) {
-        chain(keyed, parent, packed, chunk_bytes, counts[i], addresses);
-        packed += counts[i] * chunk_bytes;
-        addresses += counts[i] * KV_ADDRESS_BYTES;
     }
 }

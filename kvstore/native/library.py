@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 log = logging.getLogger(__name__)
 
-ABI = 17
+ABI = 18
 LIBRARY = Path(__file__).with_name("libkvstore.so")
 
 DONE, ABSENT, FOUND, BLOCKED, OTHER, PUBLISHED = range(6)
@@ -118,7 +118,7 @@ Function = tuple[type | None, tuple[type, ...]]
 
 FUNCTIONS: dict[str, Function] = {
     "kv_abi": (_INT, ()),
-    "kv_addresses": (None, (_BYTES, _BYTES, _AT, _UINT64, _AT, _UINT64, _AT)),
+    "kv_addresses": (None, (_BYTES, _BYTES, _AT, _UINT64, _UINT64, _AT)),
     "kv_use_vectors": (_INT, (_INT,)),
     "kv_use_straight": (_INT, (_INT,)),
     "kv_use_width": (_INT, (_INT,)),
@@ -181,22 +181,18 @@ class PurePython:
 
     @staticmethod
     def kv_addresses(
-        digest: bytes, parent: bytes, packed: int | bytes, chunk_bytes: int, counts: Any, prompts: int, addresses: Any
+        digest: bytes, parent: bytes, packed: int | bytes, chunk_bytes: int, count: int, addresses: Any
     ) -> None:
-        each = [int(count) for count in _array(counts, prompts, np.uint64)]
-        tokens, found, at = _array(packed, sum(each) * chunk_bytes, np.uint8).data, list[bytes](), 0
+        tokens, found = _array(packed, count * chunk_bytes, np.uint8).data, list[bytes]()
         # A copy of a state that has the key in it costs a third of making one.
         keyed = blake2b(digest_size=16, key=digest, person=CHUNK_PERSON).copy
-        for count in each:
-            before = parent
-            for _ in range(count):
-                state = keyed()
-                state.update(before)
-                state.update(tokens[at : at + chunk_bytes])
-                before = state.digest()
-                found.append(before)
-                at += chunk_bytes
-        _array(addresses, 16 * len(found), np.uint8)[:] = np.frombuffer(b"".join(found), np.uint8)
+        for at in range(0, count * chunk_bytes, chunk_bytes):
+            state = keyed()
+            state.update(parent)
+            state.update(tokens[at : at + chunk_bytes])
+            parent = state.digest()
+            found.append(parent)
+        _array(addresses, 16 * count, np.uint8)[:] = np.frombuffer(b"".join(found), np.uint8)
 
     @staticmethod
     def kv_withdraw(borrowed: WritePermit) -> int:

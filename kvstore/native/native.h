@@ -10,7 +10,7 @@
 #include <stdint.h>
 #include <sys/uio.h>
 
-#define KV_ABI 17
+#define KV_ABI 18
 #define KV_PUBLIC __attribute__((visibility("default")))
 /* Each verification has a unique name: tests/mutants builds libraries in which one of them always holds, and shows that
  * a test then fails. Here both macros are the plain verification. */
@@ -133,7 +133,7 @@ typedef struct kv_mapping kv_mapping;
 
 int kv_abi(void);
 void kv_addresses(const uint8_t *digest, const uint8_t *parent, const uint8_t *packed, uint64_t chunk_bytes,
-                  const uint64_t *counts, uint64_t prompts, uint8_t *addresses);
+                  uint64_t count, uint8_t *addresses);
 int kv_use_vectors(int wanted);
 int kv_use_width(int widest);
 int kv_use_rotation(int widest);

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.address import TokenArray, Tokens, token_array
-from kvstore.core.buffers import untouched_zeros
+from kvstore.core.address import TokenArray, Tokens
+from kvstore.core.buffers import token_array, untouched_zeros
 from kvstore.core.validate import brief
 from kvstore.errors import InvalidRequest
 

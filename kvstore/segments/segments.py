@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core import tracing
-from kvstore.core.address import Tokens, token_array
+from kvstore.core.address import Tokens
+from kvstore.core.buffers import token_array
 from kvstore.core.namespace import Namespace
 from kvstore.core.recency import Preset
 from kvstore.core.results import PutResult

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.codec.codec import Key, Wish, encode_chunk
-from kvstore.core.address import token_array
+from kvstore.core.buffers import token_array
 from kvstore.core.layout import Layout
 from kvstore.core.namespace import Namespace
 from kvstore.format.header import VERSION, Expected, Incarnation, checksum, encode, expected_block

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.core.address import TOKEN_ID_MAX, TOKENS_MAX, block_address, token_array
+from kvstore.core.address import TOKEN_ID_MAX, TOKENS_MAX, block_address
+from kvstore.core.buffers import token_array
 from kvstore.core.layout import Layout
 from kvstore.core.namespace import Namespace
 from kvstore.errors import InvalidRequest
@@ -105,7 +106,7 @@ def test_no_token_sequence_is_refused() -> None:
         5,
         None,
     ):
-        with pytest.raises(InvalidRequest, match=rf"expected|flat sequence|one dimension|{TOKENS_MAX}"):
+        with pytest.raises(InvalidRequest, match=rf"expected|flat sequence|{TOKENS_MAX}"):
             token_array(tokens)  # type: ignore[arg-type]
 
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvstore.core.address import Address, token_array
+from kvstore.core.address import Address
+from kvstore.core.buffers import token_array
 from kvstore.core.layout import Layout
 from kvstore.core.namespace import Namespace, NamespaceDigest
 from kvstore.format.header import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.core.address import token_array
+from kvstore.core.buffers import token_array
 from kvstore.core.clock import RandomIds
 from kvstore.core.layout import Layout
 from kvstore.core.namespace import Namespace, NamespaceId

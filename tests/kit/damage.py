@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.core.address import Address, token_array
-from kvstore.core.buffers import BufferLoan
+from kvstore.core.address import Address
+from kvstore.core.buffers import BufferLoan, token_array
 from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.core.layout import Layout
 from kvstore.core.namespace import Namespace, NamespaceId

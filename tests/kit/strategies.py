@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from kvstore.core.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN, token_array
+from kvstore.core.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
+from kvstore.core.buffers import token_array
 from kvstore.core.layout import DTYPES, Layout
 from kvstore.core.namespace import Namespace
 from kvstore.format.header import Expected, Incarnation, checksum, encode, expected_block

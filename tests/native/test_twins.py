@@ -46,10 +46,10 @@ def width(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def addresses(side: Any, generator: np.random.Generator, chunk_tokens: int) -> bytes:
-    counts = generator.integers(0, 6, 5).astype(np.uint64)
-    packed = generator.bytes(4 * chunk_tokens * int(counts.sum()))
-    digest, parent, found = generator.bytes(32), generator.bytes(16), np.zeros(int(counts.sum()), "V16")
-    side.kv_addresses(digest, parent, packed, 4 * chunk_tokens, at(counts), len(counts), at(found))
+    count = int(generator.integers(0, 6))
+    packed = generator.bytes(4 * chunk_tokens * count)
+    digest, parent, found = generator.bytes(32), generator.bytes(16), np.zeros(count, "V16")
+    side.kv_addresses(digest, parent, packed, 4 * chunk_tokens, count, at(found))
     return found.tobytes()
 
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.core.address import ADDRESS_BYTES, TokenArray, chained_addresses
+from kvstore.core.address import ADDRESS_BYTES, TokenArray
 from kvstore.core.layout import Layout
 from kvstore.core.namespace import Namespace
 from kvstore.errors import InvalidRequest
 from kvstore.format import keyset
-from kvstore.format.keyset import CHAIN_CHUNKS_MAX, CHAINS_MAX, CHUNKS_MIN, ChunkKeys, RecentChains
+from kvstore.format.keyset import CHAIN_CHUNKS_MAX, CHAINS_MAX, CHUNKS_MIN, ChunkKeys, RecentChains, chained_addresses
 
 LAYOUT = Layout(layers=1, kv_heads=1, head_dim=1, chunk_tokens=2)
 ONE = Namespace.of("one", LAYOUT)

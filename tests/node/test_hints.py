@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from kvstore.client import Cache, Store
 from kvstore.client.local import LocalTransport
-from kvstore.core.address import block_address, token_array
-from kvstore.core.buffers import Pieces
+from kvstore.core.address import block_address
+from kvstore.core.buffers import Pieces, token_array
 from kvstore.core.recency import DEFAULT, NS_PER_S, PRESETS, TICK_S, TTL_CLASSES_S, Hints, Recency, decode, quantum_of
 from kvstore.engine.engine import Engine
 from kvstore.engine.settings import Limits

@@ -20,7 +20,7 @@ from kvstore.cli.app import app
 from kvstore.client.cache import Cache
 from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
-from kvstore.core.address import token_array
+from kvstore.core.buffers import token_array
 from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.core.namespace import Namespace
 from kvstore.engine.coordination import Coordination

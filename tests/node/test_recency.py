@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore.client import Store
-from kvstore.core.address import token_array
+from kvstore.core.buffers import token_array
 from kvstore.core.recency import quantum_of, stamp_ns
 from kvstore.engine.settings import Limits
 from kvstore.format.keyset import ChunkKeys

@@ -20,7 +20,7 @@ import pytest
 
 import kvstore
 from kvstore.client.cache import Cache
-from kvstore.core.address import token_array
+from kvstore.core.buffers import token_array
 from kvstore.format import places
 from kvstore.format.keyset import ChunkKeys
 from tests.cli.conftest import Running, serving
