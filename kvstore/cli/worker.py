@@ -249,6 +249,7 @@ def worker(options: WorkerOptions, at: Addresses, drain_s: float) -> None:
 
 def _serve(options: WorkerOptions, at: Addresses, stopper: Stopper, drain_s: float, undo: ExitStack) -> None:
     """Serves until a signal ends it; cleanup is left to ``undo``."""
+    from kvstore.meta.workers import Digests
     from kvstore.peers.tier import join_peers
     from kvstore.worker.metrics import start_metrics
     from kvstore.worker.server import Worker
@@ -270,7 +271,11 @@ def _serve(options: WorkerOptions, at: Addresses, stopper: Stopper, drain_s: flo
         security=security,
     )
     undo.callback(serving.stop)
-    peers = join_peers(member, options.secured.credentials())
+    peers = None  # a node without memory reads from no peer
+    if member.node.tiers is not None:
+        digests = Digests(member.meta, member.keys)
+        peers = join_peers(member.node.tiers, digests, member.presence, options.secured.credentials())
+        member.on_cleared.append(peers.tell_cleared)
     bound = serving.start()
     if peers is not None:
         peers.start(serving.advertised)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from threading import Lock
-from typing import TYPE_CHECKING
 
 import grpc
 
@@ -30,13 +29,11 @@ from kvstore.meta.workers import ClearedTold, Digests, WorkerRecord
 from kvstore.peers.limits import PeerLimits
 from kvstore.peers.reports import EMPTY, DigestPublisher, Directory, PeerReports, Source
 from kvstore.peers.selection import Peer, PeerSelector
+from kvstore.tiers.stack import TierStack
 from kvstore.transport.channel import SPAN_BYTES, FrameKind, Mode, decode_slots, decode_span, encode_request
 from kvstore.transport.messages import pack_tokens, traced
 from kvstore.transport.status import UnknownNamespace
 from kvstore.v1 import kvstore_pb2 as pb
-
-if TYPE_CHECKING:
-    from kvstore.engine.coordination import ClusterMember
 
 # Asks one peer for chunks in its memory: one GET of the bulk protocol, whole images straight into the given memory.
 #
@@ -535,25 +532,13 @@ class Peers:
 # Adds the tier of peers to a worker: over its memory, under its session, between its memory and its disk.
 
 
-def join_peers(member: ClusterMember, credentials: Credentials = PLAIN) -> Peers | None:
-    """Adds a tier of peers to the member and returns it; None without memory, because such a node reads from no peer.
+def join_peers(tiers: TierStack, digests: Digests, presence: SessionManager, credentials: Credentials = PLAIN) -> Peers:
+    """Adds a tier of peers to the tiers of a node, and returns it. The node MUST call ``tell_cleared`` from then on.
 
     Call ``start`` with the address that others reach it at, once it is served, and ``close`` before that ends.
     """
-    tiers = member.node.tiers
-    if tiers is None:
-        return None
-    clock, limits = member.node.clock, PeerLimits(sync_interval_s=tiers.settings.sync_interval_s)
-    peers = Peers(
-        Digests(member.meta, member.keys),
-        member.presence,
-        tiers.memory,
-        PeerSelector(limits, clock, Random(), credentials),
-        member.node.counters,
-        clock,
-        limits,
-        member.node.forget_namespace,
-    )
+    node, limits = tiers.node, PeerLimits(sync_interval_s=tiers.settings.sync_interval_s)
+    selector = PeerSelector(limits, node.clock, Random(), credentials)
+    peers = Peers(digests, presence, tiers.memory, selector, node.counters, node.clock, limits, node.forget_namespace)
     tiers.add_peers(peers)
-    member.on_cleared.append(peers.tell_cleared)
     return peers

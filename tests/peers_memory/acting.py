@@ -26,6 +26,7 @@ from kvstore.engine.open import join
 from kvstore.engine.settings import Limits, NodeOptions, TierSettings
 from kvstore.format.keyset import ChunkKeys
 from kvstore.meta.etcd import EtcdMetadata
+from kvstore.meta.workers import Digests
 from kvstore.peers.tier import join_peers
 from kvstore.root.identity import create_or_open
 from kvstore.root.posix import PosixRoot
@@ -59,8 +60,9 @@ def main() -> None:
         sharing=Coordination.CLUSTER,
         options=NodeOptions(tiers=settings),
     )
-    peers = join_peers(member)
-    assert peers is not None
+    assert member.node.tiers is not None
+    peers = join_peers(member.node.tiers, Digests(member.meta, member.keys), member.presence)
+    member.on_cleared.append(peers.tell_cleared)
     worker = Worker(member, "127.0.0.1:0")
     worker.start()
     peers.start(worker.advertised)

@@ -46,8 +46,9 @@ class Reader:
             ids=ids,
             options=NodeOptions(tiers=TierSettings(32 << 20, sync_interval_s=0.05)),
         )
-        peers = join_peers(self.member)
-        assert peers is not None
+        assert self.member.node.tiers is not None
+        peers = join_peers(self.member.node.tiers, Digests(self.member.meta, self.member.keys), self.member.presence)
+        self.member.on_cleared.append(peers.tell_cleared)
         self.peers: Peers = peers
         self.peers.start(None)
         self.cache = Store(LocalTransport(self.member)).namespace("m", layout=LAYOUT)
