@@ -17,17 +17,6 @@ class InvalidRequest(KVStoreError, ValueError):
     """The request itself is wrong (shape, dtype, negative token, over a limit). Fix the call; do not retry."""
 
 
-class WrongSize(InvalidRequest):
-    """A buffer has another size than its block. ``hits`` says for each buffer whether it was filled."""
-
-    def __init__(self, message: str, hits: list[bool]) -> None:
-        super().__init__(message, hits)  # both: an error that another process raised is made again from its arguments
-        self.hits = hits
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
 class StoreClosed(KVStoreError):
     """The store was closed, before the call or while it ran. Open it again.
 

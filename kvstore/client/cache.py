@@ -50,7 +50,7 @@ from kvstore.core.validate import (
     shown,
 )
 from kvstore.core.write_mode import WriteMode, WriteModeName
-from kvstore.errors import InvalidRequest, Overloaded, StoreFull, WrongSize
+from kvstore.errors import InvalidRequest, Overloaded, StoreFull
 from kvstore.format.header import DESCENT_BYTES_MAX, Ancestry, Descent
 from kvstore.segments import CHUNK_TOKENS, Rope, Segments
 from kvstore.transport.limits import BLOCK_BYTES_MAX, BLOCKS_MAX, DESCENTS_BYTES_MAX
@@ -368,28 +368,13 @@ class BlockCache:
     def get(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> list[bool]:
         """Reads each block into its writable buffer, which must have the block's size.
 
-        False is a miss: the content of that buffer is undefined. No buffer is touched after the return. Raises
-        WrongSize, an InvalidRequest, if a block is in the store with another size than its buffer.
+        False is a miss: the content of that buffer is undefined. A block of another size is one. No buffer is touched
+        after the return.
         """
         checked = _checked_keys(keys)
         views = _views(checked, buffers, writable=True)
         with _span("kvstore.get_blocks", blocks=len(checked)):
-            hits = self._port.get_blocks(self._namespace, checked, views)
-        if not all(hits):
-            self._check_sizes(checked, views, hits)
-        return hits
-
-    def _check_sizes(self, keys: Sequence[bytes], views: Pieces, hits: list[bool]) -> None:
-        """Raises WrongSize if a block that was missed is in the store with another size than its buffer."""
-        missed = [at for at, hit in enumerate(hits) if not hit]
-        sizes = self._port.block_sizes(self._namespace, [keys[at] for at in missed])
-        for at, size_bytes in zip(missed, sizes, strict=True):
-            if size_bytes not in (0, len(views[at])):
-                raise WrongSize(
-                    f"buffer {at} has {len(views[at])} bytes, and its block in the store has {size_bytes}: give a "
-                    f"buffer of {size_bytes} bytes",
-                    hits,
-                )
+            return self._port.get_blocks(self._namespace, checked, views)
 
     def supersede(self, keys: Sequence[bytes], *, unused: float = 0.0) -> None:
         """Says that these blocks are the end of an abandoned branch: they go first, until they are used again.
@@ -438,11 +423,7 @@ class BlockHold(BaseHold[PortBlockHold, BlockCache]):
         """
         self._owner.check()
         checked = _checked_keys(keys)
-        views = _views(checked, buffers, writable=True)
-        hits = self._held.read(checked, views)
-        if not all(hits):
-            self._cache._check_sizes(checked, views, hits)
-        return hits
+        return self._held.read(checked, _views(checked, buffers, writable=True))
 
     def __repr__(self) -> str:
         return f"<kvstore.BlockHold {sum(self.present)} of {len(self.present)} blocks, {self._cache!r}>"

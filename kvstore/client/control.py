@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from google.protobuf.message import Message
 
@@ -17,7 +17,6 @@ from kvstore.client.limits import ClientLimits
 from kvstore.client.routing import marks_of
 from kvstore.core.address import Address, Tokens
 from kvstore.core.buffers import token_array
-from kvstore.core.namespace import Namespace
 from kvstore.core.results import ChunkPlace, Lineage, MemoryCopy, RootCopy
 from kvstore.core.validate import brief, checked_worker, is_whole
 from kvstore.errors import InvalidRequest, KVStoreError
@@ -25,34 +24,8 @@ from kvstore.format.header import Encoding
 from kvstore.transport.messages import hints_of, pack_tokens, sealed
 from kvstore.v1 import control_pb2 as pb
 
-# Arguments of the control service as callers give them, whatever their type, checked before anything is sent.
-
-
-CHUNKS_MAX = (1 << 32) - 1
-
-
-class HasNamespace(Protocol):
-    """A Cache. The control service uses only its namespace."""
-
-    @property
-    def namespace(self) -> Namespace:
-        """The namespace that the call is about."""
-
-
-def namespace_of(cache: HasNamespace) -> Namespace:
-    """Returns the namespace of a cache. Raises InvalidRequest for anything else."""
-    namespace = getattr(cache, "namespace", None)
-    if not isinstance(namespace, Namespace):
-        raise InvalidRequest(f"cache={brief(cache)}: expected a cache, such as store.namespace(...) returns")
-    return namespace
-
-
-def checked_chunks_max(chunks_max: int) -> int:
-    """Returns the limit on the chunks of an answer, as a message has room for it. Raises InvalidRequest."""
-    if not is_whole(chunks_max) or chunks_max < 0:
-        raise InvalidRequest(f"chunks_max={brief(chunks_max)}: expected a whole number of chunks, or 0 for all")
-    return min(int(chunks_max), CHUNKS_MAX)
-
+if TYPE_CHECKING:
+    from kvstore.client.cache import Cache
 
 # Messages of the control service as values, and selections as messages.
 
@@ -123,6 +96,8 @@ def _root_copy(message: pb.RootCopy) -> RootCopy:
 
 T = TypeVar("T")
 
+CHUNKS_MAX = (1 << 32) - 1
+
 HEALTH_S = 8.0
 """Time for a health call: the worker waits up to two seconds for its root, and two for its etcd."""
 
@@ -149,14 +124,14 @@ class Control:
 
     # Places of chunks
 
-    def lookup(
-        self, cache: HasNamespace, tokens: Tokens, chunks_max: int = 0, worker: str | None = None
-    ) -> list[ChunkPlace]:
+    def lookup(self, cache: Cache, tokens: Tokens, chunks_max: int = 0, worker: str | None = None) -> list[ChunkPlace]:
         """Returns the places of each leading chunk of a prompt, as one worker sees them, up to the first missing one.
 
         Returns at most ``chunks_max`` chunks, all for 0. Does not count as a use of the chunks. Raises Unavailable.
         """
-        ids, namespace, chunks_max = token_array(tokens), namespace_of(cache), checked_chunks_max(chunks_max)
+        ids, namespace = token_array(tokens), cache.namespace
+        if not is_whole(chunks_max) or not 0 <= chunks_max <= CHUNKS_MAX:
+            raise InvalidRequest(f"chunks_max={brief(chunks_max)}: expected a whole number of chunks, or 0 for all")
         packed = pack_tokens(ids[: len(ids) // namespace.layout.chunk_tokens * namespace.layout.chunk_tokens])
         request = sealed(pb.LookupRequest(namespace=namespace.digest, tokens=packed, chunks_max=chunks_max))
         # At the worker that the prompt would be read from: its memory is the one to look into.

@@ -11,15 +11,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
 from kvstore.client.limits import ClientLimits
-from kvstore.client.pool import PLAIN, Bulk, BulkRefused, Credentials, Links, NoAnswer
+from kvstore.client.pool import PLAIN, Bulk, BulkRefused, Credentials, Links
 from kvstore.client.routing import Marking, Spreading
 from kvstore.core import tracing
 from kvstore.core.clock import Clock
@@ -51,7 +52,6 @@ from kvstore.transport.channel import LinkBroken, LinkLate
 from kvstore.transport.limits import CHANNEL_OPTIONS, method
 from kvstore.transport.messages import namespace_message, sealed
 from kvstore.transport.status import BrokenTransfer, Busy, Draining, Failure, UnknownNamespace, failure
-from kvstore.transport.watchdog import StreamWatchdog
 from kvstore.v1 import kvstore_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -484,7 +484,8 @@ RELEASE_S = 1.0
 RELEASED_MAX = 1000
 
 
-class LeasedHold(Protocol):
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class HoldLease:
     """The lease of a hold at a worker. Only the renewing thread writes ``renewed_s``."""
 
     id: bytes
@@ -492,7 +493,7 @@ class LeasedHold(Protocol):
     endpoint: Endpoint
     renewed_s: float
     """Monotonic time at which the last acknowledged renewal was sent."""
-    ended: bool
+    ended: bool = False
     """Set once the worker says that the hold has ended."""
 
 
@@ -505,11 +506,11 @@ class Renewing:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._changed = threading.Condition()
-        self._live: WeakSet[LeasedHold] = WeakSet()
+        self._live: WeakSet[HoldLease] = WeakSet()
         self._loop = Loop("kvstore-renewing", self._changed, lambda: self._turn)
         self._owner = Owner()
 
-    def add(self, hold: LeasedHold) -> None:
+    def add(self, hold: HoldLease) -> None:
         """Renews the hold from now on."""
         with self._changed:
             self._live.add(hold)
@@ -517,7 +518,7 @@ class Renewing:
                 self._loop.start()
             self._changed.notify_all()
 
-    def remove(self, hold: LeasedHold) -> None:
+    def remove(self, hold: HoldLease) -> None:
         """Stops renewing the hold. Idempotent. Does nothing in a forked child: thread and lock belong to its parent."""
         if not self._owner.is_here:
             return
@@ -533,7 +534,7 @@ class Renewing:
             self._release(live)
         self._loop.close(CALL_S_MAX)
 
-    def _release(self, live: list[LeasedHold]) -> None:
+    def _release(self, live: list[HoldLease]) -> None:
         """Releases the last RELEASED_MAX of them in parallel; the others end with their leases."""
         asked: list[Any] = []
         for hold in live:
@@ -552,7 +553,7 @@ class Renewing:
         with self._changed:
             live = list(self._live)
         due = [hold for hold in live if hold.renewed_s + hold.lease_s / SHARE <= now_s]
-        asked: list[tuple[list[LeasedHold], Any]] = []
+        asked: list[tuple[list[HoldLease], Any]] = []
         for endpoint in {hold.endpoint for hold in due}:
             # All holds of this worker, due or not: one call renews them together.
             holds = [hold for hold in live if hold.endpoint is endpoint]
@@ -571,7 +572,7 @@ class Renewing:
             return None
         return max(0.0, min(hold.renewed_s + hold.lease_s / SHARE for hold in live) - self._clock.monotonic_s())
 
-    def _apply(self, holds: list[LeasedHold], answer: Any, sent_s: float) -> None:
+    def _apply(self, holds: list[HoldLease], answer: Any, sent_s: float) -> None:
         try:
             ended = set(pb.RenewResponse.FromString(answer.result()).ended)
         except (grpc.RpcError, grpc.FutureCancelledError, DecodeError) as error:
@@ -584,7 +585,7 @@ class Renewing:
             if hold.id in ended:
                 self._end(hold)
 
-    def _end(self, hold: LeasedHold) -> None:
+    def _end(self, hold: HoldLease) -> None:
         hold.ended = True
         self.remove(hold)
 
@@ -660,7 +661,6 @@ class Caller:
         self._clock = clock
         self.counters = counters
         self.limits = limits
-        self.watch = StreamWatchdog(clock, "kvstore-client-watch")
         self.lanes = FileLanes(clock)
         self.renewing = Renewing(clock)
         self.write = write
@@ -852,8 +852,6 @@ class Caller:
             failed = _failure_of(error, endpoint.address, self._clock.monotonic_s() - began_s)
         except BulkRefused as refused:
             failed = refused.failed
-        except NoAnswer as gone:
-            failed = Failure(gone, False, True)
         except (LinkLate, grpc.FutureCancelledError) as late:
             said = str(late) or "it took nothing for too long"
             failed = Failure(Unavailable(f"worker {endpoint.address}: {said}"), False, False)

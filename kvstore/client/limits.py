@@ -28,8 +28,6 @@ class ClientLimits:
     """Memory shared with one worker on this host for puts; allocated on demand, and kept."""
     bulk_links_max: int = 8
     """Bulk connections to one worker, each for one call at a time; further calls go over gRPC."""
-    link_calls_max: int = 1 << 31
-    """Calls on one bulk connection, before it is replaced: the numbers of calls must not run out."""
     leases_max: int = 256
     """Live leases on one worker's memory, one file descriptor each; further views are copies."""
     bulk_retry_s: float = 5.0

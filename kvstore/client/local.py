@@ -32,7 +32,6 @@ from kvstore.core.write_mode import Durability, DurabilityName, WriteMode, Write
 from kvstore.engine.coordination import ClusterMember
 from kvstore.engine.engine import Engine, match_each
 from kvstore.engine.gc_state import ChunkHold
-from kvstore.engine.layers import Bands
 from kvstore.engine.open import open_member
 from kvstore.engine.settings import AskedBound, Limits, TierSettings
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, StoreClosed
@@ -144,7 +143,7 @@ class LocalHold(LocalGuard):
     def layers(self, memory: Callable[[int], LayerMemory], band: int) -> Iterator[tuple[int, LayerMemory]]:
         with self._store:
             self._node.counters.add(NodeCount.REQUESTS_GET)
-            yield from self._node.read_layers(self._hold, memory, bands=Bands(band))
+            yield from self._node.read_layers(self._hold, memory, band=band)
 
     def view(self) -> list[npt.NDArray[Any]]:
         with self._store:
@@ -264,10 +263,6 @@ class LocalTransport:
     def present_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> list[bool]:
         with self._store as member:
             return member.node.blocks.present(namespace, keys, _match_deadline(member.node))
-
-    def block_sizes(self, namespace: Namespace, keys: Sequence[bytes]) -> list[int]:
-        with self._store as member:
-            return member.node.blocks.sizes(namespace, keys, _match_deadline(member.node))
 
     def hold_blocks(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> LocalBlockHold:
         with self._store as member:

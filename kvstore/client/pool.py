@@ -194,7 +194,7 @@ BulkName = Literal["auto", "shared", "tcp", "grpc"]
 
 
 class Bulk(enum.Enum):
-    """The path of chunk bytes."""
+    """The path of chunk bytes, where a worker can be reached on it; else they go over gRPC."""
 
     AUTO = "auto"
     """The shortest path that works: shared, else tcp, else grpc."""
@@ -415,14 +415,6 @@ class Leased:
 # Makes bulk connections to one worker: negotiated over gRPC, on the shortest path that works, proved at both ends.
 
 
-class NoBulkPath(InvalidRequest):
-    """No worker can be reached on the requested path (``bulk=``). Choose another, or ``auto``."""
-
-
-class NoAnswer(Unavailable):
-    """The worker offers the requested path but does not answer on it. Nothing was sent: try another worker."""
-
-
 class _NotOffered(Unavailable):
     """The worker does not offer this path, or not to this client."""
 
@@ -463,58 +455,26 @@ class Connector:
         self._lock = threading.Lock()
         self._memory: WorkerMemory | None = None
         self._closed = False
-        self._why_not = ""
-        self._worked = False
-        """True once a connection worked on a path that the worker still offers."""
-        self._is_silent = False
-        """True if the worker offered a path at the last dial and did not answer on it."""
-        self._warned = False
 
     def dial(self, timeout_s: float) -> Dialled | None:
-        """Dials the worker on the shortest path that works; returns None, and logs why, if none does."""
-        ways = [(Bulk.SHARED, self._dial_shared), (Bulk.TCP, self._dial_tcp)]
-        if self._bulk is not Bulk.AUTO:
-            # Twice: the offer may come from a worker that died after it. Asking again finds that out.
-            ways = [each for each in ways if each[0] is self._bulk] * 2
+        """Dials the worker on the shortest allowed path that works; returns None, and logs why, if none does."""
         answer: pb.OpenBulkResponse | None = None
         reasons: dict[Bulk, str] = {}
-        silent = False
-        for way, dial in ways:
+        for way, dial in ((Bulk.SHARED, self._dial_shared), (Bulk.TCP, self._dial_tcp)):
+            if self._bulk not in (Bulk.AUTO, way):
+                continue
             if answer is None and (answer := self._offer(timeout_s)) is None:
-                self._worked = False
-                self._no_link("the worker does not know the bulk protocol", silent=False)
-                return None
+                reasons[way] = "the worker does not know the bulk protocol"
+                break
             try:
-                dialled = dial(answer)
-            except _NotOffered as error:
-                reasons[way] = str(error)
-                if self._bulk is not Bulk.AUTO:
-                    self._worked = False
-                    break
+                return dial(answer)
             except (LinkBroken, LinkLate, TimeoutError) as error:
-                reasons[way] = str(error)
-                silent, answer = True, None  # its grant is used up
-                if self._bulk is not Bulk.AUTO:
-                    break
+                reasons[way], answer = str(error), None  # its grant is used up
             except (OSError, KVStoreError, ValueError) as error:
                 reasons[way] = str(error)
-                if self._bulk is not Bulk.AUTO:
-                    answer = None
-            else:
-                self._warned, self._worked = False, True
-                return dialled
-        self._no_link("; ".join(f"{way.value}: {why}" for way, why in reasons.items()), silent=silent)
+        why = "; ".join(f"{way.value}: {reason}" for way, reason in reasons.items())
+        log.info("client.no_bulk worker=%s why=%s", self._address, why)
         return None
-
-    def check(self) -> None:
-        """Raises NoBulkPath if the worker does not offer the required path, NoAnswer if it does and is silent."""
-        if self._bulk is not Bulk.AUTO and (self._worked or self._is_silent):
-            raise NoAnswer(f"worker {self._address} does not answer over {self._bulk.value}: {self._why_not}")
-        if self._bulk is not Bulk.AUTO:
-            raise NoBulkPath(
-                f"bulk={self._bulk.value!r}: worker {self._address} cannot be reached that way "
-                f"({self._why_not}): choose another, or bulk='auto'"
-            )
 
     def close(self) -> None:
         """Lets go of the worker's memory. Idempotent."""
@@ -523,13 +483,6 @@ class Connector:
             memory, self._memory = self._memory, None
         if memory is not None:
             memory.close()
-
-    def _no_link(self, why: str, *, silent: bool) -> None:
-        """Notes and logs why there is no connection. A silent worker is logged as a warning, once until it answers."""
-        self._why_not, self._is_silent = why, silent
-        level = logging.WARNING if silent and not self._warned else logging.INFO
-        self._warned |= silent
-        log.log(level, "client.no_bulk worker=%s why=%s", self._address, why)
 
     def _offer(self, timeout_s: float) -> pb.OpenBulkResponse | None:
         """Asks the worker for its offer with a fresh grant; None if it does not know this call."""
@@ -598,6 +551,8 @@ class Connector:
 
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
+NUMBER_MAX = 1 << 31
+"""Requests on one connection, which is replaced then."""
 
 
 class BulkRefused(Exception):
@@ -622,7 +577,6 @@ class DataConnection:
         self.address = address
         self._ledger = dialled.ledger
         self._number = 0
-        self._calls_max = limits.link_calls_max
         self._never_blocks: dict[int, bool] = {}
         self.credentials_version = dialled.credentials_version
         """Version of the credentials with which this connection was made."""
@@ -642,7 +596,7 @@ class DataConnection:
     @property
     def is_usable(self) -> bool:
         """True if another request can be sent."""
-        return self.channel.alive and self._number < self._calls_max
+        return self.channel.alive and self._number < NUMBER_MAX
 
     def next_number(self) -> int:
         """Returns the number for a new request."""
@@ -748,10 +702,7 @@ class Links:
 
     @contextmanager
     def link(self, timeout_s: float) -> Iterator[DataConnection | None]:
-        """Yields a connection for one call; None if the bytes have to go over gRPC.
-
-        Raises NoBulkPath if another path is required and there is none, NoAnswer, and what gRPC raises.
-        """
+        """Yields a connection for one call; None if the bytes have to go over gRPC. Raises what gRPC raises."""
         link = self._take(timeout_s)
         try:
             yield link
@@ -821,8 +772,6 @@ class Links:
                         self._open.add(link)
             if link is None:
                 self._retry_at_s = time.monotonic() + self._limits.bulk_retry_s
-        if link is None and not (is_full or self._closed):
-            self._dialler.check()
         return link
 
     def _give(self, link: DataConnection) -> None:

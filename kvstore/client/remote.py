@@ -1,51 +1,108 @@
-"""The port to workers over gRPC: the calls of a node in this process, each with a deadline and failover.
+"""The transport to workers: the calls of a node in this process, each with a deadline and failover.
+
+Chunk bytes go past gRPC where they can. A read takes images in the memory of a worker on this host, or in open files,
+there; the rest comes as a stream of images, and gRPC is left for what came wrong. Every image is verified, and every
+chunk is copied once. A put is copied into a shared arena, sent from the caller's memory, or goes over gRPC.
 
 If no worker answers, a read is a miss (counted in ``stats()``), and all else raises Unavailable. It serves no fork.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+import grpc
 import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import Message
 
 from kvstore.census.selection import Selection
 from kvstore.client.control import Control, selection_message
-from kvstore.client.failover import Caller, CallFailed, Endpoint, WorkerEndpoints, addresses_in, check_address
-from kvstore.client.fetch import BlockFetch, ChunkFetch, ReceivedViews, RemoteRead
+from kvstore.client.failover import (
+    Caller,
+    CallFailed,
+    Endpoint,
+    FileLanes,
+    HoldLease,
+    WorkerEndpoints,
+    addresses_in,
+    check_address,
+)
 from kvstore.client.limits import ClientLimits, checked_limits
 from kvstore.client.operation import Operation
-from kvstore.client.pool import PLAIN, Bulk, BulkName, Credentials
+from kvstore.client.pool import PLAIN, Bulk, BulkName, ClientLease, Credentials, DataConnection, Leased, UploadArena
 from kvstore.client.routing import Marking, marks_of, marks_of_keys
 from kvstore.client.transport import Prompt
-from kvstore.client.upload import BlockUpload, ChunkUpload, put_over_grpc, put_past_grpc
+from kvstore.codec.image import ChunkRun, ImagesIn, read_verified, take_images, verified
 from kvstore.core.address import TokenArray
-from kvstore.core.buffers import BlockBuffers, BufferMap, Pieces, Planes
+from kvstore.core.buffers import (
+    BlockBuffers,
+    BufferLoan,
+    BufferMap,
+    Pieces,
+    Planes,
+    Sections,
+    Withdrawn,
+    address_of,
+    cut_evenly,
+    grouped,
+)
 from kvstore.core.clock import Clock, SystemClock
+from kvstore.core.executor import GROUP_BYTES_MIN, Deadline, Executor, group_size
+from kvstore.core.layout import Layout
 from kvstore.core.metrics import ClientCount, Counts, merged
 from kvstore.core.namespace import Namespace
 from kvstore.core.operations import NoOperation, OperationState, OperationStatus
 from kvstore.core.recency import Hints
 from kvstore.core.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
 from kvstore.core.validate import TierName, brief
-from kvstore.core.write_mode import WriteMode, WriteModeName
+from kvstore.core.write_mode import RUNS_IN_MEMORY, WriteMode, WriteModeName
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, Overloaded, Unavailable
-from kvstore.format.header import Ancestry
-from kvstore.format.keyset import BlockKeys, ChunkKeys, leading
+from kvstore.format.header import Ancestry, Damage, Damaged, Expected
+from kvstore.format.keyset import BlockKeys, ChunkKeys, KeySet, Mask, NativeBatch, leading
 from kvstore.meta.etcd import EtcdMetadata, EtcdTls, EtcdUser
 from kvstore.meta.keys import ID_BYTES, Keys, parse_id
 from kvstore.meta.store import MetadataStore
 from kvstore.meta.workers import WorkerRegistry
+from kvstore.native import library as native
+from kvstore.root.interface import LocalFiles, Stat
+from kvstore.root.posix import PosixReader
 from kvstore.security.tls import ClientTls
+from kvstore.transport.channel import (
+    NOT_LENT,
+    READY,
+    RUN_BYTES,
+    RUN_BYTES_MAX,
+    SPAN_BYTES,
+    SUM_BYTES,
+    Channel,
+    FrameKind,
+    Head,
+    LentSlots,
+    LinkBroken,
+    Placed,
+    block_sums,
+    decode_slots,
+    decode_span,
+    encode_head,
+    encode_placed,
+    encode_request,
+    encode_span,
+    send_run,
+    unpacked,
+)
+from kvstore.transport.images import fill_verified, image_messages, receive_images
 from kvstore.transport.messages import (
     TOKEN_BYTES,
     hints_message,
@@ -55,8 +112,10 @@ from kvstore.transport.messages import (
     pack_prompts,
     pack_sizes,
     pack_tokens,
+    parse,
     pin_of,
     sealed,
+    traced,
     unpack_counts,
     unpack_tokens,
     write_message,
@@ -143,9 +202,9 @@ def remote_port(
     """Returns a port to the given workers, or to those that etcd lists. Raises InvalidRequest.
 
     ``bulk`` is the path of chunk bytes: ``shared`` (memory and files of this host), ``tcp`` (a separate connection),
-    ``grpc``, or ``auto`` (the first of these that works); None reads KVSTORE_BULK from the environment. A required path
-    that no worker offers raises InvalidRequest; a worker that offers it and is silent on it counts as silent. ``write``
-    is the default write mode; None is the worker's. ``tls`` and ``token_file`` authenticate client and workers.
+    ``grpc``, or ``auto`` (the first of these that works); None reads KVSTORE_BULK from the environment. Where a worker
+    cannot be reached on it, bytes go over gRPC. ``write`` is the default write mode; None is the worker's. ``tls`` and
+    ``token_file`` authenticate client and workers.
     """
     if bool(workers) == bool(etcd):
         raise InvalidRequest("connect needs workers (host:port, one or several) or etcd=host:port: give one of the two")
@@ -165,6 +224,803 @@ def remote_port(
     except BaseException:
         discovery.close()
         raise
+
+
+# Puts. Several lanes copy, past the caches and without the GIL.
+
+
+FULL_PAUSE_S = 0.0005
+"""Pause between two looks at a full arena."""
+LAST_WORD_S = 1.0
+STEP_BYTES = 4 << 20
+"""Bytes that one lane copies at a time: a fraction of a millisecond."""
+PAGE_BYTES = 4096
+ARENA_RUNS = RUNS_IN_MEMORY + 1
+"""Number of runs that an arena must have room for: those that need memory, and one more because the end of the ring may
+be too short for a run.
+"""
+BLOCKS_BYTES = 32 << 20
+"""Size of a run of blocks in the arena. Each run costs one hand-over, and we copy the next run while the worker writes
+this one: on two cores runs of 8 MiB took four times as long.
+"""
+
+Addresses = npt.NDArray[np.uint64]
+
+
+class UploadSource(ABC):
+    """The ``count`` chunks or blocks that a caller puts, addressed by their index in what is wanted."""
+
+    count: int
+    largest_bytes: int
+    """Size of the largest chunk."""
+    placed_bytes: int
+    """Size of a run in the arena, if the arena has room for it."""
+
+    @abstractmethod
+    def size_bytes(self, first: int, count: int) -> int:
+        """Size of ``count`` chunks from index ``first`` on."""
+
+    @abstractmethod
+    def sums_count(self, count: int) -> int:
+        """Number of checksums that go with a run of ``count`` chunks."""
+
+    @abstractmethod
+    def place(self, first: int, count: int, target: npt.NDArray[np.uint8], lanes: Executor, deadline: Deadline) -> None:
+        """Copies a run into ``target``, which has its size."""
+
+    @abstractmethod
+    def send(self, channel: Channel, first: int, count: int) -> None:
+        """Sends the bytes of a run and its checksums."""
+
+
+class ChunkUpload(UploadSource):
+    """The first ``count`` chunks of a prompt, as far as ``planes`` have them."""
+
+    def __init__(self, planes: Planes, layout: Layout, count: int) -> None:
+        self.count = count
+        self.largest_bytes = layout.chunk_bytes
+        self.placed_bytes = max(RUN_BYTES, layout.chunk_bytes)
+        self._planes = planes
+        self._layout = layout
+
+    def size_bytes(self, first: int, count: int) -> int:
+        return count * self._layout.chunk_bytes
+
+    def sums_count(self, count: int) -> int:
+        return self._layout.section_count
+
+    def place(self, first: int, count: int, target: npt.NDArray[np.uint8], lanes: Executor, deadline: Deadline) -> None:
+        planes, size = self._planes, target.nbytes // self._layout.section_count
+        assert planes.covers(first, count) and planes.is_contiguous
+        start: int = target.__array_interface__["data"][0]
+        to = np.arange(start, start + target.nbytes, size, dtype=np.uint64)
+        source = planes.addresses() + np.uint64(planes.offset(first))
+        copy_rows(to, source, size, (target, planes), lanes, deadline)
+
+    def send(self, channel: Channel, first: int, count: int) -> None:
+        send_run(channel, self._planes, first, count)
+
+
+class BlockUpload(UploadSource):
+    """Engine-hashed blocks."""
+
+    def __init__(self, buffers: Pieces) -> None:
+        self.count = len(buffers)
+        self.largest_bytes = max(map(len, buffers), default=0)
+        self.placed_bytes = max(BLOCKS_BYTES, self.largest_bytes)
+        self._buffers = buffers
+        self._ends = np.cumsum([0, *map(len, buffers)]).tolist()
+
+    def size_bytes(self, first: int, count: int) -> int:
+        size: int = self._ends[first + count] - self._ends[first]
+        return size
+
+    def sums_count(self, count: int) -> int:
+        return count
+
+    def place(self, first: int, count: int, target: npt.NDArray[np.uint8], lanes: Executor, deadline: Deadline) -> None:
+        arrays = [np.frombuffer(block, np.uint8) for block in self._buffers[first : first + count]]
+        addresses = np.fromiter((each.__array_interface__["data"][0] for each in arrays), np.uint64, count)
+        sizes = np.fromiter(map(len, arrays), np.uint64, count)
+        to = np.uint64(target.__array_interface__["data"][0]) + np.cumsum(sizes) - sizes
+        for size in np.unique(sizes):
+            same = sizes == size
+            copy_rows(to[same], addresses[same], int(size), (target, arrays), lanes, deadline)
+
+    def send(self, channel: Channel, first: int, count: int) -> None:
+        blocks = self._buffers[first : first + count]
+        channel.send_bytes([*blocks, memoryview(np.array(block_sums(blocks), "<u8").tobytes())])
+
+
+def _send_put(
+    link: DataConnection, endpoint: Endpoint, start: pb.PutStart, cargo: UploadSource, caller: Caller, timeout_s: float
+) -> pb.PutResponse:
+    """Sends a put; returns the worker's answer. ``start`` describes the cargo.
+
+    Raises LinkBroken, LinkLate, BulkRefused; InvalidRequest for an answer that is not valid.
+    """
+    channel, ends_s = link.channel, time.monotonic() + timeout_s
+    channel.limit(caller.limits.write_s, timeout_s)
+    first = 0 if start.keys else start.first
+    size_bytes = cargo.size_bytes(first, cargo.count - first)
+    reserve = partial(endpoint.bulk.reserve_arena, link)
+    link.share(min(size_bytes, ARENA_RUNS * cargo.placed_bytes), reserve)
+    arena, number = link.arena, link.next_number()
+    if arena is not None:
+        arena.begin(number)
+    channel.send(FrameKind.PUT, number, [encode_request(timeout_s, 0, traced(start))])
+    begin, count, sent_bytes = unpacked(READY, link.receive(FrameKind.READY)[1])
+    if count and not (first <= begin and begin + count == cargo.count):
+        raise channel.break_off(f"chunks {begin} to {begin + count - 1} are wanted of {cargo.count}")
+    run_bytes = 0 if arena is None else _placed_bytes(arena, cargo, cargo.size_bytes(begin, count))
+    try:
+        sizes = [cargo.size_bytes(index, 1) for index in range(begin, begin + count)]
+        for run in grouped(sizes, run_bytes or min(sent_bytes, RUN_BYTES_MAX)):
+            at, chunks = begin + run.start, run.stop - run.start
+            if at > begin and not channel.is_quiet():
+                break  # the worker has something to say: it refuses
+            if arena is not None and run_bytes:
+                _place(link, arena, number, cargo, begin, at, chunks, ends_s, caller.lanes)
+            else:
+                _send(link, number, cargo, at, chunks)
+        return parse(pb.PutResponse, link.receive(FrameKind.STORED)[1])
+    except LinkBroken as broken:
+        _raise_refusal(link)
+        raise broken
+
+
+def _placed_bytes(arena: UploadArena, cargo: UploadSource, size_bytes: int) -> int:
+    """Returns the size of runs in the arena for a put of ``size_bytes``; 0 if the arena is too small for any."""
+    placed_bytes = min(cargo.placed_bytes, size_bytes)
+    if arena.size_bytes >= size_bytes + placed_bytes:
+        return placed_bytes
+    # With room for fewer runs the worker would wait for the next run, and we for it to release one.
+    placed_bytes = min(placed_bytes, arena.size_bytes // ARENA_RUNS)
+    return placed_bytes if placed_bytes >= cargo.largest_bytes else 0
+
+
+def _place(
+    link: DataConnection,
+    arena: UploadArena,
+    number: int,
+    cargo: UploadSource,
+    begin: int,
+    first: int,
+    count: int,
+    ends_s: float,
+    lanes: FileLanes,
+) -> None:
+    size_bytes = cargo.size_bytes(first, count)
+    while (offset := arena.take(size_bytes, first + count - begin)) is None:
+        if not link.channel.is_quiet():
+            return  # the caller reads the worker's answer
+        _pause(ends_s)
+    target, deadline = arena.bytes_at(offset, size_bytes), Deadline(lanes.clock, ends_s - time.monotonic())
+    cargo.place(first, count, target, lanes.copiers(), deadline)
+    link.channel.send(FrameKind.PLACED, number, [encode_placed(Placed(first, count, offset))])
+
+
+def _send(link: DataConnection, number: int, cargo: UploadSource, first: int, count: int) -> None:
+    length = SPAN_BYTES + cargo.size_bytes(first, count) + cargo.sums_count(count) * SUM_BYTES
+    link.channel.send_bytes([memoryview(encode_head(FrameKind.CHUNKS, number, length) + encode_span(first, count))])
+    cargo.send(link.channel, first, count)
+
+
+def _pause(ends_s: float) -> None:
+    """Waits a little for room in an arena. Raises Unavailable once the time is over."""
+    if time.monotonic() > ends_s:
+        raise Unavailable("the worker did not store the chunks in shared memory in time: retry later")
+    time.sleep(FULL_PAUSE_S)
+
+
+def _raise_refusal(link: DataConnection) -> None:
+    """Raises BulkRefused if the worker said why it refused before it closed the connection."""
+    link.channel.limit(LAST_WORD_S, LAST_WORD_S)
+    with suppress(Unavailable):
+        link.receive(FrameKind.STORED)
+
+
+def copy_rows(
+    to: Addresses, source: Addresses, row_bytes: int, alive: object, lanes: Executor, deadline: Deadline
+) -> None:
+    """Copies ``row_bytes`` bytes from each address in ``source`` to the one in ``to``; both have shape ``(rows,)``.
+
+    ``alive`` owns the memory: a lane that is still copying at the deadline keeps a reference to it. Raises
+    DeadlinePassed, Overloaded, Unavailable.
+    """
+    rows = len(to)
+    if not rows or not row_bytes:
+        return
+    # Each step takes whole pages of every row, so the number of rows does not matter.
+    pages = -(-row_bytes // PAGE_BYTES)
+    steps = max(1, min(pages, rows * row_bytes // STEP_BYTES))
+    starts = [step * pages // steps * PAGE_BYTES for step in range(steps)]
+    spans = list(pairwise([*starts, row_bytes]))
+    lanes.share(steps, partial(_copy_step, alive, to, source, spans), deadline)
+
+
+def _copy_step(_: object, to: Addresses, source: Addresses, spans: list[tuple[int, int]], step: int) -> bool:
+    (start, stop), at = spans[step], [each.__array_interface__["data"][0] for each in (to, source)]
+    native.library.kv_copy_rows(*at, len(to), start, stop - start)
+    return True
+
+
+def put_past_grpc(
+    endpoint: Endpoint, start: pb.PutStart, cargo: UploadSource, caller: Caller, timeout_s: float
+) -> pb.PutResponse | None:
+    """Puts ``cargo`` over a bulk connection; None if there is none, or it broke."""
+    with endpoint.bulk.link(timeout_s) as link:
+        if link is None:
+            return None
+        caller.counters.add(ClientCount.PUTS_SHARED if link.is_shared else ClientCount.PUTS_TCP)
+        try:
+            return _send_put(link, endpoint, start, cargo, caller, timeout_s)
+        except (LinkBroken, InvalidRequest) as error:
+            endpoint.bulk.note_broken(link, error)
+    return None
+
+
+def put_over_grpc(
+    endpoint: Endpoint, start: pb.PutStart, wanted: KeySet, sections: Sections, caller: Caller, left_s: float
+) -> pb.PutResponse:
+    """Sends images of blocks, or of the chunks of a prompt that are missing."""
+    ends_s = time.monotonic() + left_s
+    opening, is_chain = pb.PutStart(), wanted.prefix_ordered
+    opening.CopyFrom(start)
+    first = start.first if is_chain else 0
+    present = _present(endpoint, start, caller.limits.match_s) if is_chain else 0
+    while True:
+        begin = max(first, present)
+        if is_chain:
+            opening.first = begin
+        caller.counters.add(ClientCount.PUTS_GRPC)
+        outgoing, stream = Outgoing(_messages(opening, wanted, begin, sections)), endpoint.stream_out("Put")
+        raw = send_stream(stream, outgoing, ends_s - time.monotonic())
+        answer = pb.PutResponse.FromString(raw)
+        if begin == first or answer.tokens_present >= begin * wanted.namespace.layout.chunk_tokens:
+            answer.chunks_found += begin - first
+            return answer
+        present = 0  # a chunk that was there is deleted: send all
+
+
+def _messages(start: pb.PutStart, wanted: KeySet, first: int, sections: Sections) -> Iterator[bytes]:
+    yield pb.PutRequest(start=start).SerializeToString()
+    for index in range(first, len(wanted)):
+        yield from image_messages(pb.PutRequest, index, wanted.expected(index), sections(index))
+
+
+def _present(endpoint: Endpoint, start: pb.PutStart, timeout_s: float) -> int:
+    """Returns how many leading chunks need no sending. Errors are left to the put: not knowing costs only bytes."""
+    request = sealed(pb.MatchRequest(namespace=start.namespace, tokens=start.tokens, uncounted=True))
+    try:
+        return pb.MatchResponse.FromString(endpoint.unary("Match")(request, timeout=timeout_s)).chunks
+    except grpc.RpcError:
+        return 0
+
+
+class Outgoing:
+    """The messages of a put. gRPC takes them in its own thread, which must not outlive the call.
+
+    ``close`` returns once that thread has let go of the caller's memory.
+    """
+
+    def __init__(self, messages: Iterator[bytes]) -> None:
+        self._lock = threading.Lock()
+        self._messages: Iterator[bytes] | None = messages
+
+    def __iter__(self) -> Outgoing:
+        return self
+
+    def __next__(self) -> bytes:
+        with self._lock:
+            if self._messages is None:
+                raise StopIteration
+            return next(self._messages)
+
+    def close(self) -> None:
+        """Ends the messages. Idempotent."""
+        with self._lock:
+            self._messages = None
+
+
+def send_stream(stub: Any, outgoing: Outgoing, timeout_s: float) -> bytes:
+    """Sends a stream; returns the answer. Raises what gRPC raises."""
+    call = stub.future(outgoing, timeout=timeout_s)
+    try:
+        answer: bytes = call.result()
+        return answer
+    finally:
+        call.cancel()
+        outgoing.close()
+
+
+# Reads, straight into the caller's memory, which go on at another worker if one fails.
+#
+# The chunks of one read as arrays, each in a leased slot of the worker's memory, or in memory of its own.
+
+
+class _Copies(BufferMap):
+    """Chunks one after another, each as its sections in file order."""
+
+    def __init__(self, array: npt.NDArray[Any], section_bytes: int) -> None:
+        self._bytes = array.reshape(len(array), -1).view(np.uint8)
+        self._section_bytes = section_bytes
+
+    def __call__(self, index: int) -> list[memoryview]:
+        return cut_evenly(self._bytes[index].data, self._section_bytes)
+
+    @property
+    def is_writable(self) -> bool:
+        return True
+
+    def covers(self, first: int, count: int) -> bool:
+        return 0 <= first <= len(self._bytes) - count
+
+    def lay(self, indexes: Sequence[int], items: npt.NDArray[Any]) -> list[object]:
+        items["offset"] = address_of(self._bytes.data) + np.asarray(indexes, np.uint64) * self._bytes.shape[1]
+        return [self._bytes]
+
+
+class ReceivedViews:
+    """The arrays of one read, by chunk index, as they come."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._lent: dict[int, npt.NDArray[Any]] = {}
+        self._copies = np.empty(layout.shape(0), layout.numpy_dtype)
+
+    def sections(self, count: int) -> BufferMap:
+        """Makes memory for chunks that are copied; the system gives no page of it before one comes."""
+        layout = self._layout
+        self._copies = np.empty((count, *layout.shape(layout.chunk_tokens)), layout.numpy_dtype)
+        return _Copies(self._copies, layout.section_bytes)
+
+    def lend(self, wanted: KeySet, index: int, image: memoryview, lease: ClientLease) -> None:
+        """Adds a verified chunk in place."""
+        layout = self._layout
+        payload = Leased(wanted.payload_of(index, image), lease).array()
+        self._lent[index] = payload.view(layout.numpy_dtype).reshape(layout.shape(layout.chunk_tokens))
+
+    def leading(self, count: int) -> list[npt.NDArray[Any]]:
+        """Returns the read-only arrays of the first ``count`` chunks."""
+        arrays = [self._lent[index] if index in self._lent else self._copies[index] for index in range(count)]
+        for array in arrays:
+            array.flags.writeable = False
+        return arrays
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """The chunks that one request asks for: those of ``wanted`` from ``first`` up to ``stop``.
+
+    The worker's answer has the indexes of ``wanted``, and so does ``sections``.
+    """
+
+    number: int
+    """The request's."""
+    wanted: KeySet
+    first: int
+    stop: int
+    sections: BufferMap
+    places: Sequence[int]
+    """Where the caller counts each of them."""
+
+
+class ImageReceiver:
+    """The images of one request as they come, in whatever order; ``done[place]`` is 1 for those that are in place.
+
+    ``done`` is up to date whatever is raised. With ``views``, slots stay where they are, and their lease lives on.
+    """
+
+    def __init__(
+        self,
+        link: DataConnection,
+        asked: Ask,
+        done: bytearray,
+        lanes: FileLanes,
+        deadline: Deadline,
+        views: ReceivedViews | None = None,
+    ) -> None:
+        self._link = link
+        self._asked = asked
+        self._done = done
+        self._lanes = lanes
+        self._deadline = deadline
+        has_lease = link.memory is not None and link.memory.has_lease
+        self._views = views if has_lease else None
+        self._lease: ClientLease | None = None
+        self._awaited = bytearray(asked.first) + b"\1" * (asked.stop - asked.first)
+        self._left = asked.stop - asked.first
+        self._natively: Natively | None = None
+        self._is_right = True
+
+    def receive(self, lent: LentSlots) -> bool:
+        """Reads the answer, which begins with ``lent``, up to its end. False if an image is not right.
+
+        Raises LinkBroken, LinkLate, BulkRefused, InvalidRequest.
+        """
+        link, number = self._link, self._asked.number
+        try:
+            self._take_slots(lent)
+            while self._left:
+                head = link.receive_head(FrameKind.SLOTS, FrameKind.FILES, FrameKind.IMAGES, FrameKind.END)
+                if head.request != number:
+                    raise link.channel.break_off(f"a frame of request {head.request} came: expected {number}")
+                if head.kind is FrameKind.IMAGES:
+                    if not self._receive_images(head):
+                        link.channel.alive = False  # what follows was not read, perhaps from the middle of a frame on
+                        return False
+                    continue
+                payload = link.channel.receive(head.length)
+                if head.kind is FrameKind.END:
+                    break
+                if head.kind is FrameKind.SLOTS:
+                    self._take_slots(decode_slots(payload))
+                else:
+                    self._take_files(*decode_span(payload))
+        finally:
+            if self._lease is not None and self._views is None:
+                self._lease.close()
+        return self._is_right
+
+    def _accept(self, indexes: Sequence[int]) -> None:
+        """Raises LinkBroken unless these images, at least one, were asked for and come for the first time."""
+        if not indexes:
+            raise self._link.channel.break_off("a frame without a chunk came")
+        for index in indexes:
+            if not 0 <= index < len(self._awaited) or not self._awaited[index]:
+                raise self._link.channel.break_off(f"chunk {index} came, which was not asked for, or twice")
+            self._awaited[index] = 0
+        self._left -= len(indexes)
+
+    def _note(self, indexes: Sequence[int], right: bytes | bytearray | npt.NDArray[np.bool_]) -> None:
+        for index, is_right in zip(indexes, right, strict=True):
+            self._done[self._asked.places[index]] = bool(is_right)
+            self._is_right &= bool(is_right)
+
+    # Slots
+
+    def _take_slots(self, lent: LentSlots) -> None:
+        given = {index: offset for index, offset in enumerate(lent.offsets, lent.first) if offset != NOT_LENT}
+        if not given:
+            return
+        link, wanted = self._link, self._asked.wanted
+        if link.memory is None:
+            raise link.channel.break_off("slots came on a connection without memory")
+        if self._lease is None:
+            self._lease = ClientLease(link.channel.take_files(1)[0], link.memory.leases)
+        found = range(lent.first, lent.first + len(lent.offsets))
+        indexes: Sequence[int] = found if len(given) == len(found) else list(given)  # a run is faster
+        self._accept(indexes)
+        images = link.memory.images(list(given.values()), wanted.image_sizes(indexes))
+        if self._views is None:
+            self._note(indexes, self._copied(indexes, images))
+            return
+        right = verified(wanted, indexes, images, self._lanes.copiers(), self._deadline)
+        for at, index in enumerate(indexes):
+            if right[at]:
+                self._views.lend(wanted, index, images[at], self._lease)
+        self._note(indexes, right)
+
+    def _copied(self, indexes: Sequence[int], images: ImagesIn) -> Mask:
+        wanted, sections, count = self._asked.wanted, self._asked.sections, len(indexes)
+        size_bytes = wanted.payload_bytes(indexes)
+        if size_bytes <= GROUP_BYTES_MIN:
+            return take_images(wanted, indexes, images, sections, BufferLoan())
+
+        def take(start: int, stop: int, borrowed: BufferLoan) -> Mask:
+            return take_images(wanted, indexes[start:stop], images[start:stop], sections, borrowed)
+
+        # The caller does a share, because nothing here waits for a device.
+        return self._in_groups(self._lanes.copiers(), count, size_bytes // count, take, helps=True)
+
+    def _in_groups(
+        self,
+        lanes: Executor,
+        count: int,
+        chunk_bytes: int,
+        read: Callable[[int, int, BufferLoan], Mask],
+        *,
+        helps: bool = False,
+    ) -> Mask:
+        """Reads ``count`` chunks on lanes, some in each call of ``read(start, stop, borrowed)``; True for valid ones.
+
+        At the deadline, what was read by then counts. Nothing is written into the caller's memory afterwards.
+        """
+        size = group_size(count, max(1, chunk_bytes), lanes.width)
+        right, borrowed = np.zeros(count, np.bool_), BufferLoan()
+
+        def work(number: int) -> bool:
+            start, stop = number * size, min((number + 1) * size, count)
+            try:
+                right[start:stop] = read(start, stop, borrowed)
+            except Withdrawn:
+                return False
+            return True
+
+        try:
+            with suppress(KVStoreError):
+                (lanes.share if helps else lanes.each)(-(-count // size), work, self._deadline)
+        finally:
+            borrowed.withdraw()  # lanes may still be writing, at the deadline or after an interrupt (Ctrl-C)
+        return right.copy()
+
+    # Open files
+
+    def _take_files(self, first: int, count: int) -> None:
+        link, wanted, sections = self._link, self._asked.wanted, self._asked.sections
+        files = link.channel.take_files(count)
+        # Each file has one owner that closes it: the lane that takes it out of this dict, or this call at the end.
+        left, indexes = dict(enumerate(files)), range(first, first + count)
+
+        def read_one(at: int, borrowed: BufferLoan) -> bool:
+            fd = left.pop(at, None)
+            if fd is None:
+                return False
+            with PosixReader(fd, f"of chunk {first + at}, from a worker", Stat(0, 0), never_blocks) as reader:
+                try:
+                    read_verified(reader, wanted.expected(first + at), sections(first + at), borrowed)
+                except (Damaged, KVStoreError):
+                    return False
+            return True
+
+        def read(start: int, stop: int, borrowed: BufferLoan) -> Mask:
+            if run is None:
+                return np.array([read_one(at, borrowed) for at in range(start, stop)], np.bool_)
+            run.items["fd"][start:stop] = [left.pop(at, -1) for at in range(start, stop)]
+            return run.read_open(first + start, first + stop, borrowed)
+
+        try:
+            self._accept(indexes)
+            link.channel.send(FrameKind.TAKEN, self._asked.number)
+            never_blocks = all(map(link.never_blocks, files))
+            run: ChunkRun | None = None
+            if native.library is not native.PurePython:
+                assert sections.covers(first, count)
+                local = LocalFiles("", never_blocks, stages=False, direct=False)
+                run = ChunkRun(local, 0, wanted, first, count, sections)
+            self._note(indexes, self._in_groups(self._lanes.get(), count, wanted.mean_bytes(first, count), read))
+        finally:
+            for fd in [fd for at in range(count) if (fd := left.pop(at, None)) is not None]:
+                with suppress(OSError):
+                    os.close(fd)
+
+    # Bytes
+
+    def _receive_images(self, head: Head) -> bool:
+        """Reads images straight into their sections; True if all are right."""
+        channel, asked = self._link.channel, self._asked
+        first, count = decode_span(channel.receive(SPAN_BYTES)) if head.length > SPAN_BYTES else (0, 0)
+        indexes = range(first, first + count)
+        self._accept(indexes)
+        size_bytes = sum(asked.wanted.image_sizes(indexes))
+        if head.length != SPAN_BYTES + size_bytes:
+            raise channel.break_off(f"{head.length} bytes came for chunks {first} to {first + count - 1}")
+        for index in indexes:
+            try:
+                if channel.moves_natively:
+                    self._natively = self._natively or Natively(asked.wanted, asked.first, asked.stop, asked.sections)
+                    self._natively.receive(channel, index)
+                else:
+                    fill_verified(channel.receive_some, asked.wanted.expected(index), asked.sections(index))
+            except Damaged:
+                return False
+            self._done[asked.places[index]] = 1
+        return True
+
+
+class Natively(NativeBatch):
+    """Images of a stream that native code receives into their sections, piece by piece, verifying each in the cache."""
+
+    def __init__(self, wanted: KeySet, first: int, stop: int, sections: BufferMap) -> None:
+        super().__init__(wanted, range(first, stop))
+        self.lay(sections, fills=True)
+        self._first = first
+        self._header = np.empty(int(self.items["header_bytes"].max()), np.uint8)
+
+    def receive(self, channel: Channel, index: int) -> None:
+        """Receives the image of one chunk. Raises Damaged, LinkBroken, LinkLate."""
+        header: int = self._header.__array_interface__["data"][0]
+        came = ctypes.create_string_buffer(native.MOVED_BYTES)
+        at = self.at(index - self._first)
+        if channel.receive_by(partial(native.library.kv_receive, self.common, at, header, came)) != native.DONE:
+            raise Damaged(Damage.SECTION_CHECKSUM)
+
+
+def received(stub: Any, request: bytes, timeout_s: float) -> Generator[pb.GetResponse]:
+    """Yields the messages of an answer. Close it to end the call."""
+    call = stub(request, timeout=timeout_s)
+    try:
+        for message in call:
+            yield parse(pb.GetResponse, message)
+    finally:
+        call.cancel()
+
+
+class RemoteRead(ABC):
+    """One read. ``receive`` may be called for another worker, and goes on where the last one failed.
+
+    Everything happens in the calling thread, so nothing writes into the caller's memory once it returns.
+    """
+
+    ends_at_miss: bool
+    """True if nothing counts behind the first chunk that is missing."""
+
+    def __init__(self, count: int, size_bytes: int, caller: Caller, views: ReceivedViews | None = None) -> None:
+        """``count`` chunks of ``size_bytes`` are wanted at most; ``views`` gets what can stay where it is."""
+        self._caller = caller
+        self._limits = caller.limits
+        self._counters = caller.counters
+        self._views = views
+        self.done = bytearray(count)
+        """A byte for each chunk that is wanted, 1 once it is in the caller's memory, verified."""
+        self.timeout_s = caller.stream_s(caller.limits.read_s, size_bytes)
+        """How long a worker has for it."""
+        self._is_counted = False
+        """A worker has counted this get: what is asked for again, or in another way, goes on with it."""
+
+    def receive(self, endpoint: Endpoint, _: float = 0.0) -> None:
+        """Reads what is missing from one worker, with ``done`` up to date whatever happens.
+
+        ``Caller`` calls it, and turns what it raises into CallFailed. The time that ``Caller`` passes is ignored:
+        each worker has ``timeout_s``. Raises BrokenTransfer too, which is counted then.
+        """
+        missing = self._missing()
+        if missing:  # else the last one failed behind its last byte
+            missing = self._receive_bulk(endpoint, missing)
+        if missing:
+            self._receive_grpc(endpoint, missing)
+
+    def _missing(self) -> Sequence[int]:
+        """Returns the chunks that are not in the caller's memory: of a prompt all from the first one on."""
+        if self.ends_at_miss:
+            return range(leading(self.done), len(self.done))
+        return [chunk for chunk, is_done in enumerate(self.done) if not is_done]
+
+    @abstractmethod
+    def _request(self, chunks: Sequence[int]) -> pb.GetRequest:
+        """Returns the message that asks for chunks."""
+
+    @abstractmethod
+    def _wanted_of(self, chunks: Sequence[int]) -> KeySet:
+        """Returns what to verify chunks against; a prompt takes time to hash."""
+
+    @abstractmethod
+    def _asked(self, number: int, wanted: KeySet, found: int, chunks: Sequence[int]) -> Ask:
+        """Returns the chunks that come, as the worker has ``found``. Raises InvalidRequest."""
+
+    def _receive_bulk(self, endpoint: Endpoint, missing: Sequence[int]) -> Sequence[int]:
+        """Reads past gRPC if there is a way; returns what is to be read over gRPC after it."""
+        with endpoint.bulk.link(self._limits.probe_s) as link:
+            if link is None:
+                return missing
+            self._counters.add(ClientCount.GETS_SHARED if link.is_shared else ClientCount.GETS_TCP)
+            try:
+                is_right = self._receive_images(link, missing)
+            except (LinkBroken, InvalidRequest) as error:
+                endpoint.bulk.note_broken(link, error)
+                return self._missing()
+        if is_right:
+            return ()
+        # The worker finds out itself what is wrong, and sets it aside.
+        self._counters.add(ClientCount.BULK_DAMAGED)
+        return sorted({*missing} & {*self._missing()})
+
+    def _receive_images(self, link: DataConnection, chunks: Sequence[int]) -> bool:
+        """Reads over one connection; False if an image is not right. Raises LinkBroken, InvalidRequest, BulkRefused."""
+        lanes, number = self._caller.lanes, link.next_number()
+        link.channel.limit(self._limits.read_s, self.timeout_s)
+        message = traced(self._request(chunks))
+        link.channel.send(FrameKind.GET, number, [encode_request(self.timeout_s, link.mode, message)])
+        wanted = self._wanted_of(chunks)  # while the worker looks for them
+        lent = decode_slots(link.receive(FrameKind.SLOTS)[1])
+        self._is_counted = True
+        asked = self._asked(number, wanted, lent.found, chunks)
+        deadline = Deadline(lanes.clock, self.timeout_s)
+        return ImageReceiver(link, asked, self.done, lanes, deadline, self._views).receive(lent)
+
+    def _receive_grpc(self, endpoint: Endpoint, chunks: Sequence[int]) -> None:
+        self._counters.add(ClientCount.GETS_GRPC)
+        stream, request = endpoint.stream_in("Get"), sealed(self._request(chunks))
+        messages = received(stream, request, self.timeout_s)
+        try:
+            with closing(messages):
+                opening = next(messages, None)
+                if opening is None:
+                    return
+                if not opening.HasField("start"):
+                    raise InvalidRequest("the answer does not begin with how many chunks were found")
+                self._is_counted = True
+                asked = self._asked(0, self._wanted_of(chunks), opening.start.chunks, chunks)
+                for index in receive_images(messages, partial(self._target, asked)):
+                    self.done[asked.places[index]] = 1
+        except (InvalidRequest, BrokenTransfer) as error:
+            # What came before it was verified image by image.
+            self._counters.add(ClientCount.MISSES_DAMAGED)
+            raise BrokenTransfer(f"worker {endpoint.address}: {error}") from error
+
+    def _target(self, asked: Ask, index: int) -> tuple[Expected, Pieces]:
+        """Returns what image ``index`` must be, and where it goes."""
+        if not asked.first <= index < asked.stop or self.done[asked.places[index]]:
+            raise InvalidRequest(f"an image of chunk {index} came, which was not asked for, or twice")
+        return asked.wanted.expected(index), asked.sections(index)
+
+
+class ChunkFetch(RemoteRead):
+    """One read of leading chunks of a prompt."""
+
+    ends_at_miss = True
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        tokens: TokenArray,
+        request: pb.GetRequest,
+        chunks_max: int,
+        memory: Callable[[int], BufferMap],
+        caller: Caller,
+        views: ReceivedViews | None = None,
+    ) -> None:
+        """With ``views``, ``memory`` is for what has to be copied."""
+        super().__init__(chunks_max, chunks_max * namespace.layout.chunk_bytes, caller, views)
+        self._namespace = namespace
+        self._tokens = tokens
+        self._chain: ChunkKeys | None = None
+        self._layout = namespace.layout
+        self._get = request
+        self._chunks_max = chunks_max
+        self._memory = memory
+        self._sections: BufferMap | None = None
+
+    def _request(self, chunks: Sequence[int]) -> pb.GetRequest:
+        good = self._get.first = leading(self.done)
+        self._get.chunks_max = len(self.done)
+        self.done[good:] = bytes(len(self.done) - good)  # what came behind a miss comes again, over what is there
+        return self._get
+
+    def _wanted_of(self, _: Sequence[int]) -> ChunkKeys:
+        self._chain = self._chain or ChunkKeys.of(self._namespace, self._tokens)
+        return self._chain
+
+    def _asked(self, number: int, wanted: KeySet, found: int, _: Sequence[int]) -> Ask:
+        # The first answer decides how much memory is needed.
+        found = min(found, self._chunks_max)
+        self._get.uncounted = True  # the worker has counted it: what else this read asks for continues it
+        if self._sections is None:
+            self._sections = self._memory(found)
+            self.done = bytearray(found)
+        stop = max(self._get.first, min(found, len(self.done)))
+        return Ask(number, wanted, self._get.first, stop, self._sections, range(stop))
+
+
+class BlockFetch(RemoteRead):
+    """One read of engine-hashed blocks, each into its buffer; under a hold if ``hold`` is the id of one."""
+
+    ends_at_miss = False
+
+    def __init__(self, wanted: BlockKeys, buffers: Pieces, caller: Caller, hold: bytes = b"") -> None:
+        super().__init__(len(wanted), sum(wanted.sizes_bytes), caller)
+        self._wanted = wanted
+        self._buffers = buffers
+        self._hold = hold
+
+    def _request(self, chunks: Sequence[int]) -> pb.GetRequest:
+        wanted = self._wanted.take(chunks)
+        return pb.GetRequest(
+            namespace=wanted.namespace.digest,
+            keys=pack_keys(wanted.keys),
+            sizes=pack_sizes(wanted.sizes_bytes),
+            hold=self._hold,
+            uncounted=self._is_counted or any(self.done),
+        )
+
+    def _wanted_of(self, chunks: Sequence[int]) -> BlockKeys:
+        return self._wanted.take(chunks)
+
+    def _asked(self, number: int, wanted: KeySet, found: int, chunks: Sequence[int]) -> Ask:
+        if found != len(chunks):
+            raise InvalidRequest(f"the worker answers for {found} blocks: expected {len(chunks)}")
+        return Ask(number, wanted, 0, len(chunks), BlockBuffers([self._buffers[index] for index in chunks]), chunks)
 
 
 H = TypeVar("H")
@@ -194,7 +1050,7 @@ class RemoteTransport:
         self.shared: dict[Hashable, Any] = {}
         self.parts = ExitStack()
         """What is closed with the port, last first; it does not refer to the port."""
-        for part in (caller.lanes, caller.watch, self.endpoints, caller.renewing):
+        for part in (caller.lanes, self.endpoints, caller.renewing):
             self.parts.callback(part.close)
         self.parts.callback(self.endpoints.stop)
         if discovery is not None:
@@ -372,14 +1228,6 @@ class RemoteTransport:
             return []
         look = partial(self._look_for, namespace, keys, each=True)
         return self._caller.or_miss(namespace, lambda: _each(look().present, keys), [False] * len(keys))
-
-    def block_sizes(self, namespace: Namespace, keys: Sequence[bytes]) -> list[int]:
-        try:
-            answer = self._caller.within(namespace, partial(self._look_for, namespace, keys, sizes=True))
-        except (Unavailable, Overloaded):
-            return [0] * len(keys)  # the read that asks has counted its miss
-        found: list[int] = np.frombuffer(answer.sizes, "<u4").tolist()
-        return found if len(found) == len(keys) else [0] * len(keys)
 
     def hold_blocks(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> RemoteBlockHold:
         def held(answer: pb.HoldResponse, endpoint: Endpoint | None) -> RemoteBlockHold:
@@ -640,17 +1488,6 @@ def status_of(response: control.OperationResponse, worker: str) -> OperationStat
 RELEASE_S = 2.0
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class _RemoteLease:
-    """Implements ``LeasedHold``."""
-
-    id: bytes
-    lease_s: float
-    endpoint: Endpoint
-    renewed_s: float
-    ended: bool = False
-
-
 class HeldAtWorker:
     """A hold at one worker, renewed until it is released. ``endpoint`` is None if nothing is held.
 
@@ -661,11 +1498,11 @@ class HeldAtWorker:
         self._caller = caller
         self._lock = threading.Lock()
         self._released = False
-        self._lease: _RemoteLease | None = None
+        self._lease: HoldLease | None = None
         self._hold_id: bytes = answer.hold
         if endpoint is not None:
             endpoint.use()
-            self._lease = _RemoteLease(answer.hold, answer.lease_s, endpoint, caller.lanes.clock.monotonic_s())
+            self._lease = HoldLease(answer.hold, answer.lease_s, endpoint, caller.lanes.clock.monotonic_s())
             caller.renewing.add(self._lease)
 
     @property

@@ -169,10 +169,6 @@ class Transport(Protocol):
         """Returns, for each key, whether it is in the store."""
         ...
 
-    def block_sizes(self, namespace: Namespace, keys: Sequence[bytes]) -> list[int]:
-        """Returns the size of each block in bytes; 0 if it is not in the store or its size is unknown."""
-        ...
-
     def hold_blocks(self, namespace: Namespace, keys: Sequence[bytes], ttl_s: float | None) -> PortBlockHold:
         """Holds the blocks that are in the store."""
         ...

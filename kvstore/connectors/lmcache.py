@@ -32,7 +32,6 @@ from kvstore.connectors.lmcache_keys import (
     bytes_of,
     name_of,
     places_by_name,
-    read_blocks,
     tensors,
     tensors_of,
 )
@@ -304,9 +303,9 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             for hold, at in self._in_time(by_hold, ends_s - self._clock.monotonic_s()):
                 part = [names[each] for each in at], [buffers[each] for each in at]
                 try:
-                    hits = read_blocks(hold, *part)
+                    hits = hold(*part)
                 except HoldBroken:
-                    hits = read_blocks(cache.blocks.get, *part)  # it may still be there
+                    hits = cache.blocks.get(*part)  # it may still be there
                 for each, hit in zip(at, hits, strict=True):
                     if hit:
                         loaded.set(places[each])

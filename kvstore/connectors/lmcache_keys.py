@@ -7,7 +7,7 @@ from the settings, and the key takes shapes and types from the object.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Annotated, Any
 
@@ -15,7 +15,6 @@ import msgspec
 
 from kvstore.connectors import common
 from kvstore.connectors.common import TimeoutS, key_of, packed, text
-from kvstore.errors import WrongSize
 
 THREADS_MAX = 64
 KINDS_MAX = 256
@@ -65,18 +64,6 @@ def tensors(shapes: Iterable[Iterable[int]], dtypes: Iterable[Any]) -> str:
     if not parts or (len(parts) == 1 and len(parts[0][0]) == 1 and parts[0][1] == "torch.uint8"):
         return OPAQUE
     return ";".join(f"{dtype}:{','.join(map(str, shape))}" for shape, dtype in parts)
-
-
-def read_blocks(
-    read: Callable[[Sequence[bytes], Sequence[memoryview]], list[bool]],
-    names: Sequence[bytes],
-    buffers: Sequence[memoryview],
-) -> list[bool]:
-    """Reads blocks. One of another size is a miss: LMCache asks for a part chunk by the size of a full one."""
-    try:
-        return read(names, buffers)
-    except WrongSize as error:
-        return error.hits
 
 
 def bytes_of(made: Any) -> memoryview:

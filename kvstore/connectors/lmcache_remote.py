@@ -17,7 +17,7 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from kvstore.client import Cache
 from kvstore.connectors.common import LazyStore, RateLimitedLog, block_key, leading, text
-from kvstore.connectors.lmcache_keys import LMCacheSettings, bytes_of, read_blocks, tensors
+from kvstore.connectors.lmcache_keys import LMCacheSettings, bytes_of, tensors
 from kvstore.errors import InvalidRequest, KVStoreError
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
             if wanted:
                 cache = self._cache(keys[0])
                 names = [self._name(keys[at]) for at in wanted]
-                read = read_blocks(cache.blocks.get, names, [bytes_of(made[at]) for at in wanted])
+                read = cache.blocks.get(names, [bytes_of(made[at]) for at in wanted])
                 for at, name, hit in zip(wanted, names, read, strict=True):
                     hits[at] = hit or self._get_part(cache, name, made[at])
         except KVStoreError as error:
@@ -132,12 +132,12 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
     def _get_part(self, cache: Cache, name: bytes, made: Any) -> bool:
         """Reads a part chunk, and sets the object's length."""
         length = bytearray(LENGTH_BYTES)
-        if not read_blocks(cache.blocks.get, [_length_name(name)], [memoryview(length)])[0]:
+        if not cache.blocks.get([_length_name(name)], [memoryview(length)])[0]:
             return False
         size_bytes = int.from_bytes(length, "little")
         if not 0 < size_bytes < self.full_chunk_size_bytes or size_bytes % self.single_token_size:
             return False
-        return read_blocks(cache.blocks.get, [name], [bytes_of(made)[:size_bytes]])[0] and bool(
+        return cache.blocks.get([name], [bytes_of(made)[:size_bytes]])[0] and bool(
             self.reshape_partial_chunk(made, size_bytes)
         )
 

@@ -276,11 +276,6 @@ def superseded_ns(mtime_ns: int, quantum_s: int, depth: int) -> int | None:
     return None if was.is_superseded else stamp_ns(was.last_use_s - quantum_s, depth) + code
 
 
-def is_coarse(mtime_ns: int) -> bool:
-    """True if an mtime can carry only the default hints, as on a file system that rounds times."""
-    return mtime_ns % _COARSE_NS == 0
-
-
 def _number(hints: Hints, uses: int) -> int:
     """Priority, uses and ttl as one number from 0 on, which grows with each of them."""
     return (hints.priority * (USES_MAX + 1) + uses) * len(_TTLS) + _TTLS.index(hints.ttl_s)

@@ -18,7 +18,6 @@ from kvstore.core.namespace import Namespace, NamespaceId
 from kvstore.engine.gc_state import ChunkHold
 from kvstore.engine.reader import read_chunks
 from kvstore.errors import KVStoreError
-from kvstore.format.header import Damaged, decode_any, encoded_header_bytes
 from kvstore.format.keyset import BlockKeys, ChunkKeys, leading
 
 if TYPE_CHECKING:
@@ -82,18 +81,6 @@ class Blocks:
     def present(self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline) -> list[bool]:
         """Returns for each key whether it is in the store, whatever the size of its block."""
         return self._present(BlockKeys.of(namespace, keys), deadline, is_match=True)
-
-    def sizes(self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline) -> list[int]:
-        """Returns the size of each block that memory or the root has, in bytes; 0 if neither has it, or cannot tell."""
-        wanted = BlockKeys.of(namespace, keys)
-        sizes = self._reads.sizes(wanted)
-
-        def look(at: int, _: BufferLoan) -> bool:
-            sizes[at] = sizes[at] or self._size_on_root(namespace, keys[at], wanted.addresses[at])
-            return True
-
-        read_chunks(self._lanes, self._counters, len(keys), look, deadline, stop_at_miss=False)
-        return sizes
 
     def get(
         self,
@@ -175,16 +162,6 @@ class Blocks:
 
         read_chunks(self._lanes, self._counters, len(parts), look, deadline, stop_at_miss=prefix)
         return found.copy()  # a lane past its deadline may go on
-
-    def _size_on_root(self, namespace: Namespace, key: bytes, address: Address) -> int:
-        prefix_bytes = encoded_header_bytes(len(key), 1)
-        seen = self._chunks.root.look(self._chunks.name(address, namespace.id), prefix_bytes)
-        try:
-            header = decode_any(seen.prefix) if seen is not None else None
-        except Damaged:
-            return 0  # the next reader sets it aside
-        is_ours = header is not None and (header.address, header.namespace) == (address, namespace.digest)
-        return header.section_bytes if header is not None and is_ours else 0
 
     def _is_on_root(self, address: Address, namespace: NamespaceId) -> bool:
         """True if the root has a block, whatever its size, that some node may be able to read."""

@@ -31,9 +31,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.codec.chunk_run import ChunkRun
 from kvstore.codec.encodings import NotDecodable
-from kvstore.codec.image import fill, plain, read_header, read_verified, verify, verify_whole
+from kvstore.codec.image import ChunkRun, fill, plain, read_header, read_verified, verify, verify_whole
 from kvstore.core import recency
 from kvstore.core.address import ADDRESS_BYTES, Address
 from kvstore.core.buffers import BufferLoan, BufferMap, Pieces, Sections, Withdrawn, byte_length, untouched_zeros
@@ -47,7 +46,6 @@ from kvstore.core.recency import (
     TICK_S,
     Hints,
     decode,
-    is_coarse,
     is_fresh,
     quantum_of,
     renewed_ns,
@@ -1101,7 +1099,6 @@ class TouchQueue:
         self._counters = counters
         self._tasks = Tasks("kvstore-refresh", 1, queue_max)
         self._enabled = chunks.root.traits.touch
-        self._keeps_hints: bool | None = None
 
     def used(self, wanted: KeySet, hints: Hints = LEAST, lacking: frozenset[int] = frozenset()) -> None:
         """Notes that all of these were read or found. Never blocks.
@@ -1176,7 +1173,7 @@ class TouchQueue:
     def _places(self, renewal: _Renewal, quantum: int) -> list[int]:
         """Returns the positions of the chunks that need a look."""
         places = self._chunks.known.unrenewed(renewal.packed_addresses, quantum)
-        if not renewal.lacking or self._keeps_hints is False:
+        if not renewal.lacking:
             return places
         return sorted({*places, *(place for place in renewal.lacking if place < renewal.count)})
 
@@ -1193,8 +1190,6 @@ class TouchQueue:
                         return  # the chunk is gone: stop, as in _look
                     continue
                 self._counters.add(NodeCount.REFRESHED)
-                if self._keeps_hints is None and plan.index in renewal.lacking:
-                    self._keeps_hints = self._is_kept(plan.name, plan.stamp_ns)
             address = renewal.address(plan.index)
             # A file of this name is there. A node that looked into it has remembered whether this node can read it.
             if chunks.known.is_present(address, quantum):
@@ -1240,8 +1235,3 @@ class TouchQueue:
             if renewal.depths is None:
                 break
         return looked
-
-    def _is_kept(self, name: Name, stamp_ns: int) -> bool:
-        """True if this root keeps times as exactly as hints need; if not, each put would raise the hints again."""
-        stat = self._chunks.root.stat(name)
-        return stat is None or not is_coarse(stat.mtime_ns) or is_coarse(stamp_ns)

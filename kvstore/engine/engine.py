@@ -32,7 +32,7 @@ from kvstore.core.write_mode import Durability, WriteMode
 from kvstore.engine.blocks import Blocks
 from kvstore.engine.chunk_store import ChunkStore, Incarnations, PresenceCache, TouchQueue
 from kvstore.engine.gc_state import ChunkHold, ClusterGcState, GcState, Holds
-from kvstore.engine.layers import SINGLY, Bands, LayerReader, MemoryOf
+from kvstore.engine.layers import LayerReader, MemoryOf
 from kvstore.engine.locate import ChunkLocator
 from kvstore.engine.prefetch import Prefetcher
 from kvstore.engine.reader import Reader
@@ -252,12 +252,8 @@ class Engine:
         """Whether chunks are files that can be handed to another process of this host."""
         return isinstance(self.root, PosixRoot)
 
-    def used(self, hold: ChunkHold, count: int) -> None:
-        """Notes a read of the ``count`` leading chunks of a hold, whose recency is renewed."""
-        self.reader.used(hold.chain.leading(count))
-
     def read_layers(
-        self, hold: ChunkHold, memory: MemoryOf, deadline_s: float | None = None, bands: Bands = SINGLY
+        self, hold: ChunkHold, memory: MemoryOf, deadline_s: float | None = None, band: int = 1
     ) -> Generator[tuple[int, LayerMemory]]:
         """Yields each layer once all held tokens of it are in ``memory(layer)``, the next being read then.
 
@@ -267,7 +263,7 @@ class Engine:
         if not hold.count:
             return
         self._bring_foreign(hold, self._deadline(deadline_s, self.limits.read_deadline_s))
-        reader = LayerReader(self, hold.chain, hold.count, bands)
+        reader = LayerReader(self, hold.chain, hold.count, band)
         for layer, filled in reader.read(memory, partial(self._deadline, deadline_s, self.limits.read_deadline_s)):
             self.holds.check(hold)
             yield layer, filled

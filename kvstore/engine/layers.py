@@ -7,7 +7,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -37,19 +36,8 @@ LIMIT_PER_READ = 4
 """Share of the process's limit of open files that one read keeps open."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bands:
-    """Layers that are read together: fewer calls, and larger parts of files."""
-
-    size: int = 1
-    ahead: int = 2
-    """Bands that are read in parallel, ahead of the layer in use: lanes go on with the next while one ends."""
-
-    def of(self, layers: int) -> list[range]:
-        return [range(first, min(first + self.size, layers)) for first in range(0, layers, self.size)]
-
-
-SINGLY = Bands()
+AHEAD = 2
+"""Bands of layers that are read in parallel, ahead of the layer in use: lanes go on with the next while one ends."""
 
 
 class _Group:
@@ -201,9 +189,10 @@ class LayerRun:
 class LayerReader:
     """The open files of one layer-by-layer read, up to a limit; other files are reopened for each layer."""
 
-    def __init__(self, node: Engine, chain: ChunkKeys, count: int, bands: Bands) -> None:
-        self._ahead = bands.ahead
-        self._bands = bands.of(chain.namespace.layout.layers)
+    def __init__(self, node: Engine, chain: ChunkKeys, count: int, band: int) -> None:
+        """Reads ``band`` layers together: fewer calls, and larger parts of files."""
+        layers = chain.namespace.layout.layers
+        self._bands = [range(first, min(first + band, layers)) for first in range(0, layers, band)]
         self._chunks = node.store
         self._memory = node.memory
         # Keep them in memory as long as this reads: a chunk that only memory has must not vanish between two layers.
@@ -218,14 +207,12 @@ class LayerReader:
         self._lock = threading.Lock()
         self._open: dict[int, tuple[FileReader, Header]] = {}
         self._closed = False
-        self._size = group_size(
-            bands.ahead * count, 2 * bands.size * chain.namespace.layout.section_bytes, self._lanes.width
-        )
+        self._size = group_size(AHEAD * count, 2 * band * chain.namespace.layout.section_bytes, self._lanes.width)
         images = np.zeros(count, np.uint64)
         if self._slots is not None and self._slots.referred:
             present = [index for index, entry in enumerate(self._slots.entries) if entry is not None]
             images[present] = addresses_of(self._slots.present_images())
-        self._run = self._native_run(images, bands.ahead)
+        self._run = self._native_run(images)
         """All chunks for native code; None if they must be read one by one."""
         self._readings: deque[ReadFuture] = deque()
 
@@ -236,12 +223,12 @@ class LayerReader:
         """
         filled: deque[list[LayerMemory]] = deque()
         try:
-            for number in range(min(self._ahead, len(self._bands))):
+            for number in range(min(AHEAD, len(self._bands))):
                 filled.append(self._begin(number, memory))
             for number, layers in enumerate(self._bands):
                 self._wait(deadline())
-                if number + self._ahead < len(self._bands):
-                    filled.append(self._begin(number + self._ahead, memory))
+                if number + AHEAD < len(self._bands):
+                    filled.append(self._begin(number + AHEAD, memory))
                 yield from zip(layers, filled.popleft(), strict=True)
         finally:
             self.close()
@@ -277,11 +264,11 @@ class LayerReader:
         self._readings.append(ReadFuture(self._lanes, self._counters, self._count, read, groups=groups))
         return memories
 
-    def _native_run(self, images: npt.NDArray[np.uint64], ahead: int) -> LayerRun | None:
+    def _native_run(self, images: npt.NDArray[np.uint64]) -> LayerRun | None:
         found = self._chunks.layer_files(self._chain.namespace.tenant)
         if found is None or (found[0] is None and not images.any()):
             return None
-        return LayerRun(self._chain, images, *found, self._size, self._files_max, ahead)
+        return LayerRun(self._chain, images, *found, self._size, self._files_max, AHEAD)
 
     def _read_group(
         self, run: LayerRun, band: int, layers: range, start: int, stop: int, borrowed: BufferLoan

@@ -38,8 +38,8 @@ from kvstore.core.metrics import Counters, NodeCount
 from kvstore.engine.chunk_store import ChunkStore, StoredRun
 from kvstore.engine.gc_state import ChunkHold, GcState, Holds
 from kvstore.errors import KVStoreError
-from kvstore.format.header import Damaged, header_bytes
-from kvstore.format.keyset import BlockKeys, ChunkKeys, KeySet
+from kvstore.format.header import Damaged
+from kvstore.format.keyset import ChunkKeys, KeySet
 from kvstore.root.posix import PosixReader
 from kvstore.tiers.memory import MemoryTier, Slot, Slots
 from kvstore.tiers.stack import Tier, TierStack
@@ -291,16 +291,6 @@ class Reader:
             there[at : at + found] = [True] * found
             at += max(1, found)
         return there
-
-    def sizes(self, wanted: BlockKeys) -> list[int]:
-        """Returns the size of each block that memory has, without its header; 0 for the others."""
-        if self._tiers is None:
-            return [0] * len(wanted)
-        with self._tiers.memory.refer(wanted, 0, len(wanted)) as slots:
-            return [
-                entry.size_bytes - header_bytes(len(key), 1) if entry is not None else 0
-                for key, entry in zip(wanted.keys, slots.entries, strict=True)
-            ]
 
     def remembered(self, addresses: Sequence[Address]) -> Mask:
         """Returns which chunks are known to be on the root, without a look at it."""

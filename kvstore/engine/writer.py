@@ -59,8 +59,6 @@ TURN_PUBLISHED_BYTES_MAX = 64 << 20
 """Files and bytes staged and published by one call: more, because such a call publishes as it goes."""
 PUBLISHED_MAX = 64
 """Files published by one call, for the same reason."""
-ROOM_S = 1.0
-"""How long a lane that finds the root full waits for the turns of the others to end."""
 LOOK_S = 5.0
 """How long a put without immediate space looks for chunks that are stored already."""
 DISCARD_S = 1.0
@@ -580,8 +578,7 @@ class RootWrite:
         self._room: SpaceReservation | None = None
         """Ends with the write. A lane that hangs has this object, and so the room, until it is done."""
         self._pending: deque[tuple[IndexedWork, Callable[[], None]]] = deque()
-        self._changed = threading.Condition()  # guards what follows
-        self._turns = 0
+        self._changed = threading.Lock()  # guards what follows
         self._ready: dict[int, Ready] = {}
         self._there = np.zeros(len(wanted), np.bool_)
         self._next = first
@@ -766,7 +763,8 @@ class RootWrite:
             try:
                 while more:
                     left, more = self._add_turn(run)
-                    self._store_left(source, left, run)
+                    for index in left:
+                        self._store(source, index)
                     moved_on()
             except BaseException:
                 run.stop()
@@ -801,51 +799,25 @@ class RootWrite:
         """
         if self.abandoned.value:
             put.stop()
-        with self._changed:
-            self._turns += 1
-        try:
-            places, more = put.stage_turn()
-            if not len(places):  # other lanes took all there was
+        places, more = put.stage_turn()
+        if not len(places):  # other lanes took all there was
+            return [], more
+        published = put.items["status"][places] == native.PUBLISHED
+        if published.any():
+            done, places = places[published], places[~published]
+            self._there[put.first + done] = self.fresh[put.first + done] = True
+            self._count(*put.count_published(done, put.epoch))
+            if not len(places):
                 return [], more
-            published = put.items["status"][places] == native.PUBLISHED
-            if published.any():
-                done, places = places[published], places[~published]
-                self._there[put.first + done] = self.fresh[put.first + done] = True
-                self._count(*put.count_published(done, put.epoch))
-                if not len(places):
-                    return [], more
-            taken, indexes = put.items[places], put.first + places
-            staged, found = taken["status"] == native.DONE, taken["status"] == native.FOUND
-            ready: dict[int, Ready] = dict.fromkeys(indexes[staged].tolist(), put)
-            if found.any():
-                self._found(indexes[found], taken["mtime_ns"][found])
-                ready |= dict.fromkeys(indexes[found].tolist())
-            left: list[int] = indexes[~(staged | found)].tolist()
-            self._completed(ready)
-            return left, more
-        finally:
-            with self._changed:
-                self._turns -= 1
-                self._changed.notify_all()
-
-    def _store_left(self, source: Sections, left: Sequence[int], put: StoredRun) -> None:
-        """Stores one by one the chunks of a lane's turn that could not be stored in one call.
-
-        On a full root the chunks in front win over those behind, so that as many as fit are published.
-        """
-        full: Overloaded | None = None
-        for index in left:
-            while True:
-                try:
-                    self._store(source, index)
-                    break
-                except Overloaded as error:
-                    put.stop()
-                    if not self.make_room(index):
-                        raise
-                    full = error
-        if full is not None:
-            raise full  # chunks discarded to make room are not stored
+        taken, indexes = put.items[places], put.first + places
+        staged, found = taken["status"] == native.DONE, taken["status"] == native.FOUND
+        ready: dict[int, Ready] = dict.fromkeys(indexes[staged].tolist(), put)
+        if found.any():
+            self._found(indexes[found], taken["mtime_ns"][found])
+            ready |= dict.fromkeys(indexes[found].tolist())
+        left: list[int] = indexes[~(staged | found)].tolist()
+        self._completed(ready)
+        return left, more
 
     def _store(self, source: Sections, index: int) -> bool:
         """Publishes chunk ``index`` once its parents are, unless it is in the store."""
@@ -872,20 +844,6 @@ class RootWrite:
             self._publish(index, staged)
             self._completed({index: None})
         return True
-
-    def make_room(self, index: int) -> bool:
-        """Discards, on a full root, what is staged behind chunk ``index`` and can be published only after it.
-
-        First waits for turns of other lanes to end, since what they stage is not known before. False if there is
-        nothing to discard. What was discarded is lost to this put.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: not self._turns, ROOM_S)
-            behind = {at: ready for at, ready in self._ready.items() if ready and at > index}
-            for at in behind:
-                del self._ready[at]
-        self._discard(behind)
-        return bool(behind)
 
     # Publishing, on lanes
 

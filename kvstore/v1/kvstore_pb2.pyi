@@ -315,26 +315,22 @@ class CountRefsResponse(_message.Message):
     def __init__(self, refs: _Optional[int] = ...) -> None: ...
 
 class MatchBlocksRequest(_message.Message):
-    __slots__ = ("namespace", "keys", "each", "sizes")
+    __slots__ = ("namespace", "keys", "each")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     EACH_FIELD_NUMBER: _ClassVar[int]
-    SIZES_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     keys: bytes
     each: bool
-    sizes: bool
-    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., each: bool = ..., sizes: bool = ...) -> None: ...
+    def __init__(self, namespace: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., each: bool = ...) -> None: ...
 
 class MatchBlocksResponse(_message.Message):
-    __slots__ = ("blocks", "present", "sizes")
+    __slots__ = ("blocks", "present")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
-    SIZES_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     present: bytes
-    sizes: bytes
-    def __init__(self, blocks: _Optional[int] = ..., present: _Optional[bytes] = ..., sizes: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, blocks: _Optional[int] = ..., present: _Optional[bytes] = ...) -> None: ...
 
 class SupersedeRequest(_message.Message):
     __slots__ = ("namespace", "tokens", "keys", "first", "unused_s")

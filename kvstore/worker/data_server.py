@@ -6,7 +6,6 @@ threads. So a silent connection costs one file descriptor and nothing else.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
@@ -21,7 +20,6 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from kvstore.core.metrics import WorkerCount
@@ -168,66 +166,6 @@ def _message_of(refused: Refusal) -> bytes:
     return message.SerializeToString()
 
 
-# The folder of a worker's unix socket: private to its user; a later worker removes the folders of killed ones.
-
-
-FOLDER_PREFIX = "kvstore-bulk-"
-MARK = "lock"
-
-
-class SocketFolder:
-    """A folder under ``parent``, marked by a lock that ends with this process."""
-
-    def __init__(self, parent: str) -> None:
-        self._parent = parent
-        self._path = ""
-        self._mark = -1
-
-    def make(self) -> str:
-        """Makes the folder, removes those of workers that were killed, and returns its path. Raises OSError."""
-        _remove_dead(self._parent)
-        self._path = tempfile.mkdtemp(prefix=f".{FOLDER_PREFIX}", dir=self._parent)
-        self._mark = _marked(self._path)
-        # Renamed only once it is locked: another worker would remove an unlocked one.
-        path = os.path.join(self._parent, os.path.basename(self._path).removeprefix("."))
-        os.rename(self._path, path)
-        self._path = path
-        return path
-
-    def close(self) -> None:
-        """Removes the folder with its content. Idempotent."""
-        mark, self._mark = self._mark, -1
-        if mark >= 0:
-            os.close(mark)
-        path, self._path = self._path, ""
-        if path:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _marked(folder: str) -> int:
-    mark = os.open(os.path.join(folder, MARK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException:
-        os.close(mark)
-        raise
-    return mark
-
-
-def _remove_dead(parent: str) -> None:
-    """Removes this user's folders whose lock no process holds."""
-    for folder in Path(parent).glob(f"{FOLDER_PREFIX}*"):
-        with suppress(OSError):
-            if folder.lstat().st_uid != os.geteuid():
-                continue
-            mark = os.open(folder / MARK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(mark)
-
-
 # A connection before its grant is proved and, over TCP, before its TLS handshake is done.
 
 
@@ -270,6 +208,7 @@ class Stranger:
 PERIOD_S = 0.25
 FILES_MAX = 1
 """Files that a client hands over with one frame: its arena."""
+FOLDER_PREFIX = "kvstore-bulk-"
 GRANTS_MAX = 4096
 STRANGERS_MAX = 64
 """Connections that have not yet proved a grant; one more closes the oldest."""
@@ -277,7 +216,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class BulkListener:
-    """Listens for bulk connections on a unix socket in its own folder, and on ``port`` of ``host`` if given.
+    """Listens for bulk connections on a unix socket in a folder of its own, and on ``port`` of ``host`` if given.
 
     Port 0 is chosen by the system. The folder is in the system's folder for temporary files: both ends must see it
     under the same path. With ``tls`` the port uses TLS; the unix socket does not leave this host.
@@ -298,7 +237,7 @@ class BulkListener:
         self._host = host
         self._port = port
         self._tls = tls
-        self._folder = SocketFolder(tempfile.gettempdir())
+        self._folder = ""
         self._lock = threading.Lock()
         self._grants: dict[bytes, tuple[Grant, float, Presented]] = {}
         self._connections: set[Connection] = set()
@@ -317,7 +256,8 @@ class BulkListener:
     def start(self) -> None:
         """Starts to listen. A socket that cannot be opened is logged and left out: clients then use another path."""
         try:
-            path = os.path.join(self._folder.make(), "socket")
+            self._folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX)
+            path = os.path.join(self._folder, "socket")
             self._listeners.append(listen_unix(path))
             self.unix_path = path
         except OSError as error:
@@ -371,7 +311,8 @@ class BulkListener:
         self._selector.close()
         os.close(self._wake_in)
         os.close(self._wake_out)
-        self._folder.close()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     # The listening thread
 

@@ -26,7 +26,6 @@ from kvstore.transport.messages import (
     namespace_message,
     namespace_of,
     pack_counts,
-    pack_sizes,
     parse,
     pin_message,
     unpack_keys,
@@ -247,8 +246,6 @@ class WorkerService:
     def _match_blocks(self, request: pb.MatchBlocksRequest, call: Call) -> Message:
         namespace, keys = self.worker.namespace(request.namespace, call), unpack_keys(request.keys)
         deadline = Deadline(self._node.clock, call.left_s(self._node.limits.match_deadline_s))
-        if request.sizes:
-            return pb.MatchBlocksResponse(sizes=pack_sizes(self._node.blocks.sizes(namespace, keys, deadline)))
         if request.each:
             present = bytes(self._node.blocks.present(namespace, keys, deadline))
             return pb.MatchBlocksResponse(blocks=len(present) - len(present.lstrip(b"\1")), present=present)

@@ -14,9 +14,9 @@ import numpy.typing as npt
 import pytest
 
 from kvstore.client.failover import FileLanes
-from kvstore.client.fetch import Ask, ImageReceiver
 from kvstore.client.limits import ClientLimits
 from kvstore.client.pool import DataConnection, WorkerMemory
+from kvstore.client.remote import Ask, ImageReceiver
 from kvstore.core.buffers import BlockBuffers
 from kvstore.core.clock import SystemClock
 from kvstore.core.executor import Deadline

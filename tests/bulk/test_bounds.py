@@ -17,7 +17,6 @@ from kvstore.client.pool import UploadArena
 from kvstore.errors import Unavailable
 from kvstore.transport.channel import SILENCE_S, FrameKind, encode_arena, encode_request, encode_span
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.worker import data_server as folder
 from kvstore.worker.data_server import BulkListener
 from kvstore.worker.limits import WorkerLimits
 from tests.kit.patience import NEVER_S, returns, slowness
@@ -159,16 +158,6 @@ def test_many_threads_at_once_open_no_more_connections_and_arenas_than_allowed(
     assert sum(sizes) <= limits.arena_bytes_max
 
 
-@BOTH
-def test_a_connection_is_replaced_before_its_numbers_run_out(served: Served, way: str) -> None:
-    with connected(served, bulk=way, limits=ClientLimits(link_calls_max=3)) as store:
-        cache = store.namespace("m", MEDIUM)
-        cache.put(TOKENS, KV)
-        for _ in range(6):
-            assert same(cache.get(TOKENS)[1], KV)
-        assert store.stats()["bulk_connections"] == 3
-
-
 def test_a_put_does_not_wait_for_the_arena_of_a_worker_that_is_gone(
     tmp_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,22 +176,3 @@ def test_a_put_does_not_wait_for_the_arena_of_a_worker_that_is_gone(
         monkeypatch.setattr(UploadArena, "take", never)
         with pytest.raises(Unavailable):
             returns(lambda: cache.put(*tokens_and_kv(4, seed=2)))
-
-
-def test_workers_that_start_together_leave_each_others_folders_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mark = folder._marked
-
-    def another_starts(path: str) -> int:
-        folder._remove_dead(str(tmp_path))
-        return mark(path)
-
-    monkeypatch.setattr(folder, "_marked", another_starts)
-    made = folder.SocketFolder(str(tmp_path))
-    path = Path(made.make())
-    folder._remove_dead(str(tmp_path))
-    assert path.is_dir()
-    assert path.stat().st_mode & 0o777 == 0o700
-    made.close()
-    assert not list(tmp_path.iterdir())

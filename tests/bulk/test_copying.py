@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from kvstore.client import upload
+from kvstore.client import remote
 from kvstore.core.clock import SystemClock
 from kvstore.core.executor import Deadline, Executor
 
@@ -19,7 +19,7 @@ def test_what_is_copied_lives_as_long_as_somebody_copies_it() -> None:
     lanes = Executor(1, 2, 8, 5, clock)
     at = np.array([alive.ctypes.data], np.uint64)
     try:
-        batch = lanes.start(1, partial(upload._copy_step, alive, at, at, [(0, 8)]), helped=True)
+        batch = lanes.start(1, partial(remote._copy_step, alive, at, at, [(0, 8)]), helped=True)
         del alive
         assert kept() is not None
         batch.help(Deadline(clock, 30))

@@ -13,9 +13,8 @@ import numpy.typing as npt
 import pytest
 
 from kvstore.client.failover import FileLanes
-from kvstore.client.fetch import Ask, ChunkFetch, ImageReceiver
 from kvstore.client.pool import BulkRefused, DataConnection
-from kvstore.client.remote import remote_port
+from kvstore.client.remote import Ask, ChunkFetch, ImageReceiver, remote_port
 from kvstore.codec.image import make_images
 from kvstore.core.buffers import Planes
 from kvstore.core.clock import RandomIds, SystemClock

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ import kvstore
 from kvstore import Layout
 from kvstore.client import Cache, Store
 from kvstore.engine.settings import Limits
-from kvstore.errors import InvalidRequest, RootMismatch, WrongSize
+from kvstore.errors import InvalidRequest, RootMismatch
 from tests.kit.cases import for_each
 from tests.kit.stores import SMALL, kv_of, same, store_on
 
@@ -245,14 +244,6 @@ def test_limits_that_contradict_each_other_are_refused() -> None:
         Limits(hold_max_s=1.0)
     with pytest.raises(InvalidRequest, match="durability"):
         kvstore.open("/nowhere", durability="maybe")  # type: ignore[arg-type]
-
-
-def test_errors_come_out_of_another_process_as_they_were(cache: Cache) -> None:
-    cache.blocks.put([b"k" * 16], [b"abc"])
-    with pytest.raises(WrongSize) as raised:
-        cache.blocks.get([b"k" * 16], [bytearray(9)])
-    again = pickle.loads(pickle.dumps(raised.value))
-    assert (type(again), str(again), again.hits) == (WrongSize, str(raised.value), [False])
 
 
 WORDS = np.array(["a", "b"])

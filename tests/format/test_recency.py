@@ -24,7 +24,6 @@ from kvstore.core.recency import (
     Recency,
     cover,
     decode,
-    is_coarse,
     is_fresh,
     ns_of,
     quantum_of,
@@ -103,7 +102,6 @@ def test_superseded_chunk_keeps_hints_and_loses_uses(
     was = decode(stamp, quantum_s)
     assert was == Recency(start, min(depth, DEPTH_MAX), 0, said.priority, said.ttl_s, is_superseded=True)
     assert not is_fresh(stamp, start), "who uses it looks at it"
-    assert not is_coarse(stamp)
     assert superseded_ns(stamp, quantum_s, depth) is None, "once is enough"
     assert not was.covers(LEAST), "a put that finds it takes it back"
 
@@ -149,7 +147,7 @@ def test_rounded_times_keep_the_quantum(
     stamp = stamp_ns(start, depth, said, used)
     rounded = (stamp + (grain_ns // 2 if up else 0)) // grain_ns * grain_ns
     was = decode(rounded, quantum_s)
-    assert (was.uses, was.hints, is_coarse(rounded)) == (0, DEFAULT, True)
+    assert (was.uses, was.hints) == (0, DEFAULT)
     assert abs(was.last_use_s - start) <= TICK_S
     assert is_fresh(rounded, start)
 

@@ -19,7 +19,7 @@ PACKAGE = f"{Path(kvstore.__file__).parent}/"
 GENERATED = f"{PACKAGE}v1/"
 BACKGROUND = (
     *("kvstore-refresh", "kvstore-follower", "kvstore-behind", "kvstore-demote", "kvstore-disk-refill"),
-    *("kvstore-worker", "kvstore-leases", "kvstore-renewing", "kvstore-endpoints", "kvstore-client-watch"),
+    *("kvstore-worker", "kvstore-leases", "kvstore-renewing", "kvstore-endpoints"),
     *("kvstore-arena", "kvstore-pages", "kvstore-clears", "kvstore-collecting", "session", "presence"),
 )
 """Beginnings of the names of threads that no call waits for.  Any other thread counts, so that work which moves to a

@@ -9,14 +9,13 @@ from typing import Any, cast
 
 from kvstore.client.failover import Caller, WorkerEndpoints
 from kvstore.client.limits import ClientLimits
-from kvstore.client.pool import NoAnswer
 from kvstore.core.metrics import ClientCount, Counts
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.transport.channel import LinkLate
 from tests.kit.fake_meta import FakeClock
 
 FAILURES: dict[str, Callable[[], Exception]] = {
-    "not sent": lambda: NoAnswer("the connection could not be made"),
+    "not sent": lambda: ValueError("Cannot invoke RPC on closed channel!"),
     "reply lost": lambda: LinkLate("sent, and then nothing came"),
     "refused": lambda: InvalidRequest("no worker takes this"),
 }

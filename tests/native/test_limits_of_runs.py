@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.codec import chunk_run
-from kvstore.codec.chunk_run import ChunkRun
+from kvstore.codec import image
+from kvstore.codec.image import ChunkRun
 from kvstore.core.buffers import BufferLoan, planes_of
 from kvstore.core.executor import GROUP_FILES_MAX
 from kvstore.errors import InvalidRequest
@@ -72,7 +72,7 @@ def test_a_get_of_small_chunks_needs_few_open_files(tmp_root: Path, monkeypatch:
 
 
 def test_a_forked_child_does_not_read_into_memory_of_its_parent() -> None:
-    with chunk_run._cold_memory() as at:
+    with image._cold_memory() as at:
         ctypes.memset(at, 1, 4096)
         child = os.fork()
         if not child:

@@ -12,7 +12,7 @@ import pytest
 import kvstore
 from kvstore.client.cache import BlockCache
 from kvstore.client.store import Store
-from kvstore.codec.chunk_run import ChunkRun
+from kvstore.codec.image import ChunkRun
 from kvstore.core.address import block_addresses
 from kvstore.format.keyset import Mask
 from kvstore.format.places import Name

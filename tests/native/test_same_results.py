@@ -12,7 +12,6 @@ import pytest
 import kvstore
 from kvstore import Layout
 from kvstore.client.store import Store
-from kvstore.errors import WrongSize
 from kvstore.format.header import decode
 from kvstore.native import is_available
 from tests.kit.images import DAMAGES
@@ -145,9 +144,8 @@ def test_blocks_of_many_sizes(tmp_root: Path, native: bool) -> None:
         cache = store.namespace("m", TINY).blocks
         found = [np.zeros(size, np.uint8) for size in sizes]
         absent, other = np.zeros(16, np.uint8), np.zeros(5000, np.uint8)
-        with pytest.raises(WrongSize, match="has 5000 bytes, and its block in the store has 4096") as failed:
-            cache.get([*keys, b"absent" * 4, keys[4]], [*found, absent, other])
-        assert failed.value.hits == [True] * len(keys) + [False, False]
+        hits = cache.get([*keys, b"absent" * 4, keys[4]], [*found, absent, other])
+        assert hits == [True] * len(keys) + [False, False]
         assert all(np.array_equal(left, right) for left, right in zip(found, blocks, strict=True))
         stats = store.stats()
         assert (stats["miss_absent"], stats["miss_other_size"], stats["miss_damaged"]) == (1, 1, 0)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from kvstore import Layout
-from kvstore.client.fetch import Natively
+from kvstore.client.remote import Natively
 from kvstore.codec.image import make_images
 from kvstore.core.buffers import Planes
 from kvstore.core.clock import RandomIds

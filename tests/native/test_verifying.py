@@ -20,8 +20,7 @@ import pytest
 
 from kvstore import Layout
 from kvstore.client.store import Store
-from kvstore.codec.chunk_run import ChunkRun
-from kvstore.codec.image import verify_images
+from kvstore.codec.image import ChunkRun, verify_images
 from kvstore.core.buffers import BufferLoan, new_array, planes_of
 from kvstore.errors import HoldBroken, KVStoreError
 from kvstore.format.keyset import ChunkKeys
