@@ -306,7 +306,7 @@ class Owner:
 
     def check(self) -> None:
         """Raises InvalidRequest in a forked child."""
-        if not self.is_here:
+        if self._pid != os.getpid():
             raise InvalidRequest(
                 "the store was opened or connected before a fork, and a forked child has none of its "
                 "threads: open it in the child, or connect in the child and start the child by spawn"

@@ -561,11 +561,13 @@ class StoredRun(ChunkRun):
         """Looks for chunks that no other lane took, and stages those that are missing.
 
         Returns the offsets of the chunks that it took, and whether there may be more. Those that are then neither found
-        nor staged are left to ``ChunkStore``; ``publish`` counts those that are PUBLISHED.
+        nor staged left nothing behind, and are left to ``ChunkStore``; ``publish`` counts those that are PUBLISHED.
         """
         self._chunks.incarnations.record()
         with self._counters.timed("root", "write") as timed:
-            places, more, timed.size_bytes = self._stage()
+            turn, reported = self._turn()
+            more = bool(native.library.kv_stage_turn(self._put_common, self.at(0), self.count, turn))
+            places, timed.size_bytes = reported[: turn.reported_count], turn.bytes
         if not len(places):
             return places, more
         self._doubt(places)
@@ -575,12 +577,6 @@ class StoredRun(ChunkRun):
             self._known.forget_run(at, places, status)
         return places, more
 
-    def _stage(self) -> tuple[Places, bool, int]:
-        """Takes a turn. Of a chunk that could not be staged nothing is left."""
-        turn, reported = self._turn()
-        more = native.library.kv_stage_turn(self._put_common, self.at(0), self.count, turn)
-        return reported[: turn.reported_count], bool(more), turn.bytes
-
     def publish(self, places: Places, *, ordered: bool) -> tuple[int, int]:
         """Gives staged chunks their final names; returns how many, and the bytes of their sections.
 
@@ -588,14 +584,10 @@ class StoredRun(ChunkRun):
         left to ``ChunkStore.publish``.
         """
         epoch = self._known.epoch
-        self._publish(places, ordered=ordered)
+        if not self._put_common.durable:  # those are all left to Python, because each waits for the device
+            listed = places.__array_interface__["data"][0]
+            native.library.kv_publish(self._put_common, self.at(0), listed, len(places), ordered)
         return self.count_published(places, epoch)
-
-    def _publish(self, at: Places, *, ordered: bool) -> None:
-        """Durable puts are all left to Python, because each waits for the device."""
-        if not self._put_common.durable:
-            listed = at.__array_interface__["data"][0]
-            native.library.kv_publish(self._put_common, self.at(0), listed, len(at), ordered)
 
     def count_published(self, places: Places, epoch: int) -> tuple[int, int]:
         """Remembers and counts those that are PUBLISHED; returns how many, and the bytes of their sections."""

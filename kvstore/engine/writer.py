@@ -142,7 +142,7 @@ class Writer:
         far. Raises Overloaded while the root is full, and the root's errors.
         """
         self.view.check_room(sum(wanted.payload_sizes()[first:]))
-        mode = self.mode(write)
+        mode = self.tiers.mode(write) if self.tiers is not None else WriteMode.UNCACHED
         if mode is WriteMode.BEHIND:
             self.view.usage.reserve().release()  # or memory would take what the root has no room for
         self.counters.add(NodeCount.REQUESTS_PUT)
@@ -169,9 +169,6 @@ class Writer:
         # Those before it are there, or on their way from memory (rule W5).
         there = np.arange(len(chain)) < (present if root is None else begin)
         return WriteBatch(self, chain, first, there, mode, hints, root, refused=root is None)
-
-    def mode(self, asked: WriteMode | None) -> WriteMode:
-        return self.tiers.mode(asked) if self.tiers is not None else WriteMode.UNCACHED
 
     def publish(self, job: FlushJob, slots: Slots) -> int:
         """Writes chunks from memory to the root; returns the index after the last leading chunk that is there then."""

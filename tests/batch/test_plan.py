@@ -86,9 +86,9 @@ def test_names_of_blocks_plan_as_their_tokens_do() -> None:
     [
         ([[1], []], "prompt 1 is empty"),
         ([[1], "text"], "prompt 1: tokens are a str"),
-        ([[1, -1]], "prompt 0: token -1 at position 1"),
+        ([[1, -1]], "prompt 0: tokens are not a flat sequence .*: item 1 is -1"),
         ([[1], [1, True, 3]], "prompt 1: the tokens have a boolean among them"),
-        ([[1], [0.5]], "prompt 1: tokens have type float \\(such as 0.5\\)"),
+        ([[1], [0.5]], "prompt 1: tokens are not a flat sequence .*: item 0 is 0.5"),
     ],
 )
 def test_a_prompt_that_is_wrong_is_named(prompts: Any, said: str) -> None:

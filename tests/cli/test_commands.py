@@ -81,7 +81,7 @@ def test_a_missing_package_is_a_sentence(package: str) -> None:
         (("match", "model", "1,x,3", "--root", "ROOT"), "'x'"),
         (("match", "model", "1,,2", "--root", "ROOT"), "not token ids"),
         (("match", "model", "9" * 5000, "--root", "ROOT"), "not token ids"),
-        (("match", "model", "1,-3", "--root", "ROOT"), "token -3 at position 1 is out of range"),
+        (("match", "model", "1,-3", "--root", "ROOT"), "item 1 is -3"),
         (("match", "model", "--root", "ROOT"), "no tokens are given"),
         (("match", "model", "--tokens-file", "/missing", "--root", "ROOT"), "from '/missing': No such file"),
         (("clear", "--written-by", "label=x", "--yes", "--root", "ROOT"), "nothing was written by 'label=x'"),
