@@ -91,6 +91,21 @@ _LOCAL = {
     0x794C7630: "overlayfs",
 }
 """File systems that one kernel alone writes to, by their number in statfs(2)."""
+_SHARED = {
+    0x6969: "NFS",
+    0x517B: "SMB",
+    0xFE534D42: "SMB",
+    0xFF534D42: "CIFS",
+    0x65735546: "FUSE, such as GlusterFS, MooseFS or virtiofs",
+    0x01021997: "9p",
+    0x0BD00BD0: "Lustre",
+    0x00C36400: "CephFS",
+    0x47504653: "GPFS",
+    0x19830326: "BeeGFS",
+    0x01161970: "GFS2",
+    0x7461636F: "OCFS2",
+}
+"""File systems that other hosts may write to as well; only for messages."""
 _STATFS_BYTES = 256  # more than the structure has
 
 
@@ -103,7 +118,8 @@ def why_not_shared(folder: str) -> str | None:
         return "local file systems can be recognised only on Linux: use etcd"
     number = _file_system(folder)
     if number not in _LOCAL:
-        return f"{folder} is on a file system of type {number:#x}, which other hosts may write to as well: use etcd"
+        name = _SHARED.get(number, f"a file system of type {number:#x}")
+        return f"{folder} is on {name}, which other hosts may write to as well: use etcd"
     return None
 
 
