@@ -415,23 +415,6 @@ class Leased:
 # Makes bulk connections to one worker: negotiated over gRPC, on the shortest path that works, proved at both ends.
 
 
-class _NotOffered(Unavailable):
-    """The worker does not offer this path, or not to this client."""
-
-
-@dataclass(frozen=True, slots=True)
-class Dialled:
-    """A connection that both ends have proved."""
-
-    channel: Channel
-    hands_files: bool
-    """True if the worker gives the files of its root."""
-    ledger: ReleaseView | None
-    memory: WorkerMemory | None
-    """The worker's memory, mapped; None if it has none, or is on another host."""
-    credentials_version: int
-
-
 class Connector:
     """Makes connections to one worker. Thread-safe. ``ask`` makes the gRPC call OpenBulk: request, seconds -> answer.
 
@@ -456,7 +439,7 @@ class Connector:
         self._memory: WorkerMemory | None = None
         self._closed = False
 
-    def dial(self, timeout_s: float) -> Dialled | None:
+    def dial(self, timeout_s: float) -> DataConnection | None:
         """Dials the worker on the shortest allowed path that works; returns None, and logs why, if none does."""
         answer: pb.OpenBulkResponse | None = None
         reasons: dict[Bulk, str] = {}
@@ -494,22 +477,22 @@ class Connector:
                 raise
             return None
 
-    def _dial_shared(self, answer: pb.OpenBulkResponse) -> Dialled:
+    def _dial_shared(self, answer: pb.OpenBulkResponse) -> DataConnection:
         if not answer.unix_path:
-            raise _NotOffered("the worker offers no unix socket")
+            raise Unavailable("the worker offers no unix socket")
         if answer.boot_id != boot_id() or not answer.boot_id:
-            raise _NotOffered("it is on another host")
+            raise Unavailable("it is on another host")
         channel = Channel(dial_unix(answer.unix_path, self._step_s), self._step_s)
         return self._greeted(channel, answer)
 
-    def _dial_tcp(self, answer: pb.OpenBulkResponse) -> Dialled:
+    def _dial_tcp(self, answer: pb.OpenBulkResponse) -> DataConnection:
         if not answer.tcp_port or self._address.startswith("unix:"):
-            raise _NotOffered("the worker offers no port")
+            raise Unavailable("the worker offers no port")
         host = self._address.rpartition(":")[0]
         sock = self._credentials.wrapped(dial_tcp(host, answer.tcp_port, self._step_s), self._address)
         return self._greeted(Channel(sock, self._step_s), answer)
 
-    def _greeted(self, channel: Channel, answer: pb.OpenBulkResponse) -> Dialled:
+    def _greeted(self, channel: Channel, answer: pb.OpenBulkResponse) -> DataConnection:
         """Proves, on both ends, knowledge of the secret that only gRPC carried."""
         version = self._credentials.version
         try:
@@ -518,13 +501,14 @@ class Connector:
             channel.send(FrameKind.HELLO, 0, [grant.hello(nonce)])
             head, proof = channel.receive_frame(FrameKind.WELCOME)
             if head.length != PROOF_BYTES or not grant.is_welcome(nonce, proof):
-                raise _NotOffered("another program listens there, not the worker")
+                raise Unavailable("another program listens there, not the worker")
             ledger = ReleaseView(channel.take_files(1)[0]) if channel.is_unix else None
             memory = self._mapped(channel, answer) if channel.is_unix and answer.memory else None
         except BaseException:
             channel.close()
             raise
-        return Dialled(channel, answer.files and channel.is_unix, ledger, memory, version)
+        hands_files = answer.files and channel.is_unix
+        return DataConnection(channel, self._address, hands_files, ledger, memory, version)
 
     def _mapped(self, channel: Channel, answer: pb.OpenBulkResponse) -> WorkerMemory | None:
         """Maps the worker's memory, once for all connections; None if it cannot be mapped here."""
@@ -564,21 +548,30 @@ class BulkRefused(Exception):
 
 
 class DataConnection:
-    """One connection and its arena. Used by one call at a time."""
+    """One connection that both ends have proved, and its arena. Used by one call at a time."""
 
-    def __init__(self, dialled: Dialled, address: str, limits: ClientLimits) -> None:
-        self.channel = dialled.channel
-        self.hands_files = dialled.hands_files
-        self.memory = dialled.memory
+    def __init__(
+        self,
+        channel: Channel,
+        address: str,
+        hands_files: bool,
+        ledger: ReleaseView | None,
+        memory: WorkerMemory | None,
+        credentials_version: int,
+    ) -> None:
+        self.channel = channel
+        self.hands_files = hands_files
+        """True if the worker gives the files of its root."""
+        self.memory = memory
         """The worker's memory, mapped; None if it has none or is on another host."""
         self.arena: UploadArena | None = None
         self.arena_bytes = 0
         """Bytes reserved for the arena, which may not exist yet (``Links.reserve_arena``)."""
         self.address = address
-        self._ledger = dialled.ledger
+        self._ledger = ledger
         self._number = 0
         self._never_blocks: dict[int, bool] = {}
-        self.credentials_version = dialled.credentials_version
+        self.credentials_version = credentials_version
         """Version of the credentials with which this connection was made."""
 
     @property
@@ -763,8 +756,7 @@ class Links:
             self._drop(link)
         if dials:
             try:
-                dialled = self._dialler.dial(timeout_s)
-                link = DataConnection(dialled, self._address, self._limits) if dialled is not None else None
+                link = self._dialler.dial(timeout_s)
             finally:
                 with self._lock:
                     self._dialling -= 1

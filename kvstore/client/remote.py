@@ -19,7 +19,6 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -36,12 +35,10 @@ from kvstore.client.failover import (
     FileLanes,
     HoldLease,
     WorkerEndpoints,
-    addresses_in,
-    check_address,
 )
-from kvstore.client.limits import ClientLimits, checked_limits
+from kvstore.client.limits import ClientLimits
 from kvstore.client.operation import Operation
-from kvstore.client.pool import PLAIN, Bulk, BulkName, ClientLease, Credentials, DataConnection, Leased, UploadArena
+from kvstore.client.pool import PLAIN, Bulk, ClientLease, Credentials, DataConnection, Leased, UploadArena
 from kvstore.client.routing import Marking, marks_of, marks_of_keys
 from kvstore.client.transport import Prompt
 from kvstore.codec.image import ChunkRun, ImagesIn, read_verified, take_images, verified
@@ -67,7 +64,7 @@ from kvstore.core.operations import NoOperation, OperationState, OperationStatus
 from kvstore.core.recency import Hints
 from kvstore.core.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
 from kvstore.core.validate import TierName, brief
-from kvstore.core.write_mode import RUNS_IN_MEMORY, WriteMode, WriteModeName
+from kvstore.core.write_mode import RUNS_IN_MEMORY, WriteMode
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.format.header import Ancestry, Damage, Damaged, Expected
 from kvstore.format.keyset import BlockKeys, ChunkKeys, KeySet, Mask, NativeBatch, leading
@@ -78,7 +75,6 @@ from kvstore.meta.workers import WorkerRegistry
 from kvstore.native import library as native
 from kvstore.root.interface import LocalFiles, Stat
 from kvstore.root.posix import PosixReader
-from kvstore.security.tls import ClientTls
 from kvstore.transport.channel import (
     NOT_LENT,
     READY,
@@ -183,47 +179,6 @@ class Discovery:
     def close(self) -> None:
         """Closes the connection to etcd; idempotent."""
         self._meta.close()
-
-
-def remote_port(
-    workers: Sequence[str],
-    *,
-    etcd: str | Sequence[str] | None = None,
-    root: str | None = None,
-    limits: ClientLimits | None = None,
-    etcd_tls: EtcdTls | None = None,
-    etcd_user: EtcdUser | None = None,
-    clock: Clock | None = None,
-    bulk: Bulk | BulkName | None = None,
-    write: WriteMode | WriteModeName | None = None,
-    tls: ClientTls | None = None,
-    token_file: str | Path | None = None,
-) -> RemoteTransport:
-    """Returns a port to the given workers, or to those that etcd lists. Raises InvalidRequest.
-
-    ``bulk`` is the path of chunk bytes: ``shared`` (memory and files of this host), ``tcp`` (a separate connection),
-    ``grpc``, or ``auto`` (the first of these that works); None reads KVSTORE_BULK from the environment. Where a worker
-    cannot be reached on it, bytes go over gRPC. ``write`` is the default write mode; None is the worker's. ``tls`` and
-    ``token_file`` authenticate client and workers.
-    """
-    if bool(workers) == bool(etcd):
-        raise InvalidRequest("connect needs workers (host:port, one or several) or etcd=host:port: give one of the two")
-    if root is not None and not etcd:
-        raise InvalidRequest("root= chooses one of the roots in etcd: give etcd=host:port as well")
-    limits = ClientLimits() if limits is None else checked_limits(limits)
-    way, mode = Bulk.of(bulk), None if write is None else WriteMode.of(write)
-    credentials = Credentials(tls, token_file)
-    if not etcd:
-        addresses = [check_address(each) for text in workers for each in addresses_in(text)]
-        return RemoteTransport(addresses, limits, clock=clock, bulk=way, write=mode, credentials=credentials)
-    discovery = Discovery.of_etcd(etcd, root, etcd_tls, etcd_user, limits.probe_s)
-    try:
-        return RemoteTransport(
-            [], limits, discovery=discovery, clock=clock, bulk=way, write=mode, credentials=credentials
-        )
-    except BaseException:
-        discovery.close()
-        raise
 
 
 # Puts. Several lanes copy, past the caches and without the GIL.

@@ -9,9 +9,9 @@ from weakref import finalize
 
 from kvstore.census.selection import Selection, checked_selection
 from kvstore.client.cache import Cache, close_when_dropped
-from kvstore.client.limits import ClientLimits
+from kvstore.client.limits import ClientLimits, checked_limits
 from kvstore.client.operation import Operation
-from kvstore.client.pool import Bulk, BulkName
+from kvstore.client.pool import Bulk, BulkName, Credentials
 from kvstore.client.transport import Transport
 from kvstore.core.layout import Layout
 from kvstore.core.namespace import Namespace
@@ -284,7 +284,8 @@ def connect(
         Deadlines, and limits on connections and memory of this client.
     bulk
         Transport of chunk bytes: ``"shared"`` (memory and files of the same host), ``"tcp"`` (a separate connection),
-        ``"grpc"``, or ``"auto"`` (the default): the first of these that works.
+        ``"grpc"``, or ``"auto"`` (the default): the first of these that works; None reads KVSTORE_BULK from the
+        environment. Where a worker cannot be reached on it, bytes go over gRPC.
     write
         Default write mode of puts: ``"behind"`` returns once a worker's memory has the bytes (without memory it is
         ``"through"``), ``"through"`` once the root has them; None is the worker's default.
@@ -303,19 +304,24 @@ def connect(
     ...     connected.namespace("my-model", layout).match(tokens)
     0
     """
-    from kvstore.client.remote import remote_port  # gRPC only where it is used
+    # gRPC only where it is used.
+    from kvstore.client.failover import addresses_in, check_address
+    from kvstore.client.remote import Discovery, RemoteTransport
 
     check_access(etcd, etcd_tls, etcd_user)
-    port = remote_port(
-        workers,
-        etcd=etcd,
-        root=root,
-        limits=limits,
-        etcd_tls=etcd_tls,
-        etcd_user=etcd_user,
-        bulk=bulk,
-        write=write,
-        tls=tls,
-        token_file=token_file,
-    )
+    if bool(workers) == bool(etcd):
+        raise InvalidRequest("connect needs workers (host:port, one or several) or etcd=host:port: give one of the two")
+    if root is not None and not etcd:
+        raise InvalidRequest("root= chooses one of the roots in etcd: give etcd=host:port as well")
+    limits = ClientLimits() if limits is None else checked_limits(limits)
+    way, mode = Bulk.of(bulk), None if write is None else WriteMode.of(write)
+    credentials = Credentials(tls, token_file)
+    addresses = [check_address(each) for text in workers for each in addresses_in(text)]
+    discovery = Discovery.of_etcd(etcd, root, etcd_tls, etcd_user, limits.probe_s) if etcd else None
+    try:
+        port = RemoteTransport(addresses, limits, discovery=discovery, bulk=way, write=mode, credentials=credentials)
+    except BaseException:
+        if discovery is not None:
+            discovery.close()
+        raise
     return Store(port, close_when_dropped(port, port.parts.close, ", ".join(workers) or f"etcd {etcd}"))

@@ -14,7 +14,7 @@ import pytest
 
 from kvstore.client.failover import FileLanes
 from kvstore.client.pool import BulkRefused, DataConnection
-from kvstore.client.remote import Ask, ChunkFetch, ImageReceiver, remote_port
+from kvstore.client.remote import Ask, ChunkFetch, ImageReceiver, RemoteTransport
 from kvstore.codec.image import make_images
 from kvstore.core.buffers import Planes
 from kvstore.core.clock import RandomIds, SystemClock
@@ -121,7 +121,7 @@ def test_nothing_to_receive_ends_without_a_frame() -> None:
 
 def test_what_came_behind_a_miss_counts_no_more_once_it_is_asked_for_again() -> None:
     """It is written over: a stream that breaks off in the middle of it would leave half of each."""
-    port = remote_port(["127.0.0.1:1"])
+    port = RemoteTransport(["127.0.0.1:1"])
     try:
         fetch = ChunkFetch(CHAIN.namespace, CHAIN.tokens, pb.GetRequest(), COUNT, lambda _: planes(KV), port._caller)
         fetch.done[:3] = b"\1\0\1"

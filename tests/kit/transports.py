@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvstore import Layout
 from kvstore.client.limits import ClientLimits
-from kvstore.client.pool import DataConnection, Dialled, WorkerMemory
+from kvstore.client.pool import DataConnection, WorkerMemory
 from kvstore.transport.channel import NONCE_BYTES, Channel, FrameKind, Grant, dial_tcp, dial_unix, encode_head
 from kvstore.v1 import kvstore_pb2 as pb
 from tests.kit.patience import stretched
@@ -78,7 +78,7 @@ def greeted(served: Served, way: str) -> Iterator[Channel]:
 
 def linked(channel: Channel, memory: WorkerMemory | None = None, address: str = "worker") -> DataConnection:
     """The client's end of a connection whose other end a test speaks for."""
-    return DataConnection(Dialled(channel, False, None, memory, 0), address, ClientLimits())
+    return DataConnection(channel, address, False, None, memory, 0)
 
 
 def send_head(channel: Channel, kind: FrameKind, request: int, length: int) -> None:
