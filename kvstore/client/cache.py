@@ -40,6 +40,7 @@ from kvstore.core.results import Cleared, LayerMemory, PinRecord, PutResult, Sto
 from kvstore.core.validate import (
     TierName,
     brief,
+    checked_flag,
     checked_hold_ttl,
     checked_tier,
     checked_worker,
@@ -230,7 +231,7 @@ R = TypeVar("R", PutResult, StoredBlocks)
 
 def _checked(result: R, required: bool) -> R:
     """Returns the result. Raises Overloaded if a required put was stored in part."""
-    if required and result.reason:
+    if result.reason and required:
         kind = StoreFull if result.reason == StoreFull.reason else Overloaded
         raise kind("the store took only a part of this put, as memory had no room for the rest: put again later")
     return result
@@ -284,11 +285,12 @@ class BlockCache:
         """
         hints = Hints.of(priority, ttl, preset)
         checked = _checked_keys(keys)
-        mode = self._write if write is None and cache else WriteMode.of_put(write, self._write, cache=cache)
+        mode = self._write if write is None and cache is True else WriteMode.of_put(write, self._write, cache=cache)
         if isinstance(first, bool) or not isinstance(first, int | np.integer) or not 0 <= first <= FIRST_MAX:
             raise InvalidRequest(f"first={brief(first)}: expected a whole number from 0 to {FIRST_MAX}")
         ancestry = Ancestry(int(first), () if descents is NO_DESCENTS else _packed(checked, descents))
         views = _views(checked, buffers, writable=False)
+        required = required is not False and checked_flag("required", required)
         with _span("kvstore.put_blocks", blocks=len(checked)):
             return self._put(checked, views, hints, mode, ancestry, required=required)
 
@@ -622,7 +624,8 @@ class Cache:
         array = source_array(kv, self.layout, len(ids) - int(prefix))
         first = int(prefix) // size
         source = planes_of(array, self.layout, first)
-        mode = self._write if write is None and cache else WriteMode.of_put(write, self._write, cache=cache)
+        mode = self._write if write is None and cache is True else WriteMode.of_put(write, self._write, cache=cache)
+        required = required is not False and checked_flag("required", required)
         with _span("kvstore.put", tokens=len(ids)):
             try:
                 return _checked(self._port.put(self.namespace, ids, first, source, hints, mode), required)
@@ -649,7 +652,7 @@ class Cache:
         >>> cache.match(tokens), cache.match(tokens[:40] + [7])
         (96, 32)
         """
-        ids = token_array(tokens)
+        ids, counts = token_array(tokens), counts is True or checked_flag("counts", counts)
         with _span("kvstore.match", tokens=len(ids)):
             return self._port.match(self.namespace, ids, counts=counts) * self.layout.chunk_tokens
 
@@ -756,7 +759,7 @@ class Cache:
         (96, 96)
         """
         ttl_s = None if ttl is None else checked_hold_ttl(ttl)
-        ids = token_array(tokens)
+        ids, counts = token_array(tokens), counts is True or checked_flag("counts", counts)
         with _span("kvstore.hold", tokens=len(ids)):
             return Hold(self._port.hold(self.namespace, ids, ttl_s, counts=counts), self)
 

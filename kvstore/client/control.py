@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from google.protobuf.message import Message
 
@@ -17,6 +17,7 @@ from kvstore.client.limits import ClientLimits
 from kvstore.client.routing import marks_of
 from kvstore.core.address import Address, Tokens
 from kvstore.core.buffers import token_array
+from kvstore.core.namespace import Namespace
 from kvstore.core.results import ChunkPlace, Lineage, MemoryCopy, RootCopy
 from kvstore.core.validate import brief, checked_worker, is_whole
 from kvstore.errors import InvalidRequest, KVStoreError
@@ -24,8 +25,14 @@ from kvstore.format.header import Encoding
 from kvstore.transport.messages import hints_of, pack_tokens, sealed
 from kvstore.v1 import control_pb2 as pb
 
-if TYPE_CHECKING:
-    from kvstore.client.cache import Cache
+
+class HasNamespace(Protocol):
+    """A cache, of ``kvstore.aio`` too. The control service uses only its namespace."""
+
+    @property
+    def namespace(self) -> Namespace:
+        """The namespace that the call is about."""
+
 
 # Messages of the control service as values, and selections as messages.
 
@@ -124,7 +131,9 @@ class Control:
 
     # Places of chunks
 
-    def lookup(self, cache: Cache, tokens: Tokens, chunks_max: int = 0, worker: str | None = None) -> list[ChunkPlace]:
+    def lookup(
+        self, cache: HasNamespace, tokens: Tokens, chunks_max: int = 0, worker: str | None = None
+    ) -> list[ChunkPlace]:
         """Returns the places of each leading chunk of a prompt, as one worker sees them, up to the first missing one.
 
         Returns at most ``chunks_max`` chunks, all for 0. Does not count as a use of the chunks. Raises Unavailable.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Literal, get_args
 
-from kvstore.core.validate import brief
+from kvstore.core.validate import brief, checked_flag
 from kvstore.errors import InvalidRequest
 
 RUNS_MAX = 2
@@ -62,7 +62,7 @@ class WriteMode(enum.Enum):
     def of_put(cls, value: WriteMode | str | None, default: WriteMode | None, *, cache: bool) -> WriteMode | None:
         """The mode of one put, None if the node decides. Raises InvalidRequest."""
         mode = default if value is None else cls.of(value)
-        if cache:
+        if checked_flag("cache", cache):
             return mode
         if value is not None and mode is cls.BEHIND:
             raise InvalidRequest("cache=False with write='behind': expected write='through', which needs no memory")

@@ -113,7 +113,7 @@ def test_a_write_that_fails_leaves_the_output_as_it_was(tmp_path: Path) -> None:
         (openai("b", messages=[]), "prompt 1 is empty"),
         (openai("b", prompt=[1, True, 3]), "a boolean among them"),
         (openai("b", prompt=[1, -2]), "item 1 is -2"),
-        (openai("b", prompt=[[1], [2]]), "one dimension"),
+        (openai("b", prompt=[[1], [2]]), "item 0 is [1]"),
         (openai("b", prompt="text"), "the prompt is text: give --tokenizer NAME"),
         (openai("b", messages=["x"]), "the body has no prompt"),
         (openai("b"), "the body has no prompt"),

@@ -149,7 +149,10 @@ def test_no_keyword_of_connect_raises_what_is_not_ours() -> None:
     assert raw == []
 
 
-def test_put_behind_without_memory_is_refused(cache: Cache) -> None:
+def test_put_with_an_invalid_cache_flag_is_refused(cache: Cache) -> None:
+    flag: Any = 1
+    with pytest.raises(InvalidRequest, match="cache=1: expected True or False"):
+        cache.put(TOKENS, KV, cache=flag)
     with pytest.raises(InvalidRequest, match="cache=False with write='behind'"):
         cache.put(TOKENS, KV, write="behind", cache=False)
     assert cache.put(TOKENS, KV, cache=False).tokens_present == len(TOKENS)
