@@ -26,7 +26,7 @@ from kvstore.connectors.vllm.settings import ConnectorSettings
 from kvstore.core.namespace import Namespace
 
 if TYPE_CHECKING:
-    from kvstore.connectors.vllm.events import Descents, Events
+    from kvstore.connectors.vllm.events import Describer, Events
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +52,12 @@ class SchedulerHalf:
         loads: bool,
         stores: bool,
         events: Events | None = None,
-        descents: Descents | None = None,
+        describer: Describer | None = None,
     ) -> None:
-        """``events``: where to tell what is stored, ``descents``: what files say of it; None for neither."""
+        """``events``: where to tell what is stored, ``describer``: what files say of it; None for neither."""
         self._settings = settings
         self._events = events
-        self._descents = descents
+        self._describer = describer
         self._shape = shape
         self._loads = loads
         self._stores = stores
@@ -241,8 +241,8 @@ class SchedulerHalf:
         ends = ReuseBoundaries(request.num_prompt_tokens, tracked.parting, tracked.is_parting)
         runs = self._runs.stores(named, self.manager.get_block_ids(request.request_id), first, done, ends)
         runs += self._runs.states(named, states, computed, done)
-        says = None if self._era else self._descents  # other engines cannot load blocks with this one's keys
-        said = [says.of(request, run) if says else [] for run in runs]
+        says = None if self._era else self._describer  # other engines cannot load blocks with this one's keys
+        said = [says.descents(request, run) if says else [] for run in runs]
         pairs = zip(runs, said, strict=True)
         runs = [replace(run, hints=tracked.said.hints, seal=seal, descents=each) for run, each in pairs]
         tracked.is_parting = False

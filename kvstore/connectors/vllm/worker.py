@@ -166,12 +166,15 @@ class Storer:
         pages: Sequence[Pages],
         counts: EngineCounts,
         *,
+        first_part: int = 0,
         with_events: bool = False,
     ) -> None:
+        """``first_part`` is the number of the first part of each block that is stored here."""
         self._settings = settings
         self._store = store
         self._pages = pages
         self._counts = counts
+        self._first_part = first_part
         self._paused_until_s = 0.0
         self._lock = threading.Lock()
         self._bytes = 0
@@ -272,8 +275,14 @@ class Storer:
             ttl = math.inf if hints.ttl_s is None else hints.ttl_s
             parts = self._pages[run.cluster].parts(copy.rows())
             stored = [
-                cache.put(run.keys, part, first=run.first, descents=run.descents, priority=hints.priority, ttl=ttl)
-                for cache, part in zip(caches, parts, strict=True)
+                cache.put(
+                    *(run.keys, part),
+                    first=run.first,
+                    descents=run.descents if number == 0 else (),
+                    priority=hints.priority,
+                    ttl=ttl,
+                )
+                for number, (cache, part) in enumerate(zip(caches, parts, strict=True), self._first_part)
             ]
             return [all(each) for each in zip(*stored, strict=True)]
         except Unavailable:
@@ -305,6 +314,7 @@ class WorkerHalf:
         self._stores = stores
         self._with_events = with_events and stores
         self._parts = sum(1 << part for part in namespaces)
+        self._first_part = min(namespaces)
         self.counts = EngineCounts()
         self._store = LazyStore(settings, list(namespaces.values()))
         self._pages: list[Pages] = []
@@ -329,7 +339,11 @@ class WorkerHalf:
             for cluster in self.shape.clusters
         ]
         self._loader = Loader(self._settings, self._store, self._pages, self.counts)
-        self._storer = Storer(self._settings, self._store, self._pages, self.counts, with_events=self._with_events)
+        self._storer = Storer(
+            *(self._settings, self._store, self._pages, self.counts),
+            first_part=self._first_part,
+            with_events=self._with_events,
+        )
 
     # Loading
 
