@@ -183,12 +183,6 @@ class Segments(Twin[segments.Segments]):
     record = awaited(segments.Segments.record)
     verdict = awaited(segments.Segments.verdict)
 
-    def missing(
-        self, tokens: Tokens, matches: Sequence[Match], starts: Sequence[int] | None = None, after: int = 0
-    ) -> list[range]:
-        """Like the synchronous method; makes no request."""
-        return self._twin.missing(tokens, matches, starts, after)
-
     def find_held(
         self, tokens: Tokens, starts: Sequence[int] | None = None, after: int = 0, ttl: float | None = None
     ) -> Opening[Held]:
@@ -234,16 +228,6 @@ class BlockCache(Twin[cache.BlockCache]):
     present = awaited(cache.BlockCache.present)
     get = awaited(cache.BlockCache.get)
     supersede = awaited(cache.BlockCache.supersede)
-
-    async def plan(
-        self,
-        prompts: Iterable[Sequence[bytes]],
-        *,
-        memory_tokens: int,
-    ) -> Plan:
-        """As the synchronous one; a run of the plan hands its groups to tasks."""
-        making = partial(self._twin.plan, prompts, memory_tokens=memory_tokens)
-        return Plan.of(await self._threads.run(making), self._threads)
 
     def hold(self, keys: Sequence[bytes], ttl: float | None = None) -> Opening[BlockHold]:
         """As that of the synchronous one; await it, or use it with ``async with``."""

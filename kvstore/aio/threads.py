@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -165,8 +165,8 @@ def wrapped(
     return call
 
 
-class Opening(Coroutine[Any, Any, C], Generic[C]):
-    """An object that is being made: await it, make it a task, or enter it with ``async with``, which closes it."""
+class Opening(Generic[C]):
+    """An object that is being made: await it, or enter it with ``async with``, which closes it."""
 
     def __init__(self, making: Coroutine[Any, Any, C]) -> None:
         self._making = making
@@ -177,25 +177,6 @@ class Opening(Coroutine[Any, Any, C], Generic[C]):
 
     def __await__(self) -> Generator[Any, None, C]:
         return self._making.__await__()
-
-    def send(self, value: Any) -> Any:
-        """Goes on with the making, as a task does."""
-        return self._making.send(value)
-
-    def throw(self, *error: Any) -> Any:
-        """Cancels the making, as a task does."""
-        return self._making.throw(*error)
-
-    def close(self) -> None:
-        """Gives up the making."""
-        self._making.close()
-
-    if not TYPE_CHECKING:  # where a checker knows the type, it says so itself
-
-        def __getattr__(self, name: str) -> Any:
-            if name.startswith("cr_") or name in ("__name__", "__qualname__"):
-                return getattr(self._making, name)  # for the texts and the stack of a task
-            raise AttributeError(f"{name}: this is not open yet: await it, or enter it with 'async with'")
 
     async def __aenter__(self) -> C:
         self._made = await self._making
