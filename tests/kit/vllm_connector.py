@@ -111,13 +111,13 @@ def _halves() -> Iterator[Callable[..., Any]]:
         each.close()
 
 
-def events_of(*, parts: int = 1, medium: str = "STORAGE", **more: Any) -> Callable[[Sequence[LayerGroups]], Any]:
+def events_of(*, parts: int = 1, **more: Any) -> Callable[[Sequence[LayerGroups]], Any]:
     """What makes events, for ``halves``."""
 
     def made(clusters: Sequence[LayerGroups]) -> Any:
         from kvstore.connectors.vllm.events import Describer, Events
 
-        return Events([None] * 8, Describer(clusters, BLOCK_TOKENS), parts=parts, medium=medium, **more)
+        return Events([None] * 8, Describer(clusters, BLOCK_TOKENS), parts=parts, **more)
 
     return made
 

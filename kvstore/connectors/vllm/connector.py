@@ -90,7 +90,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             events = None
             if with_events:
                 specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-                events = Events(specs, describer, parts=len(shape.parts()), medium=settings.events_medium)
+                events = Events(specs, describer, parts=len(shape.parts()))
             self._scheduler = SchedulerHalf(
                 *(settings, shape, names),
                 loads=loads,

@@ -97,6 +97,7 @@ def _extra(block: Described, lora_name: str | None) -> bytes:
 # fails, or when a look-up misses an announced block: so one request corrects a router after a collector's deletion.
 
 
+MEDIUM = "STORAGE"
 PENDING_MAX = 65_536
 """Blocks that are being stored and will be announced; beyond it, the oldest are not announced."""
 ANNOUNCED_MAX = 262_144
@@ -134,13 +135,11 @@ class Events:
         describer: Describer,
         *,
         parts: int,
-        medium: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._specs = specs
         self._describer = describer
         self._all_parts = (1 << parts) - 1
-        self._medium = medium
         self._clock = clock
         self._pending: RecentMap[bytes, Block] = RecentMap(PENDING_MAX)
         self._pending_until_s = 0.0
@@ -226,7 +225,7 @@ class Events:
             parent_block_hash=None if first.said.parent is None else maybe_convert_block_hash(first.said.parent),
             token_ids=[token for each in blocks for token in each.said.tokens],
             block_size=cluster.block_tokens,
-            medium=self._medium,
+            medium=MEDIUM,
             extra_keys=to_event_extra_keys([each.said.extra_keys for each in blocks]),
             group_idx=cluster.groups[0],
             kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
@@ -237,6 +236,6 @@ class Events:
     def _removed(self, group: int, hashed: bytes) -> Any:
         return BlockRemoved(
             block_hashes=[maybe_convert_block_hash(hashed)],
-            medium=self._medium,
+            medium=MEDIUM,
             group_idx=group,
         )

@@ -29,6 +29,10 @@ from kvstore.transport.limits import BLOCKS_MAX
 
 log = logging.getLogger(__name__)
 
+LOAD_BYTES = 64 << 20
+"""Host memory of one of the threads that load."""
+DRAIN_S = 5.0
+"""The time that a worker goes on storing when it shuts down."""
 QUEUE_MAX = 65_536
 """Loads that may wait for a thread; each belongs to a request that the engine has."""
 
@@ -100,7 +104,7 @@ class Loader:
     def _load(self, loading: Loading) -> None:
         for run in loading.load.runs:
             pages = self._pages[run.cluster]
-            at_once = max(1, min(BLOCKS_MAX, self._settings.load_bytes_max // pages.block_bytes))
+            at_once = max(1, min(BLOCKS_MAX, LOAD_BYTES // pages.block_bytes))
             for start in range(0, len(run.keys), at_once):
                 part = BlockRange(run.cluster, run.keys[start : start + at_once], run.blocks[start : start + at_once])
                 good = 0 if loading.failed_keys else self._read(loading, part, pages)
@@ -405,7 +409,7 @@ class WorkerHalf:
     def close(self) -> None:
         """Stores blocks in progress for a while, then closes the store."""
         if self._storer is not None:
-            self._storer.close(self._settings.drain_s)
+            self._storer.close(DRAIN_S)
         if self._loader is not None:
             self._loader.close()
         self._store.close()
