@@ -396,7 +396,6 @@ class RootIndex:
         self._strangers: set[NamespaceId] = set()
         """Namespaces that are not wanted, or had no readable record a moment ago."""
         self._strangers_s = 0.0
-        self._quarantined: set[str] = set()
 
     @property
     def is_complete(self) -> bool:
@@ -409,7 +408,6 @@ class RootIndex:
         began_s = now_s = self._clock.monotonic_s()
         if now_s - self._looked_s >= self._limits.step_s:
             self._looked_s = now_s
-            self._look_at_quarantine()
             for shard in self._folders.to_look_at():
                 self._folders.looked(shard, folder_time(self._root, places.shard_folder(shard)), now_s)
         while now_s - began_s < self._limits.step_s and (due := self._folders.due(now_s)) is not None:
@@ -462,20 +460,6 @@ class RootIndex:
         """Condemns all that a clear of the namespace is deleting, in one shard or in all."""
         if self._doomed.hides(model.namespace.id):
             model.inventory.condemn(model.inventory.present(shard))
-
-    def _look_at_quarantine(self) -> None:
-        """Takes back chunks that were set aside as damaged, unless they are there again."""
-        names = set(list_names(self._root, places.QUARANTINE))
-        new, self._quarantined = names - self._quarantined, names
-        for name in new:
-            address = places.parse_quarantined(name)
-            if address is None:
-                continue
-            for model in self.models.values():
-                chunk = places.chunk(address, model.namespace.id, self._shard_bits)
-                if self._root.stat(chunk) is None:
-                    with self.lock:
-                        model.inventory.left(address)
 
     # Listing
 

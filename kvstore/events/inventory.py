@@ -103,7 +103,8 @@ class NamespaceIndex:
         there = set(addresses)
         for entry in self._shards.get(shard, {}).values():
             if entry.is_present and entry.address not in there:
-                self._leave(entry)
+                entry.is_present = entry.is_odd = False
+                self._touched[entry] = None
             if entry.is_condemned:
                 entry.is_condemned = False
                 self._touched[entry] = None
@@ -113,12 +114,6 @@ class NamespaceIndex:
                 entry.is_present = True
                 self._unknown.append(entry)
                 self._touched[entry] = None
-
-    def left(self, address: Address) -> None:
-        """Notes that a chunk is not there any more."""
-        entry = self.find(address)
-        if entry is not None and entry.is_present:
-            self._leave(entry)
 
     def condemn(self, entries: Iterable[IndexEntry]) -> None:
         """Notes that these count as misses from now on (rule H1), until they are listed again."""
@@ -198,10 +193,6 @@ class NamespaceIndex:
         if found is None:
             found = shard[address] = IndexEntry(address)
         return found
-
-    def _leave(self, entry: IndexEntry) -> None:
-        entry.is_present = entry.is_odd = False
-        self._touched[entry] = None
 
     def _publish(self, entry: IndexEntry, stored: list[EventBlock]) -> None:
         """Publishes an entry and all below it, as far as they can be read."""

@@ -48,7 +48,7 @@ def test_the_longest_prefix_is_found_by_tokens_and_by_hashes(stored: int) -> Non
     chain = ChunkKeys.of(SPACE, tokens)
     inventory = known(chain)
     if stored < 100:
-        inventory.left(chain.addresses[stored])
+        inventory.listed(0, chain.addresses[:stored] + chain.addresses[stored + 1 :])
         inventory.settle()
     asked = answers(inventory)
     hashes = [int.from_bytes(each[8:], "big") for each in chain.addresses]
