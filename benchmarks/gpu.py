@@ -91,7 +91,7 @@ SMALL = Shape(64, 128, 4, 4, 2, 16, 512, torch.float32)
 
 
 @contextmanager
-def opened(root: Path, memory_bytes: int, write: WriteModeName | None = None) -> Iterator[Store]:
+def opened(root: Path, memory_bytes: int, write: WriteModeName = "through") -> Iterator[Store]:
     """A store of this process alone, with that much memory for chunks."""
     with kvstore.open(root, max_bytes=None, memory=memory_bytes, write=write) as store:
         yield store
