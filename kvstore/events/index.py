@@ -7,8 +7,9 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated
 
+import msgspec
 import numpy as np
 
 from kvstore.census.selection import ClearOrder
@@ -16,7 +17,6 @@ from kvstore.census.walk import read_fixed
 from kvstore.core.address import NO_PARENT, Address, block_address, chunk_address, token_array
 from kvstore.core.clock import Clock
 from kvstore.core.namespace import Namespace, NamespaceId
-from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch
 from kvstore.events.inventory import Difference, EventBlock, IndexEntry, NamespaceIndex
 from kvstore.events.limits import EventLimits
@@ -234,9 +234,18 @@ def _takes_all(order: ClearOrder) -> bool:
 # one misleads routers of its own namespace, as a false event of an engine would, and no read.
 
 
-LORA_NAME_MAX = 256
-EXTRA_KEYS_MAX = 64
-"""Extra keys of one block."""
+Number = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Text = Annotated[str, msgspec.Meta(max_length=1 << 10)]
+FEW = msgspec.Meta(min_length=1, max_length=64)
+
+
+class DescentExtra(msgspec.Struct):
+    """What an engine's hash covers in addition to tokens, as far as routers understand it."""
+
+    lora_name: Annotated[str, msgspec.Meta(max_length=256)] | None = None
+    extra_keys: (
+        Annotated[tuple[Number | Text | Annotated[tuple[Number | Text | None, ...], FEW] | None, ...], FEW] | None
+    ) = None
 
 
 def claimed(namespace: Namespace, address: Address, prefix: bytes) -> EventBlock | None:
@@ -250,8 +259,11 @@ def claimed(namespace: Namespace, address: Address, prefix: bytes) -> EventBlock
     descent, key = Descent.unpack(header.descent), header.identity
     if descent is None or not key or block_address(namespace, key) != address or descent.hash_bytes > len(key):
         return None
-    extra = _extra(descent)
-    if extra is None or len(descent.tokens) != namespace.layout.chunk_tokens:
+    try:
+        extra = msgspec.json.decode(descent.extra or b"{}", type=DescentExtra)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    if len(descent.tokens) != namespace.layout.chunk_tokens:
         return None
     return EventBlock(
         address,
@@ -261,59 +273,14 @@ def claimed(namespace: Namespace, address: Address, prefix: bytes) -> EventBlock
         _number(key[: descent.hash_bytes]),
         _number(descent.parent[: descent.hash_bytes]) if descent.parent else None,
         descent.group,
-        *extra,
+        extra.lora_name,
+        extra.extra_keys,
     )
-
-
-def _extra(descent: Descent) -> tuple[str | None, tuple[Any, ...] | None] | None:
-    """Returns the adapter's name and extra keys; None if they are not what routers understand."""
-    try:
-        extra = parse_json(descent.extra or b"{}")
-    except ValueError:
-        return None
-    if not isinstance(extra, dict):
-        return None
-    lora_name = extra.get("lora_name")
-    if not (lora_name is None or _is_text(lora_name, LORA_NAME_MAX)):
-        return None
-    keys = extra.get("extra_keys")
-    if keys is None:
-        return lora_name, None
-    if not (isinstance(keys, list) and 0 < len(keys) <= EXTRA_KEYS_MAX and all(map(_is_key, keys))):
-        return None
-    return lora_name, tuple(tuple(key) if isinstance(key, list) else key for key in keys)
 
 
 def _number(hashed: bytes) -> int:
     """Returns the low 64 bits of a hash, as vLLM makes numbers of its own."""
     return int.from_bytes(hashed[-8:], "big")
-
-
-def _is_key(value: Any) -> bool:
-    """True for what extra keys of vLLM are: texts, numbers, and pairs of these."""
-    if isinstance(value, list):
-        return 0 < len(value) <= EXTRA_KEYS_MAX and all(map(_is_plain, value))
-    return _is_plain(value)
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or _is_number(value) or _is_text(value)
-
-
-def _is_number(value: Any) -> bool:
-    """True for an integer that msgpack can encode."""
-    return isinstance(value, int) and not isinstance(value, bool) and -(1 << 63) <= value < 1 << 64
-
-
-def _is_text(value: Any, size_max: int = 1 << 10) -> bool:
-    """True for a text that is not too long and that UTF-8 can encode: JSON may escape half of a surrogate pair."""
-    if not isinstance(value, str) or len(value) > size_max:
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 # What files say of chunks: parent, depth and tokens. Each is read once, while the file is there.
