@@ -1,7 +1,7 @@
 """KV events: what a publisher costs under load, what it keeps for each chunk, and how long a question takes.
 
 Hypothesis: with 2,000 blocks stored and 2,000 removed a second and 10 subscribers the publisher takes at most a fifth
-of a core; a known chunk costs less than 100 bytes beside its tokens; a question about 10,000 blocks takes 5 ms of CPU
+of a core; a known chunk costs about a kilobyte; a question about 10,000 blocks takes 5 ms of CPU
 (p99) with a million chunks known.
 
     python -m benchmarks events load [--seconds 20] [--rate 2000]
@@ -42,7 +42,7 @@ from kvstore.core.address import Address
 from kvstore.core.layout import Layout
 from kvstore.core.namespace import Namespace
 from kvstore.events.http import RECENT_BYTES, Answers
-from kvstore.events.inventory import Identities, NamespaceIndex
+from kvstore.events.inventory import EventBlock, NamespaceIndex
 from kvstore.format import places
 from kvstore.format.keyset import ChunkKeys, RecentChains
 from kvstore.meta.embedded_etcd import EmbeddedEtcd
@@ -106,26 +106,24 @@ def load(seconds: int, rate: int) -> None:
 def known(chunks: int) -> None:
     """A million chunks in an inventory: bytes of each, and the time of questions about 10,000 blocks."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    inventory, made = NamespaceIndex(16), []
-    chance = np.random.default_rng(0)
+    inventory, made = NamespaceIndex(SPACE.digest, 0), []
+    chance, blocks = np.random.default_rng(0), dict[Address, EventBlock]()
     for start in range(0, chunks, BLOCKS):
         tokens = chance.integers(0, 50_000, min(BLOCKS, chunks - start) * 16, np.uint32)
-        chain = ChunkKeys.of(SPACE, tokens)
-        numbers = np.frombuffer(b"".join(chain.addresses), ">u8").astype(np.uint64).reshape(-1, 2)
-        above = np.concatenate([np.zeros((1, 2), np.uint64), numbers[:-1]])
-        depths = np.arange(len(numbers), dtype=np.uint32)
-        columns = numbers[:, 0], numbers[:, 1], above[:, 0], above[:, 1], depths, tokens.reshape(-1, 16)
-        inventory.arrived(numbers[:, 0], numbers[:, 1])
-        inventory.learn(Identities(*columns))
-        inventory.unknown()
+        chain, lines = ChunkKeys.of(SPACE, tokens), tokens.reshape(-1, 16)
+        for depth, address in enumerate(chain.addresses):
+            number = int.from_bytes(address[8:], "big")
+            blocks[address] = EventBlock(address, chain.parent(depth), depth, lines[depth].tobytes(), number, None)
         made.append(tokens if start < 50 * BLOCKS else None)
-        inventory.settle()
+    inventory.listed(0, blocks)
+    for entry in inventory.unknown():
+        inventory.learn(entry, blocks[entry.address])
+    inventory.settle()
+    del blocks
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    print(
-        f"{inventory.published_count} chunks: {grown / chunks:.0f} bytes each at the peak, 64 of them tokens in a file"
-    )
+    print(f"{chunks} chunks: {grown / chunks:.0f} bytes each at the peak, 64 of them tokens")
     model = SimpleNamespace(namespace=SPACE, inventory=inventory)
-    truth: Any = SimpleNamespace(models={1: model}, lock=threading.Condition())
+    truth: Any = SimpleNamespace(models={SPACE.id: model}, lock=threading.Condition())
     answers = Answers(truth, "kvstore", "STORAGE")
     prompts = [each for each in made if each is not None]
     chains = RecentChains(RECENT_BYTES)

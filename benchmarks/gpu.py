@@ -33,9 +33,10 @@ from benchmarks.harness.load import WrongBytes
 from benchmarks.harness.machine import GIB, describe, file_system, in_turns
 from benchmarks.harness.result import Cell, Result, Table, markdown, save
 from kvstore.client import Store
-from kvstore.connectors.transformers import Storing, model_cache, prefill_blended, prefill_with_store, put_segments
+from kvstore.connectors.transformers import model_cache, prefill_blended, prefill_with_store, put_segments
 from kvstore.connectors.transformers.decoder import Decoder
 from kvstore.connectors.vllm.gpu_copy import PART_BYTES, Copy, Pages
+from kvstore.core.write_mode import WriteModeName
 from kvstore.segments import Bounds, Measured, Rule, Verdict
 
 CHUNK_TOKENS = 256
@@ -90,9 +91,9 @@ SMALL = Shape(64, 128, 4, 4, 2, 16, 512, torch.float32)
 
 
 @contextmanager
-def opened(root: Path, memory_bytes: int) -> Iterator[Store]:
+def opened(root: Path, memory_bytes: int, write: WriteModeName = "through") -> Iterator[Store]:
     """A store of this process alone, with that much memory for chunks."""
-    with kvstore.open(root, max_bytes=None, memory=memory_bytes) as store:
+    with kvstore.open(root, max_bytes=None, memory=memory_bytes, write=write) as store:
         yield store
 
 
@@ -283,14 +284,14 @@ class Prefill:
         made = torch.randint(3, self.shape.vocabulary, (1, tokens + 1), generator=source, device="cpu")
         return made.to(self._device)
 
-    def first_token_s(self, prompt: torch.Tensor, store: Store | Storing | None, *, is_warm: bool = False) -> float:
+    def first_token_s(self, prompt: torch.Tensor, store: Store | None, *, is_warm: bool = False) -> float:
         """Time to first token.
 
         Raises WrongBytes for KV that is not the computed one to the last bit, and for another token than without a
         store. Where rounding decides between two tokens, as random weights have it for long prompts, both are right.
         """
         wait(self._device)
-        before = loaded_bytes(store) if isinstance(store, Store) else 0
+        before = loaded_bytes(store) if store is not None else 0
         began_s = time.perf_counter()
         past = None
         if store is not None:
@@ -306,7 +307,7 @@ class Prefill:
             )
         token = int(told.sequences[0, -1])
         took_s = time.perf_counter() - began_s
-        if is_warm and isinstance(store, Store):
+        if is_warm and store is not None:
             read = loaded_bytes(store) - before
             if read < (prompt.shape[1] - 1) * self.shape.token_bytes:
                 raise WrongBytes(f"{read} bytes were loaded")
@@ -340,10 +341,11 @@ class Prefill:
                 self.first_token_s(self.prompt(tokens, 1), plain)  # what only the first one of a length costs
             count = rounds if size_bytes < LONG_BYTES else 1
             cold = [self.first_token_s(self.prompt(tokens, 2 + at), plain) for at in range(count)]
-            behind = [
-                self._stored_behind_s(prompt, plain, size_bytes)
-                for prompt in (*(self.prompt(tokens, -1 - at) for at in range(count - 1)), asked)
-            ]
+            with opened(root, max(2 * count * size_bytes, 64 << 20), "behind") as copied:
+                behind = [
+                    self.first_token_s(prompt, copied)
+                    for prompt in (*(self.prompt(tokens, -1 - at) for at in range(count - 1)), asked)
+                ]
             for store in (plain, memory, memory):
                 self.first_token_s(asked, store, is_warm=True)
             found = in_turns(
@@ -367,10 +369,6 @@ class Prefill:
             in_memory / none,
             size_bytes / GIB / in_memory,
         ]
-
-    def _stored_behind_s(self, prompt: torch.Tensor, store: Store, size_bytes: int) -> float:
-        with Storing(store, size_bytes) as storing:
-            return self.first_token_s(prompt, storing)
 
 
 # Prefill over documents that were computed alone, beside full prefill

@@ -42,6 +42,7 @@ from benchmarks.harness.machine import in_turns
 from benchmarks.harness.report import svg
 from benchmarks.harness.result import Cell, Plot, Table, markdown
 from kvstore.batch import Group, Plan, PromptSet, Storage, make_plan
+from kvstore.batch.prompts import ITEM
 from kvstore.client.cache import Cache
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest
@@ -75,9 +76,9 @@ class Load:
 def trace(path: Path) -> Load:
     """A trace, all its requests at once."""
     requests = [each for each in load_trace(path) if each.input_length]
-    blocks = [each.hash_ids[: each.full_blocks] for each in requests]
-    prompts = PromptSet.of_blocks(blocks, BLOCK_TOKENS, [each.input_length for each in requests])
-    return Load(path.stem, prompts)
+    blocks = [np.array(each.hash_ids[: each.full_blocks], ITEM).tobytes() for each in requests]
+    lengths = np.array([each.input_length for each in requests], np.int64)
+    return Load(path.stem, PromptSet(blocks, lengths, BLOCK_TOKENS, BLOCK_TOKENS))
 
 
 def loads(seed: int = 0) -> Iterator[Load]:

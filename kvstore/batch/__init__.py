@@ -4,12 +4,11 @@ algorithm and its bounds. ``file`` reads batch files and ``upload`` sends them t
 
 from kvstore.batch.plan import Plan, make_plan
 from kvstore.batch.prompts import Group, PromptSet
-from kvstore.batch.run import GroupStates, KeyStorage, LeasedGroup, Run, Storage, TokenStorage
+from kvstore.batch.run import GroupStates, LeasedGroup, Run, Storage, TokenStorage
 
 __all__ = [
     "Group",
     "GroupStates",
-    "KeyStorage",
     "LeasedGroup",
     "Plan",
     "PromptSet",

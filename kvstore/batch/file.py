@@ -1,7 +1,6 @@
 """A batch file: read once, line by line, and written again in another order. The lines themselves do not change.
 
-Kept of each request are its packed prompt, and the place and the checksum of its line: a file that changes later is
-noticed before a line of it is used.
+Kept of each request are its packed prompt and the place of its line. A file that was changed since is refused.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
-from zlib import crc32
+from typing import Any
 
 from kvstore.batch.prompts import PromptSet
 from kvstore.core.operations import Progress, unwatched
@@ -55,30 +53,21 @@ SAID_CHARS_MAX = 200
 """Characters of a tokenizer's error that are shown."""
 
 
-class Tokenizer(Protocol):
+class Tokenizer:
     """Makes token ids of text, as the engine that runs the batch does."""
 
-    def text(self, text: str) -> Sequence[int]:
-        """Returns the tokens of a prompt."""
-        ...
-
-    def chat(self, messages: Sequence[Message]) -> Sequence[int]:
-        """Returns the tokens of a conversation, by the model's chat template, up to where the answer begins."""
-        ...
-
-
-class _OfTransformers:
-    """Implements ``Tokenizer``."""
-
     def __init__(self, tokenizer: Any) -> None:
+        """``tokenizer`` is one of transformers."""
         self._tokenizer = tokenizer
 
     def text(self, text: str) -> Sequence[int]:
+        """Returns the tokens of a prompt."""
         with _translated("the tokenizer refuses the prompt"):
             found: Sequence[int] = self._tokenizer.encode(text)
             return found
 
     def chat(self, messages: Sequence[Message]) -> Sequence[int]:
+        """Returns the tokens of a conversation, by the model's chat template, up to where the answer begins."""
         # The template gives text: versions of transformers differ in how they return tokens.
         with _translated("the tokenizer refuses the messages"):
             text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
@@ -95,7 +84,7 @@ def load_tokenizer(name: str) -> Tokenizer:
             raise InvalidRequest(
                 "a tokenizer needs the transformers package: pip install transformers, or give token ids as prompts"
             ) from cause
-        return _OfTransformers(transformers.AutoTokenizer.from_pretrained(name))
+        return Tokenizer(transformers.AutoTokenizer.from_pretrained(name))
 
 
 @contextmanager
@@ -167,8 +156,8 @@ class RequestFile:
     prompts: PromptSet
     starts: array[int]
     """Where each request's line begins in the file."""
-    checksums: array[int]
-    """CRC-32 of each of these lines without its end."""
+    changed_ns: int
+    """The time of the file's last change."""
 
     def write(self, order: Iterable[int], output: Path) -> None:
         """Writes the requests in ``order``, as ``replace_file`` does.
@@ -186,18 +175,12 @@ class RequestFile:
 
     def _lines(self, order: Iterable[int]) -> Iterator[bytes]:
         """Yields the lines of requests in ``order``, without their ends."""
-        changed = InvalidRequest(f"the batch {str(self.path)!r} changed after it was read: plan it again")
-        try:
-            file = open(self.path, "rb")  # noqa: SIM115 - closed below
-        except OSError as cause:
-            raise changed from cause
-        with file:
+        with open(self.path, "rb") as file:
+            if os.fstat(file.fileno()).st_mtime_ns != self.changed_ns:
+                raise InvalidRequest(f"the batch {str(self.path)!r} changed after it was read: plan it again")
             for index in order:
                 file.seek(self.starts[index])
-                line = file.readline(LINE_BYTES_MAX + 1).rstrip(b"\r\n")
-                if crc32(line) != self.checksums[index]:
-                    raise changed
-                yield line
+                yield file.readline(LINE_BYTES_MAX + 1).rstrip(b"\r\n")
 
 
 def read_batch(
@@ -230,7 +213,7 @@ class _Reading:
         self._progress = progress
         self._tokenizer = tokenizer
         self._starts = array("q")
-        self._checksums = array("I")
+        self._changed_ns = 0
         self._seen: dict[str, str] = {}
         self.where = ""
         """The request that is being read, for errors."""
@@ -243,7 +226,7 @@ class _Reading:
         if not len(prompts):
             self.where = ""
             raise InvalidRequest("it holds no requests")
-        return RequestFile(self._path, prompts, self._starts, self._checksums)
+        return RequestFile(self._path, prompts, self._starts, self._changed_ns)
 
     def _prompts(self) -> Iterator[Sequence[int]]:
         for record in self._read():
@@ -257,7 +240,8 @@ class _Reading:
         """Yields the requests as JSON."""
         with open(self._path, "rb") as file:
             start = number = shown = 0
-            size = os.fstat(file.fileno()).st_size
+            stat = os.fstat(file.fileno())
+            size, self._changed_ns = stat.st_size, stat.st_mtime_ns
             while line := file.readline(LINE_BYTES_MAX + 1):
                 number += 1
                 self.where = f"line {number}"
@@ -267,7 +251,6 @@ class _Reading:
                 if request.strip():
                     record = _parsed(request)
                     self._starts.append(start + len(line) - len(request))
-                    self._checksums.append(crc32(request.rstrip(b"\r\n")))
                     yield record
                 start += len(line)
                 if start - shown >= PROGRESS_BYTES:

@@ -1,12 +1,12 @@
 """The prompts of a batch, packed: items as big-endian u32, so that prompts sort as their bytes do.
 
-An item is a token, or a block of tokens under a name: an address in the store, an engine's key, a hash id of a trace.
+An item is a token, or in traces a block of tokens under its hash id.
 A prompt costs 4 bytes an item here, and nothing of the caller's is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -55,7 +55,7 @@ ITEMS_MAX = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """All prompts of a batch. Made by ``of_tokens`` and ``of_blocks``, which check."""
+    """All prompts of a batch. Made by ``of_tokens``, which checks."""
 
     packed: list[bytes]
     """Items of each prompt as big-endian u32."""
@@ -79,33 +79,6 @@ class PromptSet:
                 raise InvalidRequest(f"prompt {packing.count}: {cause}") from cause
             packing.add(array, len(array))
         return packing.packed(1, block_tokens)
-
-    @classmethod
-    def of_blocks(
-        cls, prompts: Iterable[Sequence[Hashable]], block_tokens: int, lengths: Iterable[int] | None = None
-    ) -> PromptSet:
-        """Prompts as names of their full blocks, any hashable values: equal names are equal blocks.
-
-        ``lengths`` are the tokens of each prompt, by default those of its blocks. Raises InvalidRequest for a prompt
-        without tokens, a length that does not fit its blocks, or another number of lengths.
-        """
-        _check_block(block_tokens)
-        packing, known = _PromptPacker(), dict[Hashable, int]()
-        given = iter(lengths) if lengths is not None else None
-        for names in prompts:
-            if isinstance(names, bytes | str):
-                raise InvalidRequest(f"prompt {packing.count} is one {type(names).__name__}: expected a list of names")
-            array = np.fromiter((known.setdefault(name, len(known)) for name in names), np.int64, len(names))
-            length = len(array) * block_tokens if given is None else next(given, -1)
-            if not len(array) * block_tokens <= length < (len(array) + 1) * block_tokens:
-                raise InvalidRequest(
-                    f"prompt {packing.count} has {len(array)} blocks of {block_tokens} tokens and length {length}: "
-                    "expected the tokens of its full blocks, and fewer than a block more"
-                )
-            packing.add(array, length)
-        if given is not None and next(given, None) is not None:
-            raise InvalidRequest(f"more lengths than the {packing.count} prompts: expected one for each")
-        return packing.packed(block_tokens, block_tokens)
 
     def __len__(self) -> int:
         return len(self.packed)

@@ -13,8 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from heapq import heappop, heappush
-from itertools import takewhile
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from kvstore.batch.prompts import Group, PromptSet
 from kvstore.core.address import TokenArray
@@ -23,7 +22,8 @@ from kvstore.errors import InvalidRequest, KVStoreError
 
 if TYPE_CHECKING:
     from kvstore.batch.plan import Plan
-    from kvstore.client.cache import BlockCache, Cache
+    from kvstore.client.cache import Cache, Hold
+    from kvstore.client.operation import Operation
 
 
 # The store's part in a plan and its runs: what it has of prompts, and a group's prefix brought into memory and held.
@@ -33,40 +33,20 @@ if TYPE_CHECKING:
 
 MEMBERS_MAX = 8
 """Members of a group that are brought into memory ahead; those behind them come as they are read."""
-KEYS_MAX = 16_384
-"""Keys of one call."""
-KEYS_S = 60.0
-"""Limit for all calls about keys; past it, the others count as not stored."""
-
-
-class GroupHold(Protocol):
-    """A hold."""
-
-    def release(self) -> None:
-        """Ends it; idempotent, never raises."""
-        ...
-
-
-class Prefetch(Protocol):
-    """A prefetch in progress."""
-
-    def cancel(self) -> None:
-        """Cancels it; idempotent, never waits."""
-        ...
 
 
 class Storage:
-    """No store: it has nothing. Thread-safe, as those that follow."""
+    """No store: it has nothing. Thread-safe, as that which follows."""
 
     def stored(self, wanted: list[tuple[int, int]]) -> list[int]:
         """Returns how many of the leading chunks it has, of each prompt by index and number of chunks."""
         return [0] * len(wanted)
 
-    def hold(self, group: Group) -> GroupHold | None:
+    def hold(self, group: Group) -> Hold | None:
         """Holds what is stored of a group's prefix; None if there is nothing to hold."""
         return None
 
-    def prefetch(self, group: Group) -> Sequence[Prefetch]:
+    def prefetch(self, group: Group) -> Sequence[Operation]:
         """Begins to bring what is stored of a group's prefix, and of its first members, into memory."""
         return ()
 
@@ -87,12 +67,12 @@ class TokenStorage(Storage):
         counts = self._cache.match_each(self._prompts.tokens(at, chunks * size) for at, chunks in wanted)
         return [count // size for count in counts]
 
-    def hold(self, group: Group) -> GroupHold | None:
+    def hold(self, group: Group) -> Hold | None:
         with suppress(KVStoreError):
             return self._cache.hold(self._prefix(group)) if _leading(group) else None
         return None
 
-    def prefetch(self, group: Group) -> Sequence[Prefetch]:
+    def prefetch(self, group: Group) -> Sequence[Operation]:
         stored = dict(zip(group.members[:MEMBERS_MAX], group.stored, strict=False))
         wanted = {index: count for index, count in stored.items() if count > group.prefix_tokens}
         if not wanted and group.stored_tokens:
@@ -112,38 +92,13 @@ class TokenStorage(Storage):
     def _prefix(self, group: Group) -> TokenArray:
         return self._prompts.tokens(group.members[0], _leading(group))
 
-    def _prefetch(self, tokens: TokenArray) -> Prefetch | None:
+    def _prefetch(self, tokens: TokenArray) -> Operation | None:
         try:
             return self._cache.prefetch(tokens) if self._has_memory else None
         except InvalidRequest:
             self._has_memory = False  # a node without a memory tier: reads come from the root
         except KVStoreError:
             pass
-        return None
-
-
-class KeyStorage(Storage):
-    """Prompts given as keys of an engine's blocks of ``chunk_tokens`` tokens. They are held, and have no prefetch."""
-
-    def __init__(self, blocks: BlockCache, prompts: Sequence[Sequence[bytes]], chunk_tokens: int) -> None:
-        self._blocks = blocks
-        self._prompts = prompts
-        self._chunk_tokens = chunk_tokens
-
-    def stored(self, wanted: list[tuple[int, int]]) -> list[int]:
-        keys = list(dict.fromkeys(key for at, count in wanted for key in self._prompts[at][:count]))
-        present, ends_s = set[bytes](), time.monotonic() + KEYS_S
-        for start in range(0, len(keys), KEYS_MAX):
-            if time.monotonic() >= ends_s:
-                break
-            some = keys[start : start + KEYS_MAX]
-            present.update(key for key, found in zip(some, self._blocks.present(some), strict=True) if found)
-        return [sum(1 for _ in takewhile(present.__contains__, self._prompts[at][:count])) for at, count in wanted]
-
-    def hold(self, group: Group) -> GroupHold | None:
-        count = _leading(group) // self._chunk_tokens
-        with suppress(KVStoreError):
-            return self._blocks.hold(self._prompts[group.members[0]][:count]) if count else None
         return None
 
 
@@ -273,7 +228,7 @@ class _Taker:
     """The consumer of a group, and what the store holds for it."""
 
     is_alive: Callable[[], bool]
-    held: GroupHold | None = None
+    held: Hold | None = None
 
 
 class Run:
@@ -300,7 +255,7 @@ class Run:
         self._changed = threading.Condition()
         self._handing = GroupStates(plan.groups, plan.memory_tokens, int(attempts))
         self._takers: dict[int, _Taker] = {}
-        self._prefetches: dict[int, Sequence[Prefetch]] = {}
+        self._prefetches: dict[int, Sequence[Operation]] = {}
         self._is_closed = False
 
     @property
@@ -432,7 +387,7 @@ class Run:
             self._storage.retire(self._groups[index], still_needed)
 
 
-def _cancel(prefetches: Iterable[Prefetch]) -> None:
+def _cancel(prefetches: Iterable[Operation]) -> None:
     with suppress(KVStoreError):  # a worker that does not answer keeps the other calls waiting, too
         for each in prefetches:
             each.cancel()

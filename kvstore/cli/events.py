@@ -191,11 +191,8 @@ class EventNames:
 @takes("cluster", ClusterAccess)
 @takes("endpoints", EventAddresses)
 @takes("names", EventNames)
-@click.option("--spool", metavar="FOLDER", help="Where tokens of known blocks lie in a file; by default TMPDIR.")
 @takes("logging", Logging)
-def events(
-    cluster: ClusterAccess, endpoints: EventAddresses, names: EventNames, spool: str | None, logging: Logging
-) -> None:
+def events(cluster: ClusterAccess, endpoints: EventAddresses, names: EventNames, logging: Logging) -> None:
     """Publish KV events of ROOT in vLLM's format over ZeroMQ, removals before they happen, and answer POST /query.
 
     Prints one line when it serves:
@@ -222,7 +219,7 @@ def events(
         undo.callback(root.close)
         meta = _meta(cluster, root)
         undo.callback(meta.close)
-        publisher = open_publisher(root, meta, names.scope(), at, folder=spool)
+        publisher = open_publisher(root, meta, names.scope(), at)
         undo.callback(publisher.close)
         ready = f"ready publish={publisher.publish} replay={publisher.replay} query={publisher.query}"
         print(ready, flush=True)

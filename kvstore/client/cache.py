@@ -14,7 +14,7 @@ from weakref import finalize
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.batch import KeyStorage, Plan, PromptSet, TokenStorage, make_plan
+from kvstore.batch import Plan, PromptSet, TokenStorage, make_plan
 from kvstore.batch.prompts import checked_prompts
 from kvstore.client.operation import Operation
 from kvstore.client.transport import PortBlockHold, PortHold, Protecting, Transport
@@ -388,26 +388,6 @@ class BlockCache:
         checked, unused_s = _checked_keys(keys), checked_unused_s(unused)
         with _span("kvstore.supersede_blocks", blocks=len(checked)):
             self._port.supersede(self._namespace, checked, 0, unused_s)
-
-    def plan(
-        self,
-        prompts: Iterable[Sequence[bytes]],
-        *,
-        memory_tokens: int,
-    ) -> Plan:
-        """Plans a batch, as ``Cache.plan`` does, from the keys of each prompt's full blocks in order.
-
-        A key names its block and all blocks before it, and a block has the layout's chunk_tokens tokens.
-        """
-        checked = [_checked_keys(keys) for keys in checked_prompts(prompts)]
-        with _span("kvstore.plan"):
-            size = self._namespace.layout.chunk_tokens
-            return make_plan(
-                PromptSet.of_blocks(checked, size),
-                memory_tokens=memory_tokens,
-                chunk_tokens=size,
-                storage=KeyStorage(self, checked, size),
-            )
 
 
 class BlockHold(BaseHold[PortBlockHold, BlockCache]):

@@ -67,14 +67,12 @@ class TransferStats:
 # Pages of SGLang's host pools as blocks: the memory and the key of each block.
 #
 # A page that lies in a few runs of memory (K and V in the page-first layouts) is one block per run, read and written
-# in place. In ``layer_first`` it is one block that is copied together, in the order of SGLang's flat page. So
-# SGLang's generic calls and its zero-copy calls find each other's pages if both are known to mean the same bytes.
+# in place. In ``layer_first`` it is one block that is copied together. SGLang's generic calls have flat pages instead;
+# whether their bytes are in the order of the runs depends on the pool, so they are pages of their own.
 
 
 RUNS_MAX = 4
 """Runs of memory in a page that are separate blocks: K, V, and what some layouts add."""
-
-_K_THEN_V = ("page_first", "page_first_direct", "page_head")
 
 _FACTS = (
     *("layout", "dtype", "store_dtype", "page_size", "logical_page_size", "layer_num", "target_layer_num"),
@@ -86,58 +84,45 @@ _FACTS = (
 _STATE_FACTS = ("temporal_dtype", "temporal_state_shape", "conv_dtype", "conv_state_shapes")
 """Facts of pools of Mamba states: two types of one size make pages of one size."""
 
-_BY_HEADS = ("head_num", "size_per_token")
-"""The facts that count a rank's heads."""
-
 
 class PagePool:
     """One host pool. Pools of one name with equal facts and equal ``scope`` have interchangeable pages.
 
-    ``in_place`` says which calls SGLang makes when it is unknown whether a flat page has the bytes of its runs in
-    order. ``parts`` are the numbers of the parts of the model's heads that this pool has, if each is to be stored by
-    itself (``tp_lcm_size``). Raises InvalidRequest for a pool whose pages are available neither as memory nor flat, or
-    not in such parts.
+    ``in_place`` says which calls SGLang makes. A pool that has its pages only as memory, or only flat, has those in any
+    case. Raises InvalidRequest for a pool that has neither.
     """
 
-    def __init__(self, name: str, pool: Any, scope: str, *, in_place: bool, parts: Sequence[int] = ()) -> None:
+    def __init__(self, name: str, pool: Any, scope: str, *, in_place: bool) -> None:
         self.name = name
-        self._is_flat = False
         self.pool = pool
-        self._parts = len(parts) or 1
         # A group of pools passes on only some of what its first pool knows.
         entry = getattr(pool, "anchor_entry", None)
         facts_of = pool if entry is None else entry.host_pool
         stated = [*_FACTS, *(fact for fact in _STATE_FACTS if hasattr(facts_of, fact))]
-        facts = "\n".join(f"{fact}={self._fact(facts_of, fact)}" for fact in stated)
+        facts = "\n".join(f"{fact}={getattr(facts_of, fact, None)}" for fact in stated)
         if states := getattr(facts_of, "slot_state_device_tensors", ()):
             facts += f"\nbeside={[(str(state.dtype), tuple(state.shape[1:])) for state in states]}"
-        identity = f"{name}\n{scope}\npool={type(facts_of).__name__}\n{facts}"
         self.page_size = int(getattr(pool, "logical_page_size", None) or getattr(pool, "page_size", 1) or 1)
-        layout = getattr(facts_of, "layout", "")
+        self._is_flat = False
         runs = self._runs(torch.arange(self.page_size))
-        if self._parts > 1 and (runs is None or not in_place):
-            raise InvalidRequest(f"tp_lcm_size: pool {name} is not divided by heads in place; set interface_v1 to 1")
-        self._is_alike = runs is None or _is_alike(layout, runs[1], getattr(facts_of, "layer_num", 0))
-        if not self._is_alike and not in_place:
-            self._is_flat, runs = True, None
-        sizes = runs[1] if runs is not None else [_size_of_flat(pool, name)]
+        flat_bytes = None if in_place and runs is not None else _flat_bytes(pool)
+        self._is_flat = flat_bytes is not None
+        if flat_bytes is not None:
+            sizes = [flat_bytes]
+        elif runs is not None:
+            sizes = runs[1]
+        else:
+            raise InvalidRequest(f"pages of pool {name} ({type(pool).__name__}) can be read neither in place nor flat")
         self._has_bytes = any(sizes)
         if not self._has_bytes:
             sizes = [1]  # DeepSeek-V4's anchor has page numbers alone: a byte says that the page is stored
-        self._is_gathered = len(sizes) > RUNS_MAX * self._parts or (layout == "layer_first" and len(sizes) > 1)
+        is_by_layer = getattr(facts_of, "layout", "") == "layer_first" and len(sizes) > 1
+        self._is_gathered = len(sizes) > RUNS_MAX or is_by_layer
+        self._run_count = len(sizes)
         self.sizes = (sum(sizes),) if self._is_gathered else tuple(sizes)
         """Sizes of the blocks of one page."""
-        self._order = [*range(len(sizes))]
-        if self._is_gathered and self._is_alike and len(sizes) == 2 * getattr(facts_of, "layer_num", 0):
-            # SGLang lists K0 V0 K1 V1, and flattens to K0 K1 .. V0 V1.
-            self._order = [*range(0, len(sizes), 2), *range(1, len(sizes), 2)]
-        identity = f"{identity}\nflat={self._is_flat}"
-        each = len(self.sizes) // self._parts
-        self._marks = [
-            ((f"{identity}\npart={part}" if parts else identity).encode(), str(number).encode())
-            for part in parts or [0]
-            for number in range(each)
-        ]
+        identity = f"{name}\n{scope}\npool={type(facts_of).__name__}\n{facts}\nflat={self._is_flat}"
+        self._marks = [(identity.encode(), str(number).encode()) for number in range(len(self.sizes))]
         """The parts of a block's key that distinguish it from the other blocks of its page."""
 
     def names(self, keys: Sequence[str]) -> list[bytes]:
@@ -206,7 +191,7 @@ class PagePool:
         """Cuts a flat page into blocks. Raises InvalidRequest for another size, or if it is not contiguous."""
         if not self._has_bytes:
             return [memoryview(bytearray(1))]
-        if not self._is_alike and not self._is_flat:
+        if not self._is_flat:
             raise InvalidRequest(f"pages of pool {self.name} are stored in place: leave interface_v1 set")
         if not page.is_contiguous():
             if not copy:
@@ -226,41 +211,25 @@ class PagePool:
         if self._is_flat:
             return None
         try:
-            if self._parts > 1:
-                found = self.pool.get_split_heads_page_buffer_meta(indices, self._parts)
-            else:
-                found = self.pool.get_page_buffer_meta(indices)
+            found = self.pool.get_page_buffer_meta(indices)
         except (AttributeError, NotImplementedError, ValueError):
             return None  # this layout has flat pages only
         return found if found is None else (found[0], found[1])
 
-    def _fact(self, pool: Any, fact: str) -> Any:
-        """Returns a fact about the pool, or about one part of it."""
-        found = getattr(pool, fact, None)
-        return found // self._parts if self._parts > 1 and fact in _BY_HEADS and found else found
-
     def _by_page(self, runs: list[memoryview]) -> list[list[memoryview]]:
-        count = len(self._order)
-        return [[runs[start + at] for at in self._order] for start in range(0, len(runs), count)]
+        count = self._run_count
+        return [runs[start : start + count] for start in range(0, len(runs), count)]
 
     def _first(self, indices: torch.Tensor) -> list[int]:
         return [int(each) for each in indices[:: self.page_size].tolist()]
 
 
-def _is_alike(layout: str, sizes: Sequence[int], layers: int) -> bool:
-    """True if a flat page is known to have the bytes of the runs, in their order or by K and V."""
-    if layout == "layer_first":
-        return len(set(sizes)) == 1 and len(sizes) in (layers, 2 * layers)
-    return len(sizes) == 1 or (len(sizes) == 2 and sizes[0] == sizes[1] and layout in _K_THEN_V)
-
-
-def _size_of_flat(pool: Any, name: str) -> int:
+def _flat_bytes(pool: Any) -> int | None:
+    """Returns the size of a flat page; None if the pool has none."""
     try:
         page = pool.get_dummy_flat_data_page()
-    except (AttributeError, NotImplementedError) as cause:
-        raise InvalidRequest(
-            f"pages of pool {name} ({type(pool).__name__}) can be read neither in place nor flat: {cause}"
-        ) from cause
+    except (AttributeError, NotImplementedError):
+        return None
     return int(page.numel() * page.element_size())
 
 
@@ -337,14 +306,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         is_by_heads = name in _DRAFTS and hasattr(pool, "head_num")
         is_replicated = self._config.is_mla_model and name != str(PoolName.MAMBA) and not is_by_heads
         scope = "tp rank=all" if is_replicated else f"tp rank={self._config.tp_rank}"
-        size = _parts_in_all(self._config, pool)
-        if not size or is_replicated:
-            return PagePool(name, pool, scope, in_place=in_place)
-        if name != str(PoolName.KV):
-            return PagePool(name, pool, f"{scope} of {self._config.tp_size}", in_place=in_place)
-        mine = size // self._config.tp_size
-        first = self._config.tp_rank * mine
-        return PagePool(name, pool, f"tp parts={size}", in_place=in_place, parts=range(first, first + mine))
+        return PagePool(name, pool, scope, in_place=in_place)
 
     # One page
 
@@ -414,7 +376,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             # Never decides over a hit, and a pool that is not reported has no verdict.
             if each.hit_policy in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES)
         ]
-        pools = [anchor, *(self._pools[str(each.name)] for each in transfers)]
+        pools = [self._pools[anchor.name], *(self._pools[str(each.name)] for each in transfers)]
         names = [pool.names(keys) for pool in pools]
         found = self._trouble.or_miss(
             lambda: self._blocks().blocks.present([name for each in names for name in each]),
@@ -533,8 +495,6 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             "page tokens": str(self._anchor().page_size),
             **{axis: f"{rank} of {size}" for axis, (rank, size) in ranks.items()},
         }
-        if parts := _parts_in_all(self._config, pool):
-            attributes["tp"] = f"parts of {parts}"
         launched = _launched_with()
         chosen = {name: value for name, value in os.environ.items() if _CHOSEN_BY.match(name)}
         settings = text(repr(sorted((launched | chosen).items())))
@@ -543,12 +503,6 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         tag, model = getattr(pool, "storage_format_tag", None), config.model_name or ""
         path = launched.get("model_path") or (model.removesuffix(f"-{tag}") if tag else model)
         return self._store.model("sglang", model, attributes, path)
-
-
-def _parts_in_all(config: HiCacheStorageConfig, pool: Any) -> int:
-    """Returns SGLang's ``tp_lcm_size``, the parts in which all ranks store the model's heads; 0 if there are none."""
-    is_split = config.tp_lcm_size and getattr(pool, "layout", "") == "page_head"
-    return int(config.tp_lcm_size) if is_split and not config.is_mla_model else 0
 
 
 def _launched_with() -> dict[str, str]:

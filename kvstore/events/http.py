@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from math import isqrt
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from kvstore.core import metrics_http
 from kvstore.core.validate import check_depth
 from kvstore.errors import InvalidRequest, PermissionDenied
-from kvstore.events.columns import U64, Mask
 from kvstore.events.index import Model, RootIndex
 from kvstore.format.keyset import RecentChains
 from kvstore.security.access import Identity, Presented, Role
@@ -112,31 +110,11 @@ class Answers:
         return answer_document(question, size, blocks, self._instance, {self._medium: blocks})
 
     def _leading(self, model: Model, question: Question) -> int:
-        inventory = model.inventory
-        if question.tokens is not None:
-            packed = self._chains.of(model.namespace, question.tokens).packed_addresses
-            rows = inventory.rows
+        inventory, hashes = model.inventory, question.hashes or ()
+        if question.tokens is None:
             with self._truth.lock:
-                chunks = _leading_chain(lambda firsts: inventory.are_published(rows.find(firsts)), packed)
-                blocks = _leading_chain(lambda firsts: inventory.are_published(rows.find_spelled(firsts)), packed)
-            return max(chunks, blocks)
+                return next((at for at, each in enumerate(hashes) if not inventory.has_hash(each)), len(hashes))
+        paths = self._chains.of(model.namespace, question.tokens).addresses
         with self._truth.lock:
-            return _leading(inventory.are_published(inventory.rows.find_hashes(np.array(question.hashes, np.uint64))))
-
-
-def _leading_chain(are_published: Callable[[U64], Mask], packed: bytes) -> int:
-    """Returns how many leading addresses are published. A published chunk's parents are too, so few are checked."""
-    firsts = np.frombuffer(packed, ">u8")[::2]
-    first, stop = 0, len(firsts)
-    while first < stop:
-        step = isqrt(stop - first)
-        ends = range(first + step - 1, stop, step)
-        count = _leading(are_published(firsts[ends].astype(np.uint64)))
-        first += count * step
-        if count < len(ends):
-            stop = first + step - 1
-    return first
-
-
-def _leading(published: Mask) -> int:
-    return len(published) if published.all() else int(published.argmin())
+            # Whatever is published has its parents published too, so few are looked up.
+            return bisect_left(paths, True, key=lambda path: not inventory.has_path(path))

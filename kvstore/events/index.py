@@ -4,35 +4,25 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated
 
+import msgspec
 import numpy as np
 
 from kvstore.census.selection import ClearOrder
-from kvstore.census.walk import Fixed, read_fixed
-from kvstore.core.address import ADDRESS_BYTES, NO_PARENT, Address, block_address, chunk_address
+from kvstore.census.walk import read_fixed
+from kvstore.core.address import NO_PARENT, Address, block_address, chunk_address
 from kvstore.core.buffers import token_array
 from kvstore.core.clock import Clock
 from kvstore.core.namespace import Namespace, NamespaceId
-from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch
-from kvstore.events.columns import BlockName, EventOrigin, Rows
-from kvstore.events.inventory import KEY_MAX, BlockPart, Difference, Identities, MultipartBlocks, NamespaceIndex
+from kvstore.events.inventory import Difference, EventBlock, IndexEntry, NamespaceIndex
 from kvstore.events.limits import EventLimits
 from kvstore.format import places
-from kvstore.format.header import (
-    FIXED_BYTES,
-    NO_WHOLE,
-    PAGE_BYTES,
-    VERSION_2,
-    Damaged,
-    Descent,
-    IdentityKind,
-    decode_any,
-)
-from kvstore.format.places import Name, NameColumns, parse_names
+from kvstore.format.header import FIXED_BYTES, PAGE_BYTES, Damaged, Descent, IdentityKind, decode_any
 from kvstore.meta.keys import Keys
 from kvstore.meta.store import KeyValue, MetadataStore, Watch, WatchLost
 from kvstore.meta.sweeps import Condemned, CondemnedSet
@@ -245,21 +235,21 @@ def _takes_all(order: ClearOrder) -> bool:
 # one misleads routers of its own namespace, as a false event of an engine would, and no read.
 
 
-LORA_NAME_MAX = 256
-EXTRA_KEYS_MAX = 64
-"""Extra keys of one block."""
+Number = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Text = Annotated[str, msgspec.Meta(max_length=1 << 10)]
+FEW = msgspec.Meta(min_length=1, max_length=64)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockHeader:
-    """One block: its identity, packed as those of chunks are, and its name."""
+class DescentExtra(msgspec.Struct):
+    """What an engine's hash covers in addition to tokens, as far as routers understand it."""
 
-    packed: bytes
-    """Address, parent's address, depth as u32 and tokens."""
-    name: BlockName
+    lora_name: Annotated[str, msgspec.Meta(max_length=256)] | None = None
+    extra_keys: (
+        Annotated[tuple[Number | Text | Annotated[tuple[Number | Text | None, ...], FEW] | None, ...], FEW] | None
+    ) = None
 
 
-def claimed_of(namespace: Namespace, address: Address, prefix: bytes) -> BlockHeader | None:
+def claimed(namespace: Namespace, address: Address, prefix: bytes) -> EventBlock | None:
     """Returns what a file that begins with ``prefix`` says; None if it is not this block, or cannot be published."""
     try:
         header = decode_any(prefix)
@@ -267,163 +257,63 @@ def claimed_of(namespace: Namespace, address: Address, prefix: bytes) -> BlockHe
         return None
     if header.kind is not IdentityKind.BLOCK or (header.address, header.namespace) != (address, namespace.digest):
         return None
-    descent = Descent.unpack(header.descent)
-    key = header.identity
+    descent, key = Descent.unpack(header.descent), header.identity
     if descent is None or not key or block_address(namespace, key) != address or descent.hash_bytes > len(key):
         return None
-    name = _name(key, descent)
-    if name is None or len(descent.tokens) != namespace.layout.chunk_tokens:
-        return None
-    parent = block_address(namespace, descent.parent) if descent.parent else NO_PARENT
-    tokens = token_array(descent.tokens).tobytes()
-    return BlockHeader(address + parent + descent.depth.to_bytes(4, "little") + tokens, name)
-
-
-def _name(key: bytes, descent: Descent) -> BlockName | None:
-    """Returns a block's name; None if its extras are not what routers understand."""
     try:
-        extra = parse_json(descent.extra or b"{}")
-    except ValueError:
+        extra = msgspec.json.decode(descent.extra or b"{}", type=DescentExtra)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    if not isinstance(extra, dict):
+    if len(descent.tokens) != namespace.layout.chunk_tokens:
         return None
-    lora_name = extra.get("lora_name")
-    if not (lora_name is None or _is_text(lora_name, LORA_NAME_MAX)):
-        return None
-    keys = extra.get("extra_keys")
-    if keys is not None and not (
-        isinstance(keys, list) and 0 < len(keys) <= EXTRA_KEYS_MAX and all(map(_is_key, keys))
-    ):
-        return None
-    if (descent.parts > 1) != (descent.whole != NO_WHOLE):
-        return None
-    origin = EventOrigin(descent.group, lora_name, descent.parts, descent.whole)
-    shared = None if keys is None else tuple(tuple(key) if isinstance(key, list) else key for key in keys)
-    return BlockName(key, descent.hash_bytes, origin, shared)
+    return EventBlock(
+        address,
+        block_address(namespace, descent.parent) if descent.parent else NO_PARENT,
+        descent.depth,
+        token_array(descent.tokens).tobytes(),
+        _number(key[: descent.hash_bytes]),
+        _number(descent.parent[: descent.hash_bytes]) if descent.parent else None,
+        descent.group,
+        extra.lora_name,
+        extra.extra_keys,
+    )
 
 
-def _is_key(value: Any) -> bool:
-    """True for what extra keys of vLLM are: texts, numbers, and pairs of these."""
-    if isinstance(value, list):
-        return 0 < len(value) <= EXTRA_KEYS_MAX and all(map(_is_plain, value))
-    return _is_plain(value)
+def _number(hashed: bytes) -> int:
+    """Returns the low 64 bits of a hash, as vLLM makes numbers of its own."""
+    return int.from_bytes(hashed[-8:], "big")
 
 
-def _is_plain(value: Any) -> bool:
-    return value is None or _is_number(value) or _is_text(value)
-
-
-def _is_number(value: Any) -> bool:
-    """True for an integer that msgpack can encode."""
-    return isinstance(value, int) and not isinstance(value, bool) and -(1 << 63) <= value < 1 << 64
-
-
-def _is_text(value: Any, size_max: int = 1 << 10) -> bool:
-    """True for a text that is not too long and that UTF-8 can encode: JSON may escape half of a surrogate pair."""
-    if not isinstance(value, str) or len(value) > size_max:
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-# Identities of chunks, read from their files: parent, depth and tokens. Each once, while the file is there.
+# What files say of chunks: parent, depth and tokens. Each is read once, while the file is there.
 #
 # Of a chunk of tokens nothing is believed that its address does not prove: it is the hash of parent and tokens. A
 # block's address proves its key alone; the rest is what its writer says (``Descent``).
 
 
-ROWS_MAX = 512
+FILES_MAX = 512
 """Files read between two looks for news."""
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """One pass over some files."""
+def read_block(root: Root, shard_bits: int, namespace: Namespace, address: Address) -> EventBlock | None:
+    """Returns what the file of a chunk says; None if it is gone, does not match its name, or cannot be published.
 
-    found: Identities
-    blocks: Identities
-    odd: Rows
-    """Their files do not match their names, or cannot be published: encrypted or corrupt files, and blocks without a
-    descent."""
-    failed: Rows
-    """The root did not answer: read them again."""
-
-
-def read_identities(root: Root, shard_bits: int, namespace: Namespace, inventory: NamespaceIndex, rows: Rows) -> Read:
-    """Reads the files of ``rows``; those that are gone are in no part of the answer."""
-    packed, blocks, odd, failed = list[bytes](), list[BlockHeader](), [], []
-    for row, raw in zip(rows.tolist(), inventory.rows.addresses(rows), strict=True):
-        address = Address(raw.tobytes())
-        try:
-            seen = _seen(root, places.chunk(address, namespace.id, shard_bits), namespace)
-        except KVStoreError:
-            failed.append(row)
-            continue
-        if seen is None:
-            continue
-        prefix, fixed = seen
-        if fixed is not None and fixed.kind is IdentityKind.BLOCK:
-            claimed = claimed_of(namespace, address, prefix)
-            blocks += [claimed] if claimed is not None else []
-            odd += [row] if claimed is None else []
-        elif fixed is not None and (identity := _identity(namespace, address, fixed, prefix)) is not None:
-            packed.append(address + identity)
-        else:
-            odd.append(row)
-    size = namespace.layout.chunk_tokens
-    named = unpack([each.packed for each in blocks], size, [each.name for each in blocks])
-    return Read(unpack(packed, size), named, np.array(odd, np.int32), np.array(failed, np.int32))
-
-
-def _seen(root: Root, name: Name, namespace: Namespace) -> tuple[bytes, Fixed | None] | None:
-    """Returns the first bytes of a file, at least what identifies a chunk and a block's header; None: there is none."""
-    size = max(FIXED_BYTES + 4 * namespace.layout.chunk_tokens, PAGE_BYTES)
-    seen = root.look(name, size)
-    if seen is None:
+    Encrypted and corrupt files cannot, nor blocks without a descent. Raises the root's errors.
+    """
+    size = max(FIXED_BYTES + 4 * namespace.layout.chunk_tokens, 2 * PAGE_BYTES)
+    seen = root.look(places.chunk(address, namespace.id, shard_bits), size)
+    fixed = None if seen is None else read_fixed(seen.prefix)
+    if seen is None or fixed is None:
         return None
-    fixed = read_fixed(seen.prefix)
-    if fixed is not None and fixed.kind is IdentityKind.BLOCK and fixed.version == VERSION_2 and size < 2 * PAGE_BYTES:
-        seen = root.look(name, 2 * PAGE_BYTES)
-    return None if seen is None else (seen.prefix, fixed)
-
-
-def _identity(namespace: Namespace, address: Address, fixed: Fixed, prefix: bytes) -> bytes | None:
-    """Returns parent, depth and tokens, packed; None if the address is not theirs."""
-    size = 4 * namespace.layout.chunk_tokens
-    tokens = prefix[FIXED_BYTES : FIXED_BYTES + size]
-    if len(tokens) != size or chunk_address(namespace.digest, fixed.parent, tokens) != address:
+    if fixed.kind is IdentityKind.BLOCK:
+        return claimed(namespace, address, seen.prefix)
+    tokens = seen.prefix[FIXED_BYTES : FIXED_BYTES + 4 * namespace.layout.chunk_tokens]
+    if len(tokens) != 4 * namespace.layout.chunk_tokens:
         return None
     is_first = fixed.parent == NO_PARENT
-    if is_first != (fixed.depth == 0):
+    if chunk_address(namespace.digest, fixed.parent, tokens) != address or is_first != (fixed.depth == 0):
         return None
-    return fixed.parent + fixed.depth.to_bytes(4, "little") + tokens
-
-
-def unpack(packed: list[bytes], chunk_tokens: int, names: Sequence[BlockName] = ()) -> Identities:
-    """Makes columns of packed identities: address, parent, depth and tokens of each; ``names`` are those of blocks."""
-    kind = np.dtype(
-        [
-            ("address", ">u8", 2),
-            ("parent", ">u8", 2),
-            ("depth", "<u4"),
-            ("tokens", "<u4", (chunk_tokens,)),
-        ]
-    )
-    assert kind.itemsize == 2 * ADDRESS_BYTES + 4 + 4 * chunk_tokens
-    lines = np.frombuffer(b"".join(packed), kind)
-    address, parent = lines["address"].astype(np.uint64), lines["parent"].astype(np.uint64)
-    return Identities(
-        address[:, 0],
-        address[:, 1],
-        parent[:, 0],
-        parent[:, 1],
-        lines["depth"],
-        lines["tokens"].astype(np.uint32),
-        names,
-    )
+    parent_hash = None if is_first else _number(fixed.parent)
+    return EventBlock(address, fixed.parent, fixed.depth, tokens, _number(address), parent_hash)
 
 
 # The chunks that the root holds, and those about to be deleted, for all published namespaces; updated in steps.
@@ -444,8 +334,8 @@ class Model:
 
     namespace: Namespace
     inventory: NamespaceIndex
-    unknown: Rows
-    """Rows whose files are still to be read."""
+    unknown: deque[IndexEntry] = field(default_factory=deque)
+    """Entries whose files are still to be read."""
 
 
 class RootIndex:
@@ -459,31 +349,26 @@ class RootIndex:
         wanted: Wanted,
         limits: EventLimits,
         clock: Clock,
-        folder: str | None = None,
     ) -> None:
-        """``wanted`` selects the published namespaces; ``folder`` is where their tokens are stored."""
+        """``wanted`` selects the published namespaces."""
         self.lock = threading.Condition()
-        self.models: dict[int, Model] = {}
-        """By namespace id, as a number."""
+        self.models: dict[NamespaceId, Model] = {}
         self._root = root
         self._shard_bits = shard_bits
         self._doomed = doomed
         self._wanted = wanted
         self._limits = limits
         self._clock = clock
-        self._folder = folder
         self._folders = ListingScheduler(1 << shard_bits, limits)
-        self._wholes = MultipartBlocks()
         self._looked_s = float("-inf")
-        self._strangers: set[int] = set()
+        self._strangers: set[NamespaceId] = set()
         """Namespaces that are not wanted, or had no readable record a moment ago."""
         self._strangers_s = 0.0
-        self._quarantined: set[str] = set()
 
     @property
     def is_complete(self) -> bool:
         """True once all that was there at the start is known."""
-        return self._folders.is_complete and not any(len(model.unknown) for model in self.models.values())
+        return self._folders.is_complete and not any(model.unknown for model in self.models.values())
 
     def step(self) -> None:
         """Applies news, lists some shards and reads some files. Raises the errors of root and etcd."""
@@ -491,17 +376,11 @@ class RootIndex:
         began_s = now_s = self._clock.monotonic_s()
         if now_s - self._looked_s >= self._limits.step_s:
             self._looked_s = now_s
-            self._look_at_quarantine()
             for shard in self._folders.to_look_at():
                 self._folders.looked(shard, folder_time(self._root, places.shard_folder(shard)), now_s)
-        listed: dict[int, list[str]] = {}
-        try:
-            while now_s - began_s < self._limits.step_s and (due := self._folders.due(now_s)) is not None:
-                listed[due] = self._list(due)
-                now_s = self._clock.monotonic_s()
-        finally:
-            if listed:
-                self._apply_listed(listed)
+        while now_s - began_s < self._limits.step_s and (due := self._folders.due(now_s)) is not None:
+            self._list(due)
+            now_s = self._clock.monotonic_s()
         for model in list(self.models.values()):
             self._identify(model)
 
@@ -516,30 +395,13 @@ class RootIndex:
 
     def settle(self) -> list[tuple[Model, Difference]]:
         """Returns the changes to publish since the last call, for each namespace that has any."""
-        found = []
         with self.lock:
-            parts = {number: BlockPart(each.namespace, each.inventory) for number, each in self.models.items()}
-            self._wholes.judge(parts)
-            for model in self.models.values():
-                difference = model.inventory.settle()
-                if len(difference.removed) or len(difference.stored):
-                    found.append((model, difference))
-        return found
-
-    def compact(self) -> None:
-        """Gives memory back where much is no longer there. Rows change: call it when no difference is in use."""
-        with self.lock:
-            for model in self.models.values():
-                if not len(model.unknown):
-                    model.inventory.compact()
+            found = [(model, model.inventory.settle()) for model in self.models.values()]
+        return [(model, each) for model, each in found if each.removed or each.stored]
 
     def close(self) -> None:
-        """Ends the watches, and gives files back. Idempotent."""
+        """Ends the watches. Idempotent."""
         self._doomed.close()
-        with self.lock:
-            for model in self.models.values():
-                model.inventory.close()
-            self.models = {}
 
     # News
 
@@ -549,107 +411,73 @@ class RootIndex:
         if news.clear_ended:
             self._folders.must_list(None)
         with self.lock:
-            for shard in news.begun:
-                self._condemn(shard)
-            if news.clear_begun:
-                for number in self.models:
-                    self._hide(number)
+            for model in self.models.values():
+                for shard in news.begun:
+                    self._condemn(model, shard)
+                if news.clear_begun:
+                    self._hide(model)
 
-    def _condemn(self, shard: int) -> None:
+    def _condemn(self, model: Model, shard: int) -> None:
         """Condemns what a sweep in flight is about to take."""
         members = self._doomed.condemned(shard)
-        if members is None:
-            return
-        for model in self.models.values():
-            rows = model.inventory.between(*self._range(shard))
-            if len(rows):
-                addresses = model.inventory.rows.addresses(rows)
-                model.inventory.condemn(rows[np.array([each.tobytes() in members for each in addresses], np.bool_)])
+        if members is not None:
+            inventory = model.inventory
+            inventory.condemn([each for each in inventory.present(shard) if each.address in members])
 
-    def _hide(self, number: int) -> None:
-        """Condemns all of a namespace that a clear is deleting."""
-        if self._doomed.hides(number.to_bytes(8, "big")):
-            inventory = self.models[number].inventory
-            inventory.condemn(inventory.between(0, KEY_MAX))
-
-    def _look_at_quarantine(self) -> None:
-        """Takes back chunks that were set aside as damaged, unless they are there again."""
-        names = set(list_names(self._root, places.QUARANTINE))
-        new, self._quarantined = names - self._quarantined, names
-        for name in new:
-            address = places.parse_quarantined(name)
-            if address is None:
-                continue
-            first = np.array([int.from_bytes(address[:8], "big")], np.uint64)
-            for model in self.models.values():
-                chunk = places.chunk(address, model.namespace.id, self._shard_bits)
-                if self._root.stat(chunk) is None:
-                    with self.lock:
-                        model.inventory.left(first)
+    def _hide(self, model: Model, shard: int | None = None) -> None:
+        """Condemns all that a clear of the namespace is deleting, in one shard or in all."""
+        if self._doomed.hides(model.namespace.id):
+            model.inventory.condemn(model.inventory.present(shard))
 
     # Listing
 
-    def _list(self, shard: int) -> list[str]:
-        """Returns the names in a shard's folder."""
+    def _list(self, shard: int) -> None:
+        """Lists a shard's folder. If that fails, it stays due."""
         folder, began_s = places.shard_folder(shard), self._clock.monotonic_s()
         time = folder_time(self._root, folder)
-        names = list_names(self._root, folder)
+        found = defaultdict[NamespaceId, list[Address]](list)
+        for name in list_names(self._root, folder):
+            parsed = places.parse_chunk(name)
+            if parsed is not None and places.shard(parsed[0], self._shard_bits) == shard:
+                found[parsed[1]].append(parsed[0])
+        self._meet(found.keys())
         self._folders.listed(shard, time, began_s, self._clock.monotonic_s())
-        return names
-
-    def _apply_listed(self, listed: Mapping[int, list[str]]) -> None:
-        """Records the listings of many shards together: each alone would cost as much."""
-        found = parse_names([name for names in listed.values() for name in names])
-        try:
-            self._meet(found)
-        except KVStoreError:
-            for shard in listed:
-                self._folders.must_list(shard)
-            raise
-        folders = np.repeat(np.array(list(listed), np.uint64), [len(names) for names in listed.values()])[found.ours]
-        in_place = folders == found.firsts >> np.uint64(64 - self._shard_bits)
-        ranges = [self._range(shard) for shard in listed]
         with self.lock:
             for number, model in self.models.items():
-                mine = in_place & (found.namespaces == np.uint64(number))
                 # What is here now was spared by every sweep that has ended; those in flight condemn theirs again.
-                model.inventory.listed(ranges, found.firsts[mine], found.lasts[mine])
-            for shard in listed:
-                self._condemn(shard)
-            for number in self.models:
-                self._hide(number)
+                model.inventory.listed(shard, found.get(number, ()))
+                self._condemn(model, shard)
+                self._hide(model, shard)
 
-    def _meet(self, found: NameColumns) -> None:
+    def _meet(self, found: Iterable[NamespaceId]) -> None:
         """Reads the records of namespaces that were not there before."""
         now_s = self._clock.monotonic_s()
         if now_s - self._strangers_s >= STRANGERS_S:
             self._strangers, self._strangers_s = set(), now_s
-        new = set(np.unique(found.namespaces).tolist()) - self.models.keys() - self._strangers
+        new = set(found) - self.models.keys() - self._strangers
         if not new:
             return
         for namespace in read_namespaces(self._root):
-            number = int.from_bytes(namespace.id, "big")
-            if number in new and self._wanted(namespace):
-                inventory = NamespaceIndex(namespace.layout.chunk_tokens, self._folder, namespace.digest)
+            if namespace.id in new and self._wanted(namespace):
                 with self.lock:
-                    self.models[number] = Model(namespace, inventory, np.zeros(0, np.int32))
+                    self.models[namespace.id] = Model(namespace, NamespaceIndex(namespace.digest, self._shard_bits))
         self._strangers |= new - self.models.keys()
 
     def _identify(self, model: Model) -> None:
         """Reads the files of some chunks that came."""
         with self.lock:
-            rows = np.unique(np.concatenate([model.unknown, model.inventory.unknown()]))
-        now, model.unknown = rows[:ROWS_MAX], rows[ROWS_MAX:]
-        if not len(now):
-            return
-        read = read_identities(self._root, self._shard_bits, model.namespace, model.inventory, now)
+            model.unknown += model.inventory.unknown()
+        read, failed = list[tuple[IndexEntry, EventBlock | None]](), list[IndexEntry]()
+        for _ in range(min(FILES_MAX, len(model.unknown))):
+            entry = model.unknown.popleft()
+            try:
+                read.append((entry, read_block(self._root, self._shard_bits, model.namespace, entry.address)))
+            except KVStoreError:
+                failed.append(entry)
         with self.lock:
-            model.inventory.learn(read.found)
-            model.inventory.learn(read.blocks)
-            model.inventory.refuse(read.odd)
-            model.inventory.retry(read.failed)
-
-    def _range(self, shard: int) -> tuple[int, int]:
-        """Returns the first and the last number that 8 bytes of an address in this shard can begin with."""
-        shift = 64 - self._shard_bits
-        return shard << shift, ((shard + 1) << shift) - 1
+            for entry, block in read:
+                if block is None:
+                    entry.is_odd = True
+                else:
+                    model.inventory.learn(entry, block)
+            model.inventory.retry(failed)

@@ -16,10 +16,9 @@ from kvstore.core.clock import Clock, Ids, RandomIds, SystemClock
 from kvstore.core.namespace import Namespace
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.events import stream as messages
-from kvstore.events.columns import Rows
 from kvstore.events.http import Answers, application, serve
 from kvstore.events.index import Model, PendingDeletions, RootIndex
-from kvstore.events.inventory import Difference
+from kvstore.events.inventory import Difference, EventBlock
 from kvstore.events.limits import EventLimits
 from kvstore.events.stream import MEDIUM, Curve, EventBatch, Gone, ReplayQuery, Sockets, TopicLog, ended
 from kvstore.meta.cluster import check_bound
@@ -173,8 +172,6 @@ class Speaker:
         self._said_s = 0.0
         self.fails = False
         """True if the last step could not reach root or etcd: the next one can wait."""
-        self.replaying = 0
-        """Replays that are under way: while there are some, rows keep their numbers."""
 
     @property
     def speaks(self) -> bool:
@@ -201,8 +198,6 @@ class Speaker:
                 self._publish_difference(model, difference)
         if self._clock.monotonic_s() - self._said_s >= self._limits.heartbeat_s:
             self._beat()
-        if not self.replaying:
-            self._truth.compact()
 
     def topics(self) -> list[str]:
         """Returns the topics that were spoken of."""
@@ -211,24 +206,23 @@ class Speaker:
     def replay(self, topic: str, seq: int) -> Iterator[EventBatch]:
         """Yields what a subscriber misses from a number on: batches that are kept, or the marker and a snapshot.
 
-        It may be taken bit by bit, with steps between; count it in ``replaying`` for as long.
+        It may be taken bit by bit, with steps between.
         """
         stream = self._streams[topic]
         kept = stream.since(seq)
         if kept is not None:
             return iter(kept)
-        parts = [(model, model.inventory.snapshot()) for model in self._models(topic)]
-        return self._snapshot(stream, parts)
+        return self._snapshot(stream, [model.inventory.snapshot() for model in self._models(topic)])
 
-    def _snapshot(self, stream: TopicLog, parts: list[tuple[Model, Rows]]) -> Iterator[EventBatch]:
+    def _snapshot(self, stream: TopicLog, parts: list[list[EventBlock]]) -> Iterator[EventBatch]:
         # The last batch has the number of the last batch published, so that the next one continues it. Two batches in a
         # row hold more than ``batch_blocks`` blocks, so there are no more of them than this.
         blocks_max, last = self._limits.batch_blocks, stream.last
-        most = 1 + sum(2 * (len(rows) // blocks_max + 1) for _, rows in parts)
+        most = 1 + sum(2 * (len(blocks) // blocks_max + 1) for blocks in parts)
         number = last - most
         yield EventBatch(number, self._encoded([messages.cleared()]))
-        for model, rows in parts:
-            for events in messages.stored(model.inventory, rows, self._scope.medium, blocks_max):
+        for blocks in parts:
+            for events in messages.stored(blocks, self._scope.medium, blocks_max):
                 number += 1
                 assert number < last
                 yield EventBatch(number, self._encoded(events))
@@ -239,8 +233,7 @@ class Speaker:
         self._term, self._streams = term, {}
         self._truth.reread()
         for model in list(self._truth.models.values()):
-            rows = model.inventory.snapshot()
-            self._publish_stored(self._stream_of(model), model, rows)
+            self._publish_stored(self._stream_of(model), model.inventory.snapshot())
 
     def _stream_of(self, model: Model) -> str:
         """Returns the topic of a namespace; begins it with the marker if it is new."""
@@ -252,13 +245,12 @@ class Speaker:
 
     def _publish_difference(self, model: Model, difference: Difference) -> None:
         topic = self._stream_of(model)
-        blocks_max = self._limits.batch_blocks
-        for events in messages.removed(model.inventory, difference.removed, self._scope.medium, blocks_max):
+        for events in messages.removed(difference.removed, self._scope.medium, self._limits.batch_blocks):
             self._publish(topic, events)
-        self._publish_stored(topic, model, difference.stored)
+        self._publish_stored(topic, difference.stored)
 
-    def _publish_stored(self, topic: str, model: Model, rows: Rows) -> None:
-        for events in messages.stored(model.inventory, rows, self._scope.medium, self._limits.batch_blocks):
+    def _publish_stored(self, topic: str, blocks: list[EventBlock]) -> None:
+        for events in messages.stored(blocks, self._scope.medium, self._limits.batch_blocks):
             self._publish(topic, events)
             self._fence.step()  # a snapshot of millions takes longer than the lease
 
@@ -331,7 +323,6 @@ class EventPublisher:
         for request in self._sockets.requests(0.0 if is_busy else self._limits.step_s):
             self._begin(request)
         self._replays = [replay for replay in self._replays if self._advance(replay)]
-        self.speaker.replaying = len(self._replays)
         self.speaker.step()
 
     def _begin(self, request: ReplayQuery) -> None:
@@ -385,20 +376,17 @@ def open_publisher(
     *,
     limits: EventLimits | None = None,
     clock: Clock | None = None,
-    folder: str | None = None,
 ) -> EventPublisher:
     """Opens a publisher on a root and its metadata, which stay the caller's to close.
 
-    ``folder`` is where tokens lie in a file without a name. Raises RootMismatch, InvalidRequest, Unavailable.
+    Raises RootMismatch, InvalidRequest, Unavailable.
     """
     limits, clock, ids = limits or EventLimits(), clock or SystemClock(), RandomIds()
     identity = create_or_open(root, ids, create=False)
     check_bound(meta, root.url, identity.root)
     keys = Keys(identity.root)
     with ExitStack() as undo:
-        truth = RootIndex(
-            root, identity.shard_bits, PendingDeletions(meta, keys, limits), scope.wants, limits, clock, folder
-        )
+        truth = RootIndex(root, identity.shard_bits, PendingDeletions(meta, keys, limits), scope.wants, limits, clock)
         undo.callback(truth.close)
         sockets = Sockets(at.publish, at.replay, at.curve)
         undo.callback(sockets.close)

@@ -14,8 +14,7 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.events.columns import NO_ROW, Rows
-from kvstore.events.inventory import NamespaceIndex
+from kvstore.events.inventory import EventBlock
 from kvstore.events.limits import EventLimits
 
 TERM_BITS = 24
@@ -90,78 +89,59 @@ def cleared() -> Event:
     return {"type": "AllBlocksCleared"}
 
 
-def removed(inventory: NamespaceIndex, rows: Rows, medium: str, blocks_max: int) -> Iterator[list[Event]]:
-    """Yields the events of batches that say that rows are gone."""
-    for start in range(0, len(rows), blocks_max):
-        gone = inventory.rows.hashes(rows[start : start + blocks_max])
+def removed(blocks: Sequence[EventBlock], medium: str, blocks_max: int) -> Iterator[list[Event]]:
+    """Yields the events of batches that say that blocks are gone."""
+    for start in range(0, len(blocks), blocks_max):
+        gone = [each.hash for each in blocks[start : start + blocks_max]]
         yield [{"type": "BlockRemoved", "block_hashes": gone, "medium": medium}]
 
 
-def stored(inventory: NamespaceIndex, rows: Rows, medium: str, blocks_max: int) -> Iterator[list[Event]]:
-    """Yields the events of batches that say that rows are there; ``rows`` has parents before their children."""
+def stored(blocks: Iterable[EventBlock], medium: str, blocks_max: int) -> Iterator[list[Event]]:
+    """Yields the events of batches that say that blocks are there; ``blocks`` has parents before their children."""
     events: list[Event] = []
     count = 0
-    for chain in _chains(inventory, rows):
-        for start in range(0, len(chain), blocks_max):
-            part = chain[start : start + blocks_max]
-            if count and count + len(part) > blocks_max:
-                yield events
-                events, count = [], 0
-            events.append(_stored(inventory, part, medium))
-            count += len(part)
+    for chain in _chains(blocks, blocks_max):
+        if count and count + len(chain) > blocks_max:
+            yield events
+            events, count = [], 0
+        events.append(_stored(chain, medium))
+        count += len(chain)
     if events:
         yield events
 
 
-def _stored(inventory: NamespaceIndex, chain: Rows, medium: str) -> Event:
-    above = inventory.rows.parents[chain[:1]]
-    parent = None if above[0] == NO_ROW else inventory.rows.hashes(above)[0]
-    tokens = inventory.rows.tokens.read(chain)
+def _stored(chain: Sequence[EventBlock], medium: str) -> Event:
+    first = chain[0]
     event: Event = {
         "type": "BlockStored",
-        "block_hashes": inventory.rows.hashes(chain),
-        "parent_block_hash": parent,
-        "token_ids": tokens.ravel().tolist(),
-        "block_size": inventory.rows.tokens.width,
+        "block_hashes": [each.hash for each in chain],
+        "parent_block_hash": first.parent_hash,
+        "token_ids": np.frombuffer(b"".join(each.tokens for each in chain), "<u4").tolist(),
+        "block_size": len(first.tokens) // 4,
         "lora_id": None,
         "medium": medium,
-        "lora_name": None,
+        "lora_name": first.lora_name,
     }
-    if inventory.rows.is_block(int(chain[0])):
-        event |= _of_engine(inventory, chain)
+    if first.group is not None:
+        extra_keys = [each.extra_keys for each in chain]
+        event["extra_keys"] = extra_keys if any(each is not None for each in extra_keys) else None
+        event["group_idx"] = first.group
     return event
 
 
-def _of_engine(inventory: NamespaceIndex, chain: Rows) -> Event:
-    """Returns the event fields of engine-hashed blocks other than hashes and tokens."""
-    names = inventory.rows.names
-    assert names is not None
-    origin, extra_keys = names.origin(int(chain[0])), names.extra_keys(chain)
-    return {
-        "lora_name": origin.lora_name,
-        "extra_keys": extra_keys if any(each is not None for each in extra_keys) else None,
-        "group_idx": origin.group,
-    }
-
-
-def _chains(inventory: NamespaceIndex, rows: Rows) -> list[Rows]:
-    """Cuts rows into chains, each row the child of the one before it; a chain comes after the one it hangs from.
-
-    All rows of a chain have one origin.
-    """
-    ends: dict[tuple[int, int], list[int]] = {}
-    chains: list[list[int]] = []
-    origins = inventory.rows.origins(rows).tolist()
-    for row, parent, origin in zip(rows.tolist(), inventory.rows.parents[rows].tolist(), origins, strict=True):
-        chain = ends.pop((parent, origin), None)
-        if chain is None:
-            chain = []
-            chains.append(chain)
-        chain.append(row)
-        ends[row, origin] = chain
-    # The first rows of chains are in the order of depths. The parent of such a row is less deep, and so in a chain that
-    # begins above it.
-    return [np.array(chain, np.int32) for chain in chains]
+def _chains(blocks: Iterable[EventBlock], blocks_max: int) -> Iterator[list[EventBlock]]:
+    """Cuts blocks into chains of one origin, in which each is the child of the one before it."""
+    chain: list[EventBlock] = []
+    for each in blocks:
+        if chain:
+            last = chain[-1]
+            is_next = (each.parent, each.group, each.lora_name) == (last.address, last.group, last.lora_name)
+            if not is_next or len(chain) == blocks_max:
+                yield chain
+                chain = []
+        chain.append(each)
+    if chain:
+        yield chain
 
 
 # ZeroMQ sockets as vLLM's publisher has them: PUB for batches, ROUTER for those who ask for what they missed.

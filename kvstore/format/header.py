@@ -57,15 +57,12 @@ DESCENT_BYTES_MAX = 3_584
 """Limit of one descent as bytes: it fits behind the longest key in a header of 4096 bytes of either version."""
 EXTRA_BYTES_MAX = 1_024
 HASH_BYTES_MIN = 8
-PARTS_MAX = 4_096
-WHOLE_BYTES = 16
-NO_WHOLE = bytes(WHOLE_BYTES)
 
-_NUMBERS = ("depth", "hash_bytes", "group", "parts")
-_BYTES = ("parent", "whole", "extra")
-_DESCENT_FIXED = struct.Struct("<BBHI16sIHH")
+_NUMBERS = ("depth", "hash_bytes", "group")
+_BYTES = ("parent", "extra")
+_DESCENT_FIXED = struct.Struct("<BBHIIHH")
 _SIZE = struct.Struct("<I")
-assert _DESCENT_FIXED.size == 32
+assert _DESCENT_FIXED.size == 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,10 +79,6 @@ class Descent:
     """Leading bytes of the block's key that are the engine's own hash."""
     group: int = 0
     """The engine's number of this kind of KV."""
-    parts: int = 1
-    """Number of namespaces that each have a part of the block under the same key: only all parts are of use."""
-    whole: bytes = NO_WHOLE
-    """16 bytes that these namespaces share and no others; zero for one part."""
     extra: bytes = b""
     """What the engine's hash covers in addition to tokens, as a JSON object; empty for nothing."""
 
@@ -104,10 +97,6 @@ class Descent:
             raise InvalidRequest(
                 f"a descent has hash_bytes={brief(self.hash_bytes)} and group={brief(self.group)}: out of range"
             )
-        if not 1 <= self.parts <= PARTS_MAX or len(self.whole) != WHOLE_BYTES:
-            raise InvalidRequest(
-                f"a descent has parts={brief(self.parts)}: expected 1 to {PARTS_MAX}, and 16 bytes as whole"
-            )
         if len(self.extra) > EXTRA_BYTES_MAX or self.packed_bytes > DESCENT_BYTES_MAX:
             raise InvalidRequest(
                 f"a descent has {self.packed_bytes} bytes, {len(self.extra)} of them extra: expected at most "
@@ -120,7 +109,7 @@ class Descent:
 
     def pack(self) -> bytes:
         counts = (len(self.tokens), len(self.parent), len(self.extra))
-        fixed = _DESCENT_FIXED.pack(self.hash_bytes, self.group, self.parts, self.depth, self.whole, *counts)
+        fixed = _DESCENT_FIXED.pack(self.hash_bytes, self.group, 0, self.depth, *counts)
         return b"".join((fixed, self.parent, token_array(self.tokens).tobytes(), self.extra))
 
     @classmethod
@@ -128,17 +117,15 @@ class Descent:
         """Returns what bytes say; None if they are not a descent."""
         if not _DESCENT_FIXED.size < len(packed) <= DESCENT_BYTES_MAX:
             return None
-        hash_bytes, group, parts, depth, whole, token_count, parent_bytes, extra_bytes = _DESCENT_FIXED.unpack_from(
-            packed
-        )
+        hash_bytes, group, zero, depth, token_count, parent_bytes, extra_bytes = _DESCENT_FIXED.unpack_from(packed)
         tokens_at = _DESCENT_FIXED.size + parent_bytes
         extra_at = tokens_at + 4 * token_count
-        if extra_at + extra_bytes != len(packed):
+        if zero or extra_at + extra_bytes != len(packed):
             return None
         tokens: Tokens = np.frombuffer(packed, "<u4", token_count, tokens_at) if token_count else ()
         parent, extra = packed[_DESCENT_FIXED.size : tokens_at], packed[extra_at:]
         try:
-            return cls(tokens, depth, parent, hash_bytes, group, parts, whole, extra)
+            return cls(tokens, depth, parent, hash_bytes, group, extra)
         except InvalidRequest:
             return None
 

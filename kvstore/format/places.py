@@ -92,16 +92,6 @@ def quarantined(address: Address, session: bytes, number: int) -> Name:
     return Name(f"{QUARANTINE}/{address.hex()}.{session.hex()}.{number}")
 
 
-def parse_quarantined(file_name: str) -> Address | None:
-    """Returns the address from the last part of a quarantined file's name; None for anything else."""
-    address, dot, rest = file_name.partition(".")
-    session, other_dot, number = rest.partition(".")
-    if not (dot and other_dot and _parse_id(session, SESSION_BYTES) and number.isdecimal()):
-        return None
-    found = _parse_id(address, ADDRESS_BYTES)
-    return None if found is None else Address(found)
-
-
 def trash_folder(sweep: bytes) -> Name:
     """Returns the folder of one sweep: as long as it exists, chunks may be renamed into it (rule F1)."""
     return Name(f"{TRASH}/{sweep.hex()}")

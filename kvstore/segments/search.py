@@ -276,29 +276,6 @@ def gaps(total: int, matches: Sequence[Match], after: int) -> list[Range]:
     return [(end, start) for end, start in zip(ends, starts, strict=True) if start > end]
 
 
-def missing(search: Search, matches: Sequence[Match], chunk_tokens: int) -> list[range]:
-    """The ranges to compute alone, so that the next search finds them."""
-    if search.starts is None:
-        return missing_anywhere(len(search.tokens), matches, search.after, chunk_tokens)
-    return missing_given(search.given, matches, chunk_tokens)
-
-
-def missing_given(ranges: Sequence[Range], matches: Sequence[Match], chunk_tokens: int) -> list[range]:
-    """The segments that were not found whole: a segment is computed from its first token, or not at all."""
-    ends = {match.start: match.end for match in matches}
-    whole = [(start, end - (end - start) % chunk_tokens) for start, end in ranges]
-    return [range(start, end) for start, end in whole if end > ends.get(start, start)]
-
-
-def missing_anywhere(total: int, matches: Sequence[Match], after: int, chunk_tokens: int) -> list[range]:
-    """The gaps in pieces of one chunk, from where the last match ended."""
-    return [
-        range(start, start + chunk_tokens)
-        for low, high in gaps(total, matches, after)
-        for start in range(low, high - chunk_tokens + 1, chunk_tokens)
-    ]
-
-
 def _match(tokens: TokenArray, start: int, count: int) -> Match:
     # A copy: engines reuse their token buffers while a match is alive.
     return Match(start, start + count, tokens[start : start + count].copy())

@@ -131,16 +131,6 @@ class Segments:
         """
         return self.hold(self.find(tokens, starts, after), ttl)
 
-    def missing(
-        self, tokens: Tokens, matches: Sequence[Match], starts: Sequence[int] | None = None, after: int = 0
-    ) -> list[range]:
-        """Returns the ranges to compute alone behind BOS, and to put, so that the next ``find`` finds them.
-
-        With ``starts``: the segments that were not found whole. Without: the gaps between matches, cut into pieces of
-        one chunk. Nothing shorter than a chunk, and nothing before ``after``. Raises InvalidRequest.
-        """
-        return finding.missing(Search.of(tokens, starts, after), _checked_kind(matches), self.layout.chunk_tokens)
-
     def hold(self, matches: Sequence[Match], ttl: float | None = None) -> Held:
         """Protects found segments from garbage collection until released; use it as a context.
 
@@ -298,19 +288,14 @@ def _key(number: int) -> bytes:
     return blake2b(b"%d" % number, digest_size=16, person=b"kvstore.verdict").digest()
 
 
-def _checked_kind(matches: Sequence[Match]) -> Sequence[Match]:
+def _checked(matches: Sequence[Match], chunk_tokens: int) -> Sequence[Match]:
+    """Raises InvalidRequest if these are not what ``find`` returns."""
+    end = 0
     if not isinstance(matches, Sequence):
         raise InvalidRequest(f"matches are {kind_of(matches)}: expected what find returned")
     for match in matches:
         if not isinstance(match, Match):
             raise InvalidRequest(f"matches have a {type(match).__name__}: expected what find returned")
-    return matches
-
-
-def _checked(matches: Sequence[Match], chunk_tokens: int) -> Sequence[Match]:
-    """Raises InvalidRequest if these are not what ``find`` returns."""
-    end = 0
-    for match in _checked_kind(matches):
         if match.start < end or not len(match) or len(match) % chunk_tokens or len(match.tokens) != len(match):
             raise InvalidRequest(
                 f"{match!r} is not in order, or no whole number of chunks: expected what find returned"

@@ -74,13 +74,6 @@ def test_a_group_stays_together_around_the_groups_inside_of_it() -> None:
     assert plan.groups[0].members == (0, 1, 2, 6)
 
 
-def test_names_of_blocks_plan_as_their_tokens_do() -> None:
-    names = [[b"a", b"b", b"c"], [b"x"], [b"a", b"b", b"d"], [b"a", b"b"]]
-    plan = make_plan(PromptSet.of_blocks(names, 16, [50, 16, 48, 40]), memory_tokens=64)
-    assert (plan.tokens_total, plan.tokens_to_compute) == (154, 154 - 32 - 32)
-    assert plan.groups[0].prefix_tokens == 32
-
-
 @for_each(
     "prompts, said",
     [

@@ -15,8 +15,8 @@ import pytest
 
 import kvstore
 from kvstore import aio, errors
+from kvstore.aio.store import THREADS, Threads
 from kvstore.aio.store import Store as AioStore
-from kvstore.aio.threads import THREADS, Threads
 from kvstore.census.selection import Selection
 from kvstore.client import cache, control, operation, store
 from kvstore.client import cache as blocks

@@ -92,7 +92,6 @@ def test_no_keyword_of_blocks_raises_what_is_not_ours(cache: Cache) -> None:
     for name in ("match", "present", "hold", "pin", "supersede"):
         raw += raw_errors(name, getattr(blocks, name), keys=KEYS)
     raw += raw_errors("get", blocks.get, **get)
-    raw += raw_errors("plan", blocks.plan, prompts=[KEYS], memory_tokens=1000)
     with blocks.hold(KEYS) as hold:
         raw += raw_errors("hold.get", hold.get, **get)
     raw += raw_errors("Descent", kvstore.Descent, tokens=[1], depth=0)
@@ -106,7 +105,6 @@ def test_no_keyword_of_segments_raises_what_is_not_ours(cache: Cache) -> None:
     raw += raw_errors("put", segments.put, tokens=TOKENS, kv=KV)
     for name in ("find", "find_held"):
         raw += raw_errors(name, getattr(segments, name), tokens=TOKENS)
-    raw += raw_errors("missing", segments.missing, tokens=TOKENS, matches=[])
     raw += raw_errors("hold", segments.hold, matches=[])
     assert raw == []
 

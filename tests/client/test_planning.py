@@ -66,17 +66,6 @@ def test_what_the_store_holds_is_free(cache: Cache) -> None:
     assert [group.stored_tokens for group in plan.groups] == [0, 3 * SIZE, 4 * SIZE]
 
 
-def test_blocks_of_an_engine_are_planned_by_their_keys(cache: Cache) -> None:
-    keys = [bytes([number]) * 32 for number in range(6)]
-    cache.blocks.put(keys[:2], [b"12"] * 2)
-    cache.blocks.put(keys[3:4], [b"12"])
-    plan = cache.blocks.plan([keys[:4], keys[4:5], keys[:3], [keys[0], keys[5]]], memory_tokens=99 * SIZE)
-    assert plan.tokens_total == 10 * SIZE
-    assert plan.tokens_stored == 5 * SIZE, "blocks 0 and 1, in a row; 3 is behind a miss"
-    assert plan.tokens_to_compute == 4 * SIZE
-    assert plan.order == [3, 0, 2, 1]
-
-
 def test_without_a_worker_nothing_is_stored() -> None:
     with serving(MemoryRoot(MemoryFiles())) as served, connected(served) as store:
         cache = store.namespace("m", SMALL)

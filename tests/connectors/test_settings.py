@@ -54,9 +54,9 @@ def test_settings_that_make_no_sense_are_refused_with_the_key(given: dict[Any, A
 
 
 def test_sizes_as_text_are_bytes() -> None:
-    given = {"root": "/x", "memory": "1GiB", "max_bytes": "256MiB", "load_bytes_max": "64 MB"}
+    given = {"root": "/x", "memory": "1GiB", "max_bytes": "256MiB", "store_bytes_max": "64 MB"}
     found = VllmSettings.of(given)
-    assert (found.memory, found.max_bytes, found.load_bytes_max) == (1 << 30, 256 << 20, 64_000_000)
+    assert (found.memory, found.max_bytes, found.store_bytes_max) == (1 << 30, 256 << 20, 64_000_000)
 
 
 def test_opened_store_is_described_in_the_log(tmp_root: Path, caplog: pytest.LogCaptureFixture) -> None:

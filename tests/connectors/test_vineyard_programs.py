@@ -51,12 +51,3 @@ def test_the_radix_tree_program_runs_with_its_imports_changed(tmp_root: Path) ->
 def test_the_file_system_program_runs_with_its_imports_changed(tmp_root: Path) -> None:
     run("chunk_hash_files.txt", tmp_root)
     assert (tmp_root / "vineyard" / "llm_cache" / "FORMAT").is_file()
-
-
-def test_a_second_run_of_the_file_program_finds_what_the_first_stored(tmp_root: Path) -> None:
-    """First writer wins, and found tokens count: other random KV, the same token counts."""
-    run("chunk_hash_files.txt", tmp_root)
-    files = {path: path.read_bytes() for path in (tmp_root / "vineyard/llm_cache/chunks").rglob("*") if path.is_file()}
-    run("chunk_hash_files.txt", tmp_root)
-    assert len(files) == 2
-    assert {path: path.read_bytes() for path in files} == files

@@ -61,7 +61,7 @@ def test_an_answer_that_was_not_used_in_time_is_looked_for_anew(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half, request = make(), Request("a", 22)
-    monkeypatch.setattr(sys.modules["kvstore.connectors.vllm.hints"], "STALE_S", 0.05)
+    monkeypatch.setattr(sys.modules["kvstore.connectors.vllm.scheduler"], "STALE_S", 0.05)
     half.arrived(request)
     assert matched(half, request) == (0, False)
     store(half, request, 3)
@@ -191,7 +191,7 @@ def test_a_request_says_how_long_to_keep_its_blocks(
 
 
 def test_the_files_of_blocks_say_what_vllm_hashed(make: Callable[..., Any]) -> None:
-    half, request = make(parts=2), Request("r", 22)
+    half, request = make(), Request("r", 22)
     half.arrived(request)
     matched(half, request)
     (run,) = step(half, request, 0, 22).stores
@@ -200,5 +200,5 @@ def test_the_files_of_blocks_say_what_vllm_hashed(make: Callable[..., Any]) -> N
         assert said is not None
         assert list(said.tokens) == request.all_token_ids[at * BLOCK_TOKENS : (at + 1) * BLOCK_TOKENS]
         assert said.parent == (run.keys[at - 1] if at else b"") and said.depth == at
-        assert key[: said.hash_bytes] == request.block_hashes[at] and said.parts == 2 and any(said.whole)
+        assert key[: said.hash_bytes] == request.block_hashes[at]
         assert json.loads(said.extra) == {"extra_keys": ["a salt", at * BLOCK_TOKENS]}

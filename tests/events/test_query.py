@@ -16,7 +16,7 @@ from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, Unauthenticated
 from kvstore.events.http import Answers, application, decode
 from kvstore.events.index import Model
-from kvstore.events.inventory import Identities, NamespaceIndex
+from kvstore.events.inventory import EventBlock, NamespaceIndex
 from kvstore.format.keyset import ChunkKeys
 from kvstore.security.access import Identity, Presented, Role
 from kvstore.transport.query import Question
@@ -26,23 +26,19 @@ from tests.kit.stores import TINY
 
 
 def known(chain: ChunkKeys) -> NamespaceIndex:
-    inventory = NamespaceIndex(TINY.chunk_tokens)
-    numbers = np.frombuffer(b"".join(chain.addresses), ">u8").astype(np.uint64).reshape(-1, 2)
-    above = np.concatenate([np.zeros((1, 2), np.uint64), numbers[:-1]])
-    tokens = chain.tokens.reshape(-1, TINY.chunk_tokens)
-    inventory.arrived(numbers[:, 0], numbers[:, 1])
-    inventory.learn(
-        Identities(
-            *(numbers[:, 0], numbers[:, 1], above[:, 0], above[:, 1]), np.arange(len(chain), dtype=np.uint32), tokens
-        )
-    )
+    inventory = NamespaceIndex(SPACE.digest, 0)
+    inventory.listed(0, chain.addresses)
+    depths = {address: depth for depth, address in enumerate(chain.addresses)}
+    for entry in inventory.unknown():
+        depth = depths[entry.address]
+        number = int.from_bytes(entry.address[8:], "big")
+        inventory.learn(entry, EventBlock(entry.address, chain.parent(depth), depth, bytes(16), number, None))
     inventory.settle()
     return inventory
 
 
 def answers(inventory: NamespaceIndex) -> Answers:
-    model = Model(SPACE, inventory, np.zeros(0, np.int32))
-    truth: Any = SimpleNamespace(models={1: model}, lock=threading.Condition())
+    truth: Any = SimpleNamespace(models={SPACE.id: Model(SPACE, inventory)}, lock=threading.Condition())
     return Answers(truth, "pod", "STORAGE")
 
 
@@ -52,7 +48,7 @@ def test_the_longest_prefix_is_found_by_tokens_and_by_hashes(stored: int) -> Non
     chain = ChunkKeys.of(SPACE, tokens)
     inventory = known(chain)
     if stored < 100:
-        inventory.left(np.frombuffer(chain.addresses[stored], ">u8")[:1].astype(np.uint64))
+        inventory.listed(0, chain.addresses[:stored] + chain.addresses[stored + 1 :])
         inventory.settle()
     asked = answers(inventory)
     hashes = [int.from_bytes(each[8:], "big") for each in chain.addresses]

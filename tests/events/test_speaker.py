@@ -213,10 +213,9 @@ def test_long_chains_are_cut_into_batches_that_continue_each_other(clustered: Cl
     publishing.catch_up()
     assert publishing.index.blocks == expected(prompt(1, 11))
     model = next(iter(publishing.truth.models.values()))
-    rows = model.inventory.snapshot()
     sizes = [
         sum(len(event["block_hashes"]) for event in events)  # type: ignore[arg-type,misc]
-        for events in messages.stored(model.inventory, rows, MEDIUM, 4)
+        for events in messages.stored(model.inventory.snapshot(), MEDIUM, 4)
     ]
     assert sizes == [4, 4, 3]
     assert SPACE.name == "m"

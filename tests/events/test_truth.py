@@ -124,7 +124,7 @@ def test_a_clear_is_told_before_it_deletes_and_what_it_spares_again(clustered: C
     assert following.heard == following.on_root() == addresses(pinned.addresses)
 
 
-def test_a_damaged_chunk_is_taken_back_once_it_is_set_aside(clustered: Cluster) -> None:
+def test_a_damaged_chunk_is_taken_back_once_its_folder_was_listed(clustered: Cluster) -> None:
     node, following = clustered.node(), Following(clustered)
     chain = prompt(1, 4)
     put(node, chain)
@@ -132,8 +132,7 @@ def test_a_damaged_chunk_is_taken_back_once_it_is_set_aside(clustered: Cluster) 
     _damage(clustered, chain.addresses[1])
     cache = Store(LocalTransport(node)).namespace(SPACE.name, TINY)
     assert cache.get(chain.tokens)[0] == TINY.chunk_tokens
-    following.clock.passed_s += EventLimits().step_s
-    following.step()
+    following.catch_up()
     assert following.heard == addresses(chain.addresses[:1])
     put(node, chain)
     following.catch_up()

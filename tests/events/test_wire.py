@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvstore.core.address import Address
 from kvstore.events import stream
-from kvstore.events.inventory import Identities, NamespaceIndex
+from kvstore.events.inventory import EventBlock
 from kvstore.events.stream import MEDIUM
 
 EXPECTED = (
@@ -19,16 +20,14 @@ EXPECTED = (
 
 
 def test_a_batch_has_the_bytes_that_vllm_sends() -> None:
-    inventory = NamespaceIndex(1)
-    numbers = np.array([1, 2, 3], np.uint64)
-    above = np.array([0, 1, 2], np.uint64)
-    inventory.arrived(numbers, numbers)
-    tokens = np.array([[9], [1], [2]], np.uint32)
-    inventory.learn(Identities(numbers, numbers, above, above, np.arange(3, dtype=np.uint32), tokens))
-    rows = inventory.settle().stored
+    addresses = [Address(bytes([number]) * 16) for number in range(4)]
+    blocks = [
+        EventBlock(addresses[number], addresses[number - 1], number, np.uint32(tokens).tobytes(), number, number - 1)
+        for number, tokens in ((1, 9), (2, 1), (3, 2))
+    ]
     events = [
         stream.cleared(),
-        *next(stream.removed(inventory, rows[:1], MEDIUM, 9)),
-        *next(stream.stored(inventory, rows[1:], MEDIUM, 9)),
+        *next(stream.removed(blocks[:1], MEDIUM, 9)),
+        *next(stream.stored(blocks[1:], MEDIUM, 9)),
     ]
     assert stream.encoded(events, 1.5).hex() == EXPECTED

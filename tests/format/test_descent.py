@@ -40,15 +40,13 @@ def descents(draw: st.DrawFn) -> Descent:
         draw(st.binary(min_size=16, max_size=64)) if depth else b"",
         draw(st.integers(8, 64)),
         draw(st.integers(0, 255)),
-        draw(st.integers(1, 4096)),
-        draw(st.binary(min_size=16, max_size=16)),
         draw(st.binary(max_size=50)),
     )
 
 
 def fields(descent: Descent) -> tuple[object, ...]:
     """Everything that a descent says."""
-    found = (descent.depth, descent.parent, descent.hash_bytes, descent.group, descent.parts, descent.whole)
+    found = (descent.depth, descent.parent, descent.hash_bytes, descent.group)
     return (list(descent.tokens), *found, descent.extra)
 
 
@@ -79,8 +77,6 @@ WRONG: list[dict[str, Any]] = [
     {"hash_bytes": 7},
     {"hash_bytes": 65},
     {"group": 256},
-    {"parts": 0},
-    {"whole": b"w"},
     {"extra": bytes(1025)},
     {"tokens": range(900)},
 ]
@@ -95,14 +91,9 @@ def test_descent_out_of_range_is_refused() -> None:
 
 def test_bytes_are_those_of_the_specification() -> None:
     extra = b'{"lora_name":"sql"}'
-    said = Descent([1, 0xFFFFFFFF], 5, b"p" * 16, 32, 7, 3, bytes(range(16)), extra).pack()
+    said = Descent([1, 0xFFFFFFFF], 5, b"p" * 16, 32, 7, extra).pack()
     assert said == (
-        b"\x20\x07\x03\0\x05\0\0\0"
-        + bytes(range(16))
-        + b"\x02\0\0\0\x10\0\x13\0"
-        + b"p" * 16
-        + b"\x01\0\0\0\xff\xff\xff\xff"
-        + extra
+        b"\x20\x07\0\0\x05\0\0\0" + b"\x02\0\0\0\x10\0\x13\0" + b"p" * 16 + b"\x01\0\0\0\xff\xff\xff\xff" + extra
     )
     content = chunk_file(expected_block(Namespace.of("m", TINY), KEY[:33], 5, said), bytes(16), b"12345").content
     table = 128 + 40

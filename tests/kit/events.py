@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 
-from kvstore.core.address import Address
+from kvstore.core.address import NO_PARENT, Address
 from kvstore.events.index import PendingDeletions, RootIndex, Wanted
 from kvstore.events.limits import EventLimits
 from kvstore.format import places
@@ -62,16 +62,13 @@ class Following:
     def step(self) -> None:
         """One step, and everything that it tells."""
         self.truth.step()
-        for model, difference in self.truth.settle():
-            inventory = model.inventory
-            for removed in inventory.rows.addresses(difference.removed):
-                self.heard.remove(removed.tobytes())
-            above = inventory.rows.parents[difference.stored]
-            for row, parent in zip(difference.stored, above.tolist(), strict=True):
-                assert parent < 0 or inventory.rows.addresses(above[above == parent][:1])[0].tobytes() in self.heard
-                address = inventory.rows.addresses(row[None])[0].tobytes()
-                assert address not in self.heard
-                self.heard.add(address)
+        for _, difference in self.truth.settle():
+            for removed in difference.removed:
+                self.heard.remove(removed.address)
+            for stored in difference.stored:
+                assert stored.parent == NO_PARENT or stored.parent in self.heard
+                assert stored.address not in self.heard
+                self.heard.add(stored.address)
 
     def catch_up(self, until: Callable[[], bool] = lambda: False) -> None:
         """Steps until nothing is left to do, and some time later once more; what is done next is in another tick."""

@@ -78,7 +78,7 @@ def halves() -> Iterator[Callable[..., Any]]:
 
 
 def _halves() -> Iterator[Callable[..., Any]]:
-    from kvstore.connectors.vllm.events import Descents, Describer
+    from kvstore.connectors.vllm.events import Describer
     from kvstore.connectors.vllm.scheduler import SchedulerHalf
 
     made: list[Any] = []
@@ -86,7 +86,6 @@ def _halves() -> Iterator[Callable[..., Any]]:
     def half(
         clusters: Sequence[LayerGroups] = (LayerGroups((0,), BLOCK_TOKENS),),
         events: Callable[[Sequence[LayerGroups]], Any] | None = None,
-        parts: int = 1,
         **settings: Any,
     ) -> Any:
         given = ConnectorSettings.of({"root": "memory://", **settings})
@@ -100,10 +99,9 @@ def _halves() -> Iterator[Callable[..., Any]]:
         )
         names = [Namespace.of("model", Layout(1, 1, 16, "int8", 1))]
         told = None if events is None else events(clusters)
-        digests = [Namespace.of(f"part {part}", names[0].layout).digest for part in range(parts)]
-        said = Descents(Describer(clusters, BLOCK_TOKENS), digests)
+        said = Describer(clusters, BLOCK_TOKENS)
         made.append(
-            SchedulerHalf(given, shape, names, loads=True, stores=True, events=told, descents=said)  # type: ignore[arg-type]
+            SchedulerHalf(given, shape, names, loads=True, stores=True, events=told, describer=said)  # type: ignore[arg-type]
         )
         made[-1].manager = Blocks()
         return made[-1]
@@ -113,13 +111,13 @@ def _halves() -> Iterator[Callable[..., Any]]:
         each.close()
 
 
-def events_of(*, parts: int = 1, medium: str = "STORAGE", **more: Any) -> Callable[[Sequence[LayerGroups]], Any]:
+def events_of(*, parts: int = 1, **more: Any) -> Callable[[Sequence[LayerGroups]], Any]:
     """What makes events, for ``halves``."""
 
     def made(clusters: Sequence[LayerGroups]) -> Any:
         from kvstore.connectors.vllm.events import Describer, Events
 
-        return Events([None] * 8, Describer(clusters, BLOCK_TOKENS), parts=parts, medium=medium, **more)
+        return Events([None] * 8, Describer(clusters, BLOCK_TOKENS), parts=parts, **more)
 
     return made
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.segments import search
-from kvstore.segments.search import Index, Match, Search
+from kvstore.segments.search import Index, Search
 from tests.segments.stored import Stored
 
 SIZE = 4
@@ -70,17 +70,6 @@ def test_s8_given_boundaries_are_looked_up_as_they_are(starts: list[int], after:
     assert [(match.start, match.end) for match in matches] == [
         (start, end - (end - start) % SIZE) for start, end in ranges if end - start >= SIZE
     ]
-    assert search.missing_given(ranges, matches, SIZE) == []
-
-
-def test_s9_what_is_new_is_cut_into_pieces_from_where_the_last_match_ended() -> None:
-    stored, tokens = Stored(SIZE, [list(range(6, 10))]), np.arange(20, dtype=np.uint32)
-    matches = stored.anywhere(tokens, 1)
-    pieces = search.missing_anywhere(len(tokens), matches, 1, SIZE)
-    assert pieces == [range(1, 5), range(10, 14), range(14, 18)]
-    for piece in pieces:
-        stored.put(tokens[piece.start : piece.stop])
-    assert [match.start for match in stored.anywhere(tokens, 1)] == [1, 6, 10, 14]
 
 
 def test_s10_the_index_is_bounded_and_keeps_what_was_used_last() -> None:
@@ -90,8 +79,3 @@ def test_s10_the_index_is_bounded_and_keeps_what_was_used_last() -> None:
         index.add(np.array([1], np.uint64), np.array([number]))
     assert len(index) == 4
     assert index.lengths(np.arange(7, dtype=np.uint64)).tolist() == [0, 5, 0, 1, 1, 1, 0]
-
-
-def test_s3_a_segment_that_was_not_found_whole_is_computed_from_its_first_token() -> None:
-    found = Match(3, 7, np.arange(3, 7, dtype=np.uint32))
-    assert search.missing_given([(3, 20), (20, 23)], [found], SIZE) == [range(3, 19)]

@@ -104,19 +104,6 @@ def test_s12_segments_are_read_into_their_places_with_rotated_keys(store: Store)
         assert out.tobytes() == expected.tobytes()
 
 
-def test_s9_what_is_missing_is_found_once_it_was_put(store: Store) -> None:
-    segments = segments_of(store)
-    prompt, starts = prompt_of(SYSTEM, DOCUMENTS[0], DOCUMENTS[1])
-    for given in (starts, None):
-        matches = segments.find(prompt, given)
-        for piece in segments.missing(prompt, matches, given):
-            tokens = prompt[piece.start : piece.stop]
-            segments.put(tokens, kv_of(tokens))
-        matches = segments.find(prompt, given)
-        assert segments.missing(prompt, matches, given) == []
-        assert sum(map(len, matches)) >= 56
-
-
 def holds_of(store: Store) -> float:
     """Holds of clients alone: a worker ends its own hold of a get a moment after the last byte was sent."""
     stats = store.stats()
@@ -360,7 +347,6 @@ def test_the_asyncio_twin_does_the_same(tmp_path: Path) -> None:
         async with kvstore.aio.open(tmp_path) as store:
             cache = await store.namespace("m", LAYOUT, "weights")
             segments = await cache.segments(ROPE, chunk_tokens=SIZE)
-            assert segments.missing(document, [], [0]) == [range(24)]
             await segments.put(document, kv_of(document))
             matches = await segments.find(document)
             out = np.zeros(LAYOUT.shape(24), np.float32)

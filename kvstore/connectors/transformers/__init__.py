@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from kvstore.connectors.transformers.blend import Blended, prefill_blended, put_segments
 from kvstore.connectors.transformers.cache_spec import BlendedCache, model_cache
-from kvstore.connectors.transformers.prefill import Storing, prefill_with_store
+from kvstore.connectors.transformers.prefill import prefill_with_store
 
 __all__ = [
     "Blended",
     "BlendedCache",
-    "Storing",
     "model_cache",
     "prefill_blended",
     "prefill_with_store",

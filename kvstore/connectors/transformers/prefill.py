@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -33,8 +27,6 @@ from kvstore.core.buffers import aligned
 from kvstore.core.layout import Layout
 from kvstore.errors import (
     HoldBroken,
-    InvalidRequest,
-    KVStoreError,
     Overloaded,
     PermissionDenied,
     SessionLost,
@@ -105,24 +97,23 @@ class OffloadStream:
 
     def __init__(self, tokens: int, kept: TokenShape) -> None:
         shape = (len(kept.devices), 2, tokens, kept.row // 2)
-        self.size_bytes = math.prod(shape) * kept.dtype.itemsize
         self._rows = host_memory(shape, kept, AT_ONCE_BYTES)
         self._streams = {each: torch.cuda.Stream(each) for each in set(kept.devices)} if has_gpu(kept) else {}
-        is_long = self._streams and self.size_bytes > AT_ONCE_BYTES
+        is_long = self._streams and math.prod(shape) * kept.dtype.itemsize > AT_ONCE_BYTES
         self._ring = [_pinned(shape[1:], kept.dtype) for _ in range(LAYERS)] if is_long else []
         self._on_the_way = deque[tuple[Any, Any, Any]]()
         self._turn = 0
 
-    def add(self, layer: int, place: slice, k: Any, v: Any) -> None:
-        """Begins to copy what a layer computed for these tokens, K and V of shape (tokens, width)."""
-        into = self._rows[layer, :, place]
+    def add(self, layer: int, k: Any, v: Any) -> None:
+        """Begins to copy what a layer computed, K and V of shape (tokens, width)."""
+        into = self._rows[layer]
         if not self._streams:
             into[0].copy_(k)
             into[1].copy_(v)
             return
         if len(self._on_the_way) == LAYERS:
             self._arrive()
-        first = self._ring[self._turn % LAYERS][:, : len(k)] if self._ring else into
+        first = self._ring[self._turn % LAYERS] if self._ring else into
         self._turn += 1
         stream = self._streams[k.device]
         stream.wait_stream(torch.cuda.current_stream(k.device))
@@ -171,101 +162,6 @@ def _event(stream: Any) -> Any:
     return stream.record_event(torch.cuda.Event(blocking=True))
 
 
-# Storing in the background: a prefill returns once the model has computed, and a thread puts its KV after that.
-
-
-BYTES_MAX = 4 << 30
-CLOSE_S = 60.0
-
-
-class Storing:
-    """A store, or a cache, and a thread that stores there what prefills computed, in their order. Thread-safe.
-
-        with Storing(store) as storing:
-            past = prefill_with_store(model, input_ids, storing)
-
-    ``bytes_max`` limits the host memory of the KV that waits. If a prompt's KV does not fit in the rest, its prefill
-    returns only after storing it. Close it before the store. What waits when the process is killed is lost, as a miss.
-
-    Raises InvalidRequest for anything but a store or a cache.
-    """
-
-    def __init__(self, store: Store | Cache, bytes_max: int = BYTES_MAX) -> None:
-        if not isinstance(store, Store | Cache):
-            raise not_a_store(store)
-        if not isinstance(bytes_max, int) or isinstance(bytes_max, bool) or bytes_max < 0:
-            raise InvalidRequest(f"bytes_max={bytes_max!r}: expected a number of bytes, 0 or more")
-        self.store = store
-        self._bytes_max = bytes_max
-        self._process = os.getpid()
-        self._changed = threading.Condition()
-        self._bytes = 0  # guarded by _changed, as the next two
-        self._prompts = 0
-        self._closed = False
-        self._ends_s = 0.0
-        """When the thread, which alone sets it, stores nothing more because the interpreter ends; 0 before that."""
-        # The standard one: its thread ends when this is dropped, and is waited for when the interpreter ends.
-        self._thread = ThreadPoolExecutor(1, "kvstore-prefill-store")
-
-    def __repr__(self) -> str:
-        return f"<kvstore.Storing {self._prompts} prompts wait, {self.store!r}>"
-
-    def submit(self, store: Callable[[], object], size_bytes: int) -> bool:
-        """Has the thread call ``store``, which keeps so many bytes; False without room, once closed, after a fork."""
-        with self._changed:
-            if self._closed or self._process != os.getpid() or self._bytes + size_bytes > self._bytes_max:
-                return False
-            self._bytes += size_bytes
-            self._prompts += 1
-        try:
-            self._thread.submit(self._do, store).add_done_callback(lambda _: self._done(size_bytes))
-        except RuntimeError:  # the interpreter ends
-            self._done(size_bytes)
-            return False
-        return True
-
-    def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Waits until nothing waits any more; True if that was in time. Prompts that still do are given up and logged.
-
-        After Ctrl-C all of it is still being stored: close it again to wait for it. Idempotent.
-        """
-        if self._process != os.getpid():
-            return True  # the thread, and what waits, are the parent's
-        with self._changed:
-            self._closed = True
-            self._changed.wait_for(lambda: not self._prompts, timeout_s)
-            left = self._prompts
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        if left:
-            log.warning("prefill.not_stored prompts=%d: the store took longer than %g s", left, timeout_s)
-        return not left
-
-    def __enter__(self) -> Storing:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    def _done(self, size_bytes: int) -> None:
-        with self._changed:
-            self._bytes -= size_bytes
-            self._prompts -= 1
-            self._changed.notify_all()
-
-    def _do(self, store: Callable[[], object]) -> None:
-        if not threading.main_thread().is_alive():  # the interpreter ends, and waits for this thread
-            self._ends_s = self._ends_s or time.monotonic() + CLOSE_S
-            if time.monotonic() > self._ends_s:
-                log.warning("prefill.not_stored the program ends, and the store takes longer than %g s", CLOSE_S)
-                return
-        try:
-            store()
-        except KVStoreError as error:
-            log.warning("prefill.not_stored %s", error)
-        except Exception:
-            log.exception("prefill.not_stored")
-
-
 GO_ON = (Unavailable, Overloaded, SessionLost, PermissionDenied)
 """Errors of the store after which the prompt is computed as if there were no store."""
 
@@ -273,13 +169,12 @@ GO_ON = (Unavailable, Overloaded, SessionLost, PermissionDenied)
 def prefill_with_store(
     model: Any,
     input_ids: Any,
-    store: Store | Cache | Storing,
+    store: Store | Cache,
     *,
     chunk_tokens: int = CHUNK_TOKENS,
     fingerprint: str = "",
     tenant: str = "",
     attributes: Mapping[str, str] | None = None,
-    piece_tokens: int | None = None,
 ) -> DynamicCache:
     """Returns the KV of a prompt's full chunks, for ``model.generate(input_ids, past_key_values=...)`` to continue.
 
@@ -287,23 +182,19 @@ def prefill_with_store(
     computed and stored. At least one token, and at most ``chunk_tokens``, is left for ``generate`` to compute.
 
     ``store`` comes from ``kvstore.open`` or ``kvstore.connect``. It may also be a cache made by ``model_cache``, which
-    then takes the place of the keyword arguments up to ``attributes``; they are described there. With a ``Storing``
-    around either, this returns once all is computed; otherwise once the store has it.
+    then takes the place of the keyword arguments, which are described there. This returns once the store has the KV; a
+    store with ``memory`` and ``write="behind"`` has it as soon as it is copied.
 
-    Missing chunks are computed in one run, or ``piece_tokens`` at a time, a multiple of ``chunk_tokens``. With
-    ``piece_tokens=chunk_tokens`` every chunk is computed in a run of the same shape, so the result does not depend on
-    what the store has, to the last bit; in one run it does, by rounding.
+    Missing chunks are computed in one run, so the result depends on what the store has by rounding.
 
     Raises InvalidRequest, with the reason, for a model or prompt that cannot be served. A store that fails, is full or
     does not answer within its limits is not an error: everything is computed, and a warning is logged.
     """
-    storing, store = (store, store.store) if isinstance(store, Storing) else (None, store)
     if not isinstance(store, Store | Cache):
         raise not_a_store(store)
     kept = checked(model)
     check_prompt(model, input_ids)
     chunk_tokens = (store.layout if isinstance(store, Cache) else kept.layout(chunk_tokens)).chunk_tokens
-    _check_pieces(piece_tokens, chunk_tokens)
     cache: Cache | None = None
     if isinstance(store, Cache):
         cache = store
@@ -316,25 +207,16 @@ def prefill_with_store(
         except GO_ON as error:
             log.warning("prefill.without_store %s", error)
     end = (input_ids.shape[1] - 1) // chunk_tokens * chunk_tokens
-    prefix, tokens = input_ids[:, :end], input_ids[0, :end].to("cpu", copy=True).numpy()
+    prefix, tokens = input_ids[:, :end], input_ids[0, :end].cpu().numpy()
     past, loaded = DynamicCache(config=model.config), 0
     if cache is not None:
         loaded = _load(cache, kept, tokens, past)
     if loaded < end:
-        computed = _compute(model, kept, prefix, past, loaded, piece_tokens or end)
+        computed = _compute(model, kept, prefix, past, loaded)
         if cache is not None:
-            put = partial(_put, cache, tokens, computed, loaded)
-            if storing is None or not storing.submit(put, computed.size_bytes):
-                put()
+            _put(cache, tokens, computed.rows(), loaded)
     log.debug("prefill.done tokens=%d loaded=%d computed=%d", input_ids.shape[1], loaded, end - loaded)
     return past
-
-
-def _check_pieces(piece_tokens: Any, chunk_tokens: int) -> None:
-    if piece_tokens is not None and (
-        not isinstance(piece_tokens, int) or piece_tokens < 1 or piece_tokens % chunk_tokens
-    ):
-        raise InvalidRequest(f"piece_tokens={piece_tokens!r}: expected a multiple of chunk_tokens ({chunk_tokens})")
 
 
 def _load(cache: Cache, kept: TokenShape, tokens: Any, past: Any) -> int:
@@ -375,28 +257,23 @@ def _load_whole(cache: Cache, kept: TokenShape, tokens: Any) -> tuple[int, list[
     return count, [rows[layer].to(device) for layer, device in enumerate(kept.devices)]
 
 
-def _compute(model: Any, kept: TokenShape, prefix: Any, past: Any, start: int, piece_tokens: int) -> OffloadStream:
+def _compute(model: Any, kept: TokenShape, prefix: Any, past: Any, start: int) -> OffloadStream:
     """Runs the model on ``prefix`` from ``start``; returns its KV on the way to the host."""
     leaving = OffloadStream(prefix.shape[1] - start, kept)
-    at = start
 
     def take(layer: int, k: Any, v: Any) -> None:
         k, v = _rows(k), _rows(v)
         if kept.k != kept.v:
             k, v = torch.cat((k, v), 1).split(kept.row // 2, 1)
-        leaving.add(layer, slice(at - start, at - start + len(k)), k, v)
+        leaving.add(layer, k, v)
 
-    while at < prefix.shape[1]:
-        # Up to the next multiple of a piece, so that its borders do not depend on what was loaded.
-        until = min((at // piece_tokens + 1) * piece_tokens, prefix.shape[1])
-        run(model, prefix[:, at:until], past, take)
-        at = until
+    run(model, prefix[:, start:], past, take)
     return leaving
 
 
-def _put(cache: Cache, tokens: Any, leaving: OffloadStream, start: int) -> None:
-    """Stores what was computed. ``tokens`` must be a copy: the caller may reuse its prompt's memory during the put."""
-    layout, rows = cache.layout, leaving.rows()
+def _put(cache: Cache, tokens: Any, rows: Any, start: int) -> None:
+    """Stores what was computed."""
+    layout = cache.layout
     array = rows.view(torch.uint8).numpy().view(layout.numpy_dtype)
     try:
         result = cache.put(tokens, array.reshape(layout.shape(rows.shape[2])), prefix=start)

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvstore.connectors.vllm.events import Descents, Describer, Events
+from kvstore.connectors.vllm.events import Describer, Events
 from kvstore.connectors.vllm.messages import Orders, WorkerReport
 from kvstore.connectors.vllm.metrics import EngineCount
 from kvstore.connectors.vllm.namespaces import KVTopology, check_hashes, check_heads, model_fingerprint, namespaces
@@ -90,10 +90,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             events = None
             if with_events:
                 specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-                events = Events(specs, describer, parts=len(shape.parts()), medium=settings.events_medium)
-            descents = Descents(describer, [each.digest for each in names]) if settings.descents else None
+                events = Events(specs, describer, parts=len(shape.parts()))
             self._scheduler = SchedulerHalf(
-                settings, shape, names, loads=loads, stores=stores, events=events, descents=descents
+                *(settings, shape, names),
+                loads=loads,
+                stores=stores,
+                events=events,
+                describer=describer if settings.descents else None,
             )
         else:
             parts, is_writer = shape.parts_of(vllm_config.parallel_config.rank)

@@ -11,7 +11,6 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
@@ -21,9 +20,8 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 from kvstore.connectors.common import RecentMap
 from kvstore.connectors.vllm.blocks import BlockRange, GroupKind, LayerGroups
 from kvstore.connectors.vllm.messages import WorkerReport
-from kvstore.core.namespace import NamespaceDigest
 from kvstore.errors import InvalidRequest
-from kvstore.format.header import NO_WHOLE, WHOLE_BYTES, Descent
+from kvstore.format.header import Descent
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,37 +58,28 @@ class Describer:
             hashed = bytes(hashes[(index + 1) * per_block - 1])
             yield Described(key, index, hashed, parent, request.all_token_ids[start:end], extra_keys)
 
+    def descents(self, request: Any, run: BlockRange) -> list[bytes]:
+        """Returns the packed descent of each block of a run; b"" where there is nothing to say that fits."""
+        lora = request.lora_request
+        name = None if lora is None else lora.lora_name
+        group = self.clusters[run.cluster].groups[0]
+        return [_packed(each, group, name) for each in self.blocks(request, run)]
+
 
 # Descents: what the connector writes into the files of blocks, so that ``kvstore events`` can announce the blocks.
 #
 # An engine's own events announce what it stored and found missing. Only the store learns that a collector deleted a
-# block, and it announces that by the same hash.
+# block, and it announces that by the same hash. Of several ranks the first one writes them.
 
 
-class Descents:
-    """The descents of one engine's blocks. ``digests`` are those of the namespaces of all parts of a block."""
-
-    def __init__(self, describer: Describer, digests: Sequence[NamespaceDigest]) -> None:
-        self._describer = describer
-        self._parts = len(digests)
-        joined = blake2b(b"".join(digests), digest_size=WHOLE_BYTES).digest()
-        self._whole = joined if len(digests) > 1 else NO_WHOLE
-
-    def of(self, request: Any, run: BlockRange) -> list[bytes]:
-        """Returns the packed descent of each block of a run; b"" where there is nothing to say that fits."""
-        lora = request.lora_request
-        name = None if lora is None else lora.lora_name
-        return [self._packed(each, run.cluster, name) for each in self._describer.blocks(request, run)]
-
-    def _packed(self, block: Described, cluster: int, lora_name: str | None) -> bytes:
-        hash_bytes = len(block.hashed)
-        parent = b"" if block.parent is None else block.parent + block.key[hash_bytes:]
-        group = self._describer.clusters[cluster].groups[0]
-        try:
-            extra = _extra(block, lora_name)
-            return Descent(block.tokens, block.index, parent, hash_bytes, group, self._parts, self._whole, extra).pack()
-        except (InvalidRequest, TypeError, ValueError):
-            return b""  # more tokens or extra keys than a descent has room for, or keys that JSON does not know
+def _packed(block: Described, group: int, lora_name: str | None) -> bytes:
+    hash_bytes = len(block.hashed)
+    parent = b"" if block.parent is None else block.parent + block.key[hash_bytes:]
+    try:
+        extra = _extra(block, lora_name)
+        return Descent(block.tokens, block.index, parent, hash_bytes, group, extra).pack()
+    except (InvalidRequest, TypeError, ValueError):
+        return b""  # more tokens or extra keys than a descent has room for, or keys that JSON does not know
 
 
 def _extra(block: Described, lora_name: str | None) -> bytes:
@@ -108,6 +97,7 @@ def _extra(block: Described, lora_name: str | None) -> bytes:
 # fails, or when a look-up misses an announced block: so one request corrects a router after a collector's deletion.
 
 
+MEDIUM = "STORAGE"
 PENDING_MAX = 65_536
 """Blocks that are being stored and will be announced; beyond it, the oldest are not announced."""
 ANNOUNCED_MAX = 262_144
@@ -145,13 +135,11 @@ class Events:
         describer: Describer,
         *,
         parts: int,
-        medium: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._specs = specs
         self._describer = describer
         self._all_parts = (1 << parts) - 1
-        self._medium = medium
         self._clock = clock
         self._pending: RecentMap[bytes, Block] = RecentMap(PENDING_MAX)
         self._pending_until_s = 0.0
@@ -237,7 +225,7 @@ class Events:
             parent_block_hash=None if first.said.parent is None else maybe_convert_block_hash(first.said.parent),
             token_ids=[token for each in blocks for token in each.said.tokens],
             block_size=cluster.block_tokens,
-            medium=self._medium,
+            medium=MEDIUM,
             extra_keys=to_event_extra_keys([each.said.extra_keys for each in blocks]),
             group_idx=cluster.groups[0],
             kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
@@ -248,6 +236,6 @@ class Events:
     def _removed(self, group: int, hashed: bytes) -> Any:
         return BlockRemoved(
             block_hashes=[maybe_convert_block_hash(hashed)],
-            medium=self._medium,
+            medium=MEDIUM,
             group_idx=group,
         )

@@ -32,17 +32,11 @@ class ConnectorSettings(SecondaryTierSettings, frozen=True, kw_only=True):
     """The time that a look-up waits for missing blocks: for decode engines, while a prefill engine writes."""
     store_bytes_max: Count = 2 << 30
     """Host memory for blocks on their way to the store, on each worker; over it they are not stored."""
-    load_bytes_max: Count = 64 << 20
-    """Host memory of one of the threads that load."""
     tp_shards: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Parts by heads in which blocks are stored, for engines of any tensor-parallel size that divides it to share them;
     0: engines of one size share."""
     prompt_only: bool = False
     """Store the blocks of prompts only, not those of what was generated."""
-    drain_s: Seconds = 5.0
-    """The time that a worker goes on storing when it shuts down."""
-    events_medium: str = "STORAGE"
-    """The medium that events name."""
     descents: bool = True
     """Write tokens and the block before into the file of each block, so that ``kvstore events`` can announce it."""
 

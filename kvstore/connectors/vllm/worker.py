@@ -29,6 +29,10 @@ from kvstore.transport.limits import BLOCKS_MAX
 
 log = logging.getLogger(__name__)
 
+LOAD_BYTES = 64 << 20
+"""Host memory of one of the threads that load."""
+DRAIN_S = 5.0
+"""The time that a worker goes on storing when it shuts down."""
 QUEUE_MAX = 65_536
 """Loads that may wait for a thread; each belongs to a request that the engine has."""
 
@@ -100,7 +104,7 @@ class Loader:
     def _load(self, loading: Loading) -> None:
         for run in loading.load.runs:
             pages = self._pages[run.cluster]
-            at_once = max(1, min(BLOCKS_MAX, self._settings.load_bytes_max // pages.block_bytes))
+            at_once = max(1, min(BLOCKS_MAX, LOAD_BYTES // pages.block_bytes))
             for start in range(0, len(run.keys), at_once):
                 part = BlockRange(run.cluster, run.keys[start : start + at_once], run.blocks[start : start + at_once])
                 good = 0 if loading.failed_keys else self._read(loading, part, pages)
@@ -166,12 +170,15 @@ class Storer:
         pages: Sequence[Pages],
         counts: EngineCounts,
         *,
+        first_part: int = 0,
         with_events: bool = False,
     ) -> None:
+        """``first_part`` is the number of the first part of each block that is stored here."""
         self._settings = settings
         self._store = store
         self._pages = pages
         self._counts = counts
+        self._first_part = first_part
         self._paused_until_s = 0.0
         self._lock = threading.Lock()
         self._bytes = 0
@@ -272,8 +279,14 @@ class Storer:
             ttl = math.inf if hints.ttl_s is None else hints.ttl_s
             parts = self._pages[run.cluster].parts(copy.rows())
             stored = [
-                cache.put(run.keys, part, first=run.first, descents=run.descents, priority=hints.priority, ttl=ttl)
-                for cache, part in zip(caches, parts, strict=True)
+                cache.put(
+                    *(run.keys, part),
+                    first=run.first,
+                    descents=run.descents if number == 0 else (),
+                    priority=hints.priority,
+                    ttl=ttl,
+                )
+                for number, (cache, part) in enumerate(zip(caches, parts, strict=True), self._first_part)
             ]
             return [all(each) for each in zip(*stored, strict=True)]
         except Unavailable:
@@ -305,6 +318,7 @@ class WorkerHalf:
         self._stores = stores
         self._with_events = with_events and stores
         self._parts = sum(1 << part for part in namespaces)
+        self._first_part = min(namespaces)
         self.counts = EngineCounts()
         self._store = LazyStore(settings, list(namespaces.values()))
         self._pages: list[Pages] = []
@@ -329,7 +343,11 @@ class WorkerHalf:
             for cluster in self.shape.clusters
         ]
         self._loader = Loader(self._settings, self._store, self._pages, self.counts)
-        self._storer = Storer(self._settings, self._store, self._pages, self.counts, with_events=self._with_events)
+        self._storer = Storer(
+            *(self._settings, self._store, self._pages, self.counts),
+            first_part=self._first_part,
+            with_events=self._with_events,
+        )
 
     # Loading
 
@@ -391,7 +409,7 @@ class WorkerHalf:
     def close(self) -> None:
         """Stores blocks in progress for a while, then closes the store."""
         if self._storer is not None:
-            self._storer.close(self._settings.drain_s)
+            self._storer.close(DRAIN_S)
         if self._loader is not None:
             self._loader.close()
         self._store.close()

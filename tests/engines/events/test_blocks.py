@@ -14,13 +14,13 @@ from kvstore.root.posix import PosixRoot
 from tests.cli.conftest import serving
 from tests.engines.events.indexer import BLOCK_TOKENS, Indexer, until
 from tests.engines.events.servers import complete, server
-from tests.engines.events.test_connector import LONG, OTHER
-from tests.engines.vllm.engines import PYTHON, full_blocks, stored_files, transfer
+from tests.engines.vllm.engines import PYTHON, full_blocks, prompt, stored_files, transfer
 from tests.kit.ports import free_port
 
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make engines-test ENGINES=vllm")
 
 ENGINE, POOL = 1, 2
+LONG, OTHER = prompt(1, 300), prompt(2, 200)
 
 
 def answered(query: str, name: str, tokens: list[int]) -> int:

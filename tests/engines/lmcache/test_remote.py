@@ -17,7 +17,6 @@ from lmcache.v1.storage_backend.connector import CreateConnector
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from kvstore.errors import InvalidRequest
-from tests.kit.stores import chunk_files
 from tests.kit.workers import serving
 
 LAYERS, TOKENS, HEADS, DIM = 4, 64, 2, 32
@@ -156,21 +155,6 @@ def test_a_user_who_writes_separators_into_a_tag_does_not_find_what_others_store
         for tags in ({"user": "alice@role%admin"}, {"user@alice": "@role%admin"}, {"user": "alice"}, {}):
             assert not opened.connector.exists_sync(key(1, tags=tags))
         assert not opened.connector.exists_sync(key(1, tags={"user": "\ud800"})), "and no error either"
-
-
-def test_a_damaged_chunk_is_a_miss_and_is_repaired(tmp_root: Path) -> None:
-    with remote({"root": str(tmp_root)}) as opened:
-        opened.do(opened.connector.put(key(1), opened.made(1)))
-        (file,) = chunk_files(tmp_root)
-        raw = bytearray(file.read_bytes())
-        raw[-9] ^= 0x40
-        file.write_bytes(raw)
-        assert opened.do(opened.connector.get(key(1))) is None
-        assert not opened.connector.exists_sync(key(1))
-        again = opened.made(1)
-        expected = values(again)
-        opened.do(opened.connector.put(key(1), again))
-        assert values(opened.do(opened.connector.get(key(1)))) == expected
 
 
 def test_a_store_that_is_down_is_a_miss() -> None:

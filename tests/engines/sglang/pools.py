@@ -16,8 +16,6 @@ from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 PAGE, PAGES, LAYERS, HEADS, DIM = 8, 24, 6, 2, 16
 SIZE = PAGE * PAGES
-MHA = ("layer_first", "page_first", "page_first_direct", "page_head")
-MLA = ("layer_first", "page_first", "page_first_direct")
 
 
 class HostPool:
@@ -88,42 +86,6 @@ class HostPool:
             size = runs[0].nbytes
         return addresses, [size] * len(addresses)
 
-    def get_split_heads_page_buffer_meta(self, indices: torch.Tensor, split_factor: int) -> tuple[list[int], list[int]]:
-        assert self.layout == "page_head"
-        parts = [
-            plane[index // PAGE].chunk(split_factor)[part]
-            for index in indices[::PAGE].tolist()
-            for part in range(split_factor)
-            for plane in self.kv_buffer
-        ]
-        return [part.data_ptr() for part in parts], [part.nbytes for part in parts]
-
-
-class SplitPool(HostPool):
-    """``page_first_kv_split``: the two parts of MLA's KV in separate buffers, and no flat pages."""
-
-    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        super().__init__("page_first", dtype, is_mla=True)
-        self.layout = "page_first_kv_split"
-        self.k_buffer = torch.zeros((PAGES, LAYERS, PAGE, 1, 24), dtype=dtype)
-        self.v_buffer = torch.zeros((PAGES, LAYERS, PAGE, 1, 8), dtype=dtype)
-
-    def page(self, index: int) -> torch.Tensor:
-        at = index // PAGE
-        return torch.cat([self.k_buffer[at].flatten(), self.v_buffer[at].flatten()])
-
-    def get_data_page(self, index: Any, flat: bool = True) -> torch.Tensor:
-        raise ValueError(f"Unsupported layout: {self.layout}")
-
-    def set_from_flat_data_page(self, index: Any, data_page: torch.Tensor) -> None:
-        raise ValueError(f"Unsupported layout: {self.layout}")
-
-    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        runs = [
-            buffer[index // PAGE] for index in indices[::PAGE].tolist() for buffer in (self.k_buffer, self.v_buffer)
-        ]
-        return [run.data_ptr() for run in runs], [run.nbytes for run in runs]
-
 
 class OddPool(HostPool):
     """A pool of a layout nobody knows, whose flat pages have V before K."""
@@ -144,13 +106,6 @@ class OddPool(HostPool):
         return [run.data_ptr() for run in runs], [run.nbytes for run in runs]
 
 
-class FlatPool(HostPool):
-    """A pool that tells no addresses, as some of SGLang's do in some layouts."""
-
-    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        raise ValueError(f"Unsupported layout: {self.layout}")
-
-
 def indices(pages: list[int]) -> torch.Tensor:
     """The host indices of the tokens of these pages."""
     return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
@@ -159,11 +114,6 @@ def indices(pages: list[int]) -> torch.Tensor:
 def fill(pool: Any, page: int, seed: int) -> None:
     """Writes values by ``seed`` into a page, through its memory as the pool tells it."""
     generator = torch.Generator().manual_seed(seed)
-    buffers = [pool.k_buffer, pool.v_buffer] if isinstance(pool, SplitPool) else None
-    if buffers is not None:
-        for buffer in buffers:
-            buffer[page].copy_(torch.randn(buffer[page].shape, generator=generator).to(pool.dtype))
-        return
     view = pool.page(page * PAGE)
     view.copy_(torch.randn(view.shape, generator=generator).to(pool.dtype))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,37 +11,17 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt import runtime_context
-from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorage, PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolHitPolicy, PoolName, PoolTransfer
 
 from kvstore.errors import InvalidRequest
 from tests.engines.sglang.pools import (
-    MHA,
-    MLA,
-    FlatPool,
     HostPool,
     OddPool,
-    SplitPool,
     backend,
     config,
-    fill,
     indices,
     same,
 )
-from tests.kit.workers import serving
-
-POOLS: dict[str, Callable[[], HostPool]] = {
-    **{f"mha-{layout}": lambda layout=layout: HostPool(layout) for layout in MHA},  # type: ignore[misc]
-    **{f"mla-{layout}": lambda layout=layout: HostPool(layout, is_mla=True) for layout in MLA},  # type: ignore[misc]
-    **{
-        f"mha-layer_first-{layers}": lambda layers=layers: HostPool("layer_first", layers=layers)  # type: ignore[misc]
-        for layers in (1, 2)
-    },
-    "mla-page_first_kv_split": SplitPool,
-    "flat-layer_first": lambda: FlatPool("layer_first"),
-    "flat-page_first": lambda: FlatPool("page_first"),
-}
-HAS_FLAT = [name for name in POOLS if "split" not in name]
-DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8)
 
 
 def hashes(count: int, seed: str = "") -> list[str]:
@@ -52,61 +31,6 @@ def hashes(count: int, seed: str = "") -> list[str]:
         last = hashlib.sha256(f"{last}{number}".encode()).hexdigest()
         keys.append(last)
     return keys
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("way", ["root", "worker"])
-@pytest.mark.parametrize("name", POOLS)
-def test_pages_written_in_place_are_read_in_place_by_the_next_engine(tmp_root: Path, name: str, way: str) -> None:
-    keys, written, read = hashes(5), [3, 0, 7, 12, 9], [10, 11, 1, 2, 23]
-
-    def run(extra: dict[str, Any]) -> None:
-        first = POOLS[name]()
-        for number, page in enumerate(written):
-            fill(first, page, number)
-        with backend(first, extra, is_mla_model=first.is_mla) as hicache:
-            assert isinstance(hicache, HiCacheStorage)
-            assert hicache.batch_exists(keys) == 0
-            assert hicache.batch_get_v1(keys, indices(written)) == [False] * 5
-            assert hicache.batch_set_v1(keys, indices(written)) == [True] * 5
-            assert hicache.batch_exists(keys) == 5
-        second = POOLS[name]()
-        with backend(second, extra, is_mla_model=first.is_mla) as hicache:
-            assert hicache.batch_exists([*keys, "0" * 64]) == 5
-            assert hicache.batch_get_v1([*keys[:4], "0" * 64], indices(read)) == [True] * 4 + [False]
-            assert hicache.batch_get_v1(keys[4:], indices(read[4:])) == [True]
-            assert all(same(first, a, second, b) for a, b in zip(written, read, strict=True))
-
-    if way == "root":
-        run({"root": str(tmp_root)})
-    else:
-        with serving(tmp_root) as served:
-            run({"connect": served.address})
-
-
-@pytest.mark.parametrize("name", HAS_FLAT)
-def test_the_generic_calls_and_those_in_place_find_each_others_pages(tmp_root: Path, name: str) -> None:
-    keys = hashes(4)
-    pool, other = POOLS[name](), POOLS[name]()
-    for page in range(4):
-        fill(pool, page, page)
-    with backend(pool, {"root": str(tmp_root)}, is_mla_model=pool.is_mla) as hicache:
-        pages = [pool.get_data_page(page * pool.page_size) for page in range(2)]
-        assert hicache.batch_set(keys[:2], pages)
-        assert hicache.batch_set_v1(keys[2:], indices([2, 3])) == [True, True]
-        assert hicache.exists(keys[1])
-        assert not hicache.exists("f" * 64)
-    with backend(other, {"root": str(tmp_root)}, is_mla_model=pool.is_mla) as hicache:
-        assert hicache.batch_get_v1(keys[:2], indices([8, 9])) == [True, True]
-        targets = [other.get_dummy_flat_data_page() for _ in range(3)]
-        got = hicache.batch_get([keys[2], "f" * 64, keys[3]], targets)
-        assert got[1] is None
-        other.set_from_flat_data_page(10 * other.page_size, got[0])
-        other.set_from_flat_data_page(11 * other.page_size, got[2])
-        assert all(same(pool, page, other, 8 + page) for page in range(4))
-        assert torch.equal(hicache.get(keys[0]).view(torch.uint8), pages[0].view(torch.uint8)), "without a target"
-        assert hicache.get("f" * 64, targets[0]) is None
-        assert hicache.set(hashes(1, "x")[0], pages[0])
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -128,19 +52,6 @@ def test_pages_of_an_unknown_layout_are_never_mixed_up(tmp_root: Path, in_place:
         assert in_place or torch.equal(target, pool.get_data_page(pool.page_size))
     with backend(OddPool(), {"root": str(tmp_root), "interface_v1": int(not in_place)}) as hicache:
         assert hicache.batch_exists(keys[1:]) == 0
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_type_goes_through_bit_for_bit(tmp_root: Path, dtype: torch.dtype) -> None:
-    pool, other = HostPool("page_first", dtype), HostPool("page_first", dtype)
-    raw = pool.kv_buffer.view(torch.uint8)
-    raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8))
-    with backend(pool, {"root": str(tmp_root)}) as hicache:
-        assert hicache.batch_set_v1(hashes(2), indices([0, 1])) == [True, True]
-    with backend(other, {"root": str(tmp_root)}) as hicache:
-        assert hicache.batch_get_v1(hashes(2), indices([4, 5])) == [True, True]
-    assert same(pool, 0, other, 4)
-    assert same(pool, 1, other, 5)
 
 
 @contextmanager
@@ -229,10 +140,6 @@ def test_what_cannot_be_served_is_refused_when_it_starts(tmp_root: Path) -> None
     for extra, told in (({}, {}), ({"root": "/x", "connect": "h:1"}, {}), ({"root": "/x", "load_timeout_s": -1}, {})):
         with pytest.raises(InvalidRequest), backend(pool, extra, **told):
             pass
-    split = {"should_split_heads": True, "tp_lcm_size": 2}
-    copied = {"root": str(tmp_root), "interface_v1": 0}
-    with pytest.raises(InvalidRequest, match="set interface_v1"), backend(pool, copied, **split):
-        pass
     assert config().extra_config["interface_v1"]
 
 

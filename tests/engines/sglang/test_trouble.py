@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,6 @@ from kvstore.root.posix import PosixRoot
 from tests.engines.sglang.pools import HostPool, backend, fill, indices, same
 from tests.kit.faulty_root import EIO, ENOSPC, EROFS, Fails, FaultyRoot, Hang, Rule
 from tests.kit.stores import store_on
-from tests.kit.workers import worker_process
 
 QUICK = {"lookup_timeout_s": 0.5, "load_timeout_s": 0.5, "store_timeout_s": 0.8}
 LIMITS = Limits(match_deadline_s=0.5, read_deadline_s=0.5, write_deadline_s=0.8, stall_s=1.0, lanes=4, width=2)
@@ -46,24 +44,6 @@ def assert_everything_is_a_miss(hicache: Any) -> None:
     assert in_time(lambda: hicache.batch_set_v1(["a" * 64], indices([0]))) == [False]
     assert in_time(lambda: hicache.get(KEYS[0])) is None
     assert not in_time(hicache.clear)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_worker_that_dies_or_freezes_is_a_miss_in_time(tmp_root: Path, number: signal.Signals) -> None:
-    pool = filled()
-    with worker_process(tmp_root) as worker, backend(pool, {"connect": worker.address, **QUICK}) as hicache:
-        assert hicache.batch_set_v1(KEYS, indices(AT)) == [True] * 4
-        worker.send(number)
-        if number is signal.SIGKILL:
-            assert_everything_is_a_miss(hicache)
-            return
-        assert in_time(lambda: hicache.batch_exists(KEYS)) == 0
-        assert in_time(lambda: hicache.batch_get_v1(KEYS, indices([8, 9, 10, 11]))) == [False] * 4
-        worker.send(signal.SIGCONT)
-        ends_s = time.monotonic() + 30
-        while hicache.batch_exists(KEYS) < 4:
-            assert time.monotonic() < ends_s, "it is not used again"
 
 
 def test_a_store_that_is_down_when_sglang_starts_is_a_miss_in_time() -> None:

@@ -188,7 +188,7 @@ def way_run_behind(model: Any, store: Store, past: Any) -> None:
 
 def way_compute_behind_a_copy(model: Any, store: Store, past: Any) -> None:
     with pytest.raises(InvalidRequest, match="past is blended"):
-        _compute(model, checked(model), ids(1, 0), copy.deepcopy(past), 80, 80)
+        _compute(model, checked(model), ids(1, 0), copy.deepcopy(past), 80)
 
 
 def way_exact_prefill_over_segments(model: Any, store: Store, past: Any) -> None:

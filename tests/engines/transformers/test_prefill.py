@@ -66,18 +66,6 @@ def test_generate_goes_on_from_it_with_the_tokens_of_a_plain_run(make: Callable[
     assert difference(logits_after(model, ids, past), plain) < 1e-4, "another split rounds otherwise, no more"
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
-def test_a_shared_prefix_in_pieces_is_exact_whatever_was_stored(make: Callable[[], Any], store: Store) -> None:
-    model, shared = make(), prompt(50)
-    first, second = prompt(30, 2, shared), prompt(43, 3, shared)
-    prefill_with_store(model, first, store, chunk_tokens=CHUNK, piece_tokens=CHUNK)
-    assert moved(store) == (0, 4)
-    past = prefill_with_store(model, second, store, chunk_tokens=CHUNK, piece_tokens=CHUNK)
-    assert moved(store) == (3, 6)
-    expected = logits_without_store(model, second, *range(CHUNK, 81, CHUNK))
-    assert difference(logits_after(model, second, past), expected) == 0.0
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_comes_back_to_the_bit(dtype: Any, store: Store) -> None:
     model, ids = llama(dtype=dtype), prompt(70)
