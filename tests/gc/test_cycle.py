@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from unittest.mock import ANY
 
 import pytest
 
@@ -154,21 +153,6 @@ def test_a_prompt_whose_hold_ends_between_rounds_keeps_its_prefix(place: Place, 
         assert there == sorted(there, reverse=True), "what is kept can be reached"
 
 
-def test_two_collectors_with_many_chunks_list_their_own_shards_and_keep_the_bound_together(place: Place) -> None:
-    node, chains = place.cluster.node(), [prompt(number, 1) for number in range(200)]
-    for number, chain in enumerate(chains):
-        put(node, chain)
-        place.age(chain, LONG_S + 60 * number)
-    used = sum(map(place.bytes_of, chains))
-    config = Config(max_bytes=used, share_chunks_min=10)
-    collectors = [place.cycle(config, collectors=place.half(odd)) for odd in (0, 1)]
-    summaries = [each.run() for each in collectors]
-    assert [summary.scanned.count < 130 for summary in summaries] == [True, True], "each lists about half"
-    left = sum(map(place.bytes_of, chains))
-    assert 0.85 * used < left <= 0.95 * used
-    assert sum(summary.reaped.count for summary in summaries) >= 10
-
-
 def test_a_dry_run_says_the_same_and_changes_nothing_at_all(place: Place) -> None:
     node, chain = place.cluster.node(), prompt(1, 6)
     put(node, chain)
@@ -181,7 +165,6 @@ def test_a_dry_run_says_the_same_and_changes_nothing_at_all(place: Place) -> Non
     assert place.tree() == tree
     assert MemoryMetadata(place.cluster.store).list("/kv/").revision == keys.revision
     assert not set(root.calls) & {"stage", "publish", "discard", "touch", "move", "make_folder", "remove"}
-    assert [each.address for each in summary.examples][:2] == [chain.addresses[5].hex(), chain.addresses[4].hex()]
     done = place.cycle(Config(max_bytes=place.bytes_of(chain) // 2)).run()
     assert done.to_json()["chosen"] == summary.to_json()["chosen"]
     assert done.used_after_bytes == summary.used_after_bytes
@@ -259,17 +242,3 @@ def test_the_room_of_the_file_system_is_the_limit_where_none_is_given() -> None:
         summary = place.cycle().run()
         assert summary.capacity_bytes is not None and summary.capacity_bytes < files.capacity_bytes
         assert summary.reaped.count > 0 and made.present(chains[1]) == 10
-
-
-@pytest.mark.parametrize("lost", [0, 2])
-def test_chunks_without_their_parent_are_the_first_victims(place: Place, lost: int) -> None:
-    node, torn, older = place.cluster.node(), prompt(1, 6), prompt(2, 6)
-    put(node, torn)
-    put(node, older)
-    place.age(torn)
-    place.age(older, 2 * LONG_S)
-    assert place.cluster.root.remove(place.cluster.name(torn.addresses[lost]))
-    cycle = place.cycle(Config(max_bytes=1 << 30))
-    assert cycle.run().to_json()["chosen"] == {"without its parent": {"chunks": 5 - lost, "bytes": ANY}}
-    assert (place.cluster.present(torn), place.cluster.present(older)) == (lost, 6)
-    assert not cycle.run().chosen

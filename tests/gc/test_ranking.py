@@ -1,11 +1,10 @@
-"""The ranking of a listing: exact counts, the order of eviction, quotas, pins, and chunks without their parent."""
+"""The ranking of a listing: exact counts, the order of eviction, quotas and pins."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,10 +26,10 @@ QUOTAS = (
 )
 
 
-def ranked(chunks: list[Chunk], goals: Goals, pinned: Marks = NO_MARKS, *, share: float = 1.0) -> Ranking:
+def ranked(chunks: list[Chunk], goals: Goals, pinned: Marks = NO_MARKS) -> Ranking:
     ranking = Ranking(goals, NOW_S, SHARD_BITS, pinned)
     ranking.read(root_of(chunks), SHARDS)
-    ranking.rank(share)
+    ranking.rank()
     return ranking
 
 
@@ -73,7 +72,7 @@ def test_counts_and_bytes_are_exact(chunks: list[Chunk], ttl_s: float | None, sp
     ranking.read(root, SHARDS[:split])
     ranking.read(root, SHARDS[split:])
     ranking.rank()
-    assert ranking.total == tally(chunks) and ranking.shards_count == len(SHARDS)
+    assert ranking.total == tally(chunks)
     for space in SPACES:
         assert ranking.namespaces.get(space, CountAndBytes()) == tally(
             [one for one in chunks if one.namespace == space]
@@ -198,12 +197,6 @@ def test_quotas_apply_to_their_namespaces() -> None:
     assert left[SPACES[2]] == left[SPACES[3]] == 100, "below its quota, and without one"
 
 
-def test_a_share_of_the_shards_has_a_share_of_each_quota() -> None:
-    chunks, quota = loose(100), NamespaceQuota("namespace a", frozenset(SPACES[:1]), 8_000)
-    ranking = ranked(chunks, Goals(quotas=(quota,)), share=0.5)
-    assert ranking.due == CountAndBytes(62, 6200)
-
-
 def test_a_tenants_quota_counts_without_a_namespaces_own_quota() -> None:
     chunks = [replace(chunk, namespace=SPACES[number % 2]) for number, chunk in enumerate(loose(200))]
     own = NamespaceQuota("namespace b", frozenset(SPACES[1:2]), 0)
@@ -229,21 +222,6 @@ def test_the_capacity_takes_only_what_quotas_left_over() -> None:
     assert Counter(taken(chunks, goals, 8_000).values()) == {VerdictReason.QUOTA: 53, VerdictReason.CAPACITY: 67}
     counted = {(space, reason): found for space, reason, found in tallies(ranked(chunks, goals).take(12_000))}
     assert counted[SPACES[0], VerdictReason.QUOTA] == CountAndBytes(53, 5300)
-
-
-# Orphans
-
-
-def test_orphans_are_due_and_go_first() -> None:
-    chunks = [replace(chunk, mtime_ns=stamp(600 + 60 * number)) for number, chunk in enumerate(loose(20))]
-    ranking = ranked(chunks, Goals())
-    front = ranking.front(8)
-    assert front["address"].tolist() == [chunk.address for chunk in chunks[:11:-1]]
-    lost = np.arange(8) == 5
-    address = front["address"][5].item()
-    ranking.orphaned(lost)
-    assert ranking.due == CountAndBytes(1, 100) and Address(ranking.take(0)["address"][0].item()) == address
-    assert ranking.have([chunks[0].address, chunks[-1].address, Address(bytes(16))]).tolist() == [True, True, False]
 
 
 @for_each(

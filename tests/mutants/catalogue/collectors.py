@@ -347,11 +347,6 @@ KEEPING = [
         "gc/test_policy.py gc/test_ranking.py",
     ),
     mutant(
-        "orphans-of-the-ranking-stay",
-        at("kvstore_gc.rank:Parents", "check", giving(None)),
-        "gc/test_cycle.py -k parent",
-    ),
-    mutant(
         "puts-have-the-time-of-their-quantum",
         at("kvstore.engine.chunk_store:PresenceCache", "tick", lambda real, self: self.quantum()),
         "gc/test_cycle.py -k older",
@@ -360,11 +355,6 @@ KEEPING = [
         "policy-ttl-ignored",
         at("kvstore_gc.policy", "expired", lambda real, uses, *when: real(uses, *when) & False),
         "gc/test_policy.py gc/test_ranking.py",
-    ),
-    mutant(
-        "collector-alone-in-every-shard",
-        at("kvstore_gc.membership", "owner", lambda real, shard, live: live[0] if live else None),
-        "gc/test_collectors.py",
     ),
 ]
 
