@@ -317,6 +317,10 @@ class ClearFilter:
     def __bool__(self) -> bool:
         return bool(self._by_lineage or self._others)
 
+    def clears(self, namespace: NamespaceDigest) -> bool:
+        """True if all of a namespace was cleared."""
+        return any(order.means(namespace) for order in self._others)
+
     def forbids(self, namespace: NamespaceDigest, incarnation: Incarnation) -> bool:
         """True if a copy with this incarnation was cleared and must not be kept."""
         found = written(incarnation) if self._by_lineage else None

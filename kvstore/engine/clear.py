@@ -1,4 +1,4 @@
-"""Clears a selection everywhere: publishes an order to all nodes, sweeps the root, publishes the order as done.
+"""Clears chunks everywhere: publishes an order to all nodes, sweeps the root, publishes the order as done.
 
 The order matters. A node that has dropped what is named, and refuses to take it back, cannot write to the root again
 what the sweep just deleted. And the barrier goes up before pins are read: a pin taken too late to be read finds the
@@ -8,6 +8,7 @@ barrier (gc/PROTOCOL.md, P5).
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Container, Iterator
@@ -35,10 +36,10 @@ from kvstore.root.fences import with_reserve
 from kvstore.root.identity import read_writers
 from kvstore.root.posix import PosixRoot, translated
 
-# Follows clears by selection: one thread reads the orders, has them obeyed, and answers.
+# Follows clears: one thread reads the orders, has them obeyed, and answers.
 #
 # Every node of a cluster follows them, with memory or without: a node also forgets which chunks it knows to be
-# present. Rule P6 of kvstore/tiers/MEMORY.md.
+# present. Rule P5 of kvstore/tiers/MEMORY.md.
 
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,8 @@ WAIT_S = 0.5
 RETRY_S = 1.0
 
 Obey = Callable[[list[ClearOrder], list[ClearOrder]], bool]
-"""``obey(new, all)``: drops what new orders name and forbids what all orders name; False if it is not done yet."""
+"""``obey(new, all)``: drops what new orders name, forbids what all orders name, and forgets which chunks it knows to be
+present; False if it is not done yet."""
 Sweep = Callable[[list[ClearOrder]], None]
 """The slow part of an order; no caller waits for it."""
 
@@ -66,15 +68,15 @@ class ClearsFollower:
         self._loop = Loop("kvstore-clears", self._changed, lambda: self._turn)
         # Only the thread uses the fields below.
         self._followed: Session | None = None
-        self._orders: dict[bytes, tuple[ClearOrder, bool]] = {}
-        """The orders that are kept, and whether each is done: the root has nothing of it any more."""
+        self._orders: dict[bytes, tuple[ClearOrder, bool, float]] = {}
+        """The orders that are kept, whether each is done, and until when (monotonic) it forbids."""
         self._obeyed: dict[bytes, bool] = {}
         """For each order that was obeyed, whether it was done then."""
         self._answered: set[bytes] = set()
         """Orders that this session has answered: each answer is a key in etcd, and must go with its order."""
         self._unswept: list[ClearOrder] = []
-        self._is_looser = False
-        """True if an order ended, so that what it named is allowed again."""
+        self._forbidding: set[bytes] = set()
+        """Orders of which nothing may come back."""
 
     def begin(self, session: Session) -> None:
         """Follows orders from now on, as long as ``session`` lives."""
@@ -110,7 +112,7 @@ class ClearsFollower:
                 self._read_afresh(session)
             else:
                 for event in self._watch.next(wait_s) or ():
-                    self._apply(self._clears.read(event.key, event.kv))
+                    self._apply(self._clears.read(event.key, event.kv), self._clears.passing_s)
             self._answer(session)
         except WatchLost as lost:
             if not self._loop.closed:
@@ -135,43 +137,47 @@ class ClearsFollower:
                 watch.close()
                 return
             self._watch = watch
+        # What was cleared before this process began can only be on its disk.
+        passing_s = 0 if self._followed is None else self._clears.passing_s
         if self._followed is not session:
             self._answered.clear()
         self._followed = session
         orders = [self._clears.read(each.key, each) for each in snapshot.items]
         for id in self._orders.keys() - {each.id for each in orders if each is not None}:
-            self._drop(id)
+            del self._orders[id]
         for each in orders:
-            self._apply(each)
+            self._apply(each, passing_s)
 
-    def _apply(self, order: PublishedOrder | None) -> None:
+    def _apply(self, order: PublishedOrder | None, passing_s: float) -> None:
         if order is None:
             return
         if order.content is None:
-            self._drop(order.id)
+            self._orders.pop(order.id, None)
             return
         try:
-            self._orders[order.id] = ClearOrder.from_json(order.content), order.is_done
+            content = ClearOrder.from_json(order.content)
         except InvalidRequest as error:  # from a later version: its issuer sees no answer from this node
             log.warning("clears.not_understood %s %s", order.id.hex(), error)
-
-    def _drop(self, id: bytes) -> None:
-        if self._orders.pop(id, None) is not None:
-            self._is_looser = True
-        self._obeyed.pop(id, None)
+            return
+        _, was_done, ends_s = self._orders.get(order.id, (content, False, math.inf))
+        if order.is_done and not was_done and not content.stands:
+            ends_s = time.monotonic() + passing_s
+        self._orders[order.id] = content, order.is_done, ends_s
 
     def _answer(self, session: Session) -> None:
         """Obeys new orders, and answers those whose issuers wait. The next step retries what is not done yet.
 
-        An order that is done is obeyed once more: reads may have remembered its chunks during the root's sweep.
+        When an order is done the node forgets once more which chunks it knows to be present: reads may have remembered
+        some during the root's sweep.
         """
-        new = [id for id, (_, is_done) in self._orders.items() if self._obeyed.get(id) is not is_done]
-        if new or self._is_looser:
-            orders = [self._orders[id][0] for id in new]
-            if self._obey(orders, [order for order, _ in self._orders.values()]):
-                self._is_looser = False
-                self._obeyed.update((id, self._orders[id][1]) for id in new)
-                self._unswept += orders
+        now_s = time.monotonic()
+        found = {id: is_done for id, (_, is_done, _) in self._orders.items()}
+        forbidding = {id for id, (_, _, ends_s) in self._orders.items() if ends_s > now_s}
+        if found != self._obeyed or forbidding != self._forbidding:
+            new = [self._orders[id][0] for id in found if id not in self._obeyed]
+            if self._obey(new, [self._orders[id][0] for id in forbidding]):
+                self._obeyed, self._forbidding = found, forbidding
+                self._unswept += new
         waiting = {id for id, is_done in self._obeyed.items() if not is_done}
         for id in waiting - self._answered:
             self._clears.answer(session, id, self._timeout_s)
@@ -254,7 +260,7 @@ class NamespaceClear:
             finally:  # also when cut short: a leftover order would keep the namespace out of memory permanently
                 node.obey([order], [order] if order.stands else [])
         id, content = node.ids.fresh(), order.to_json()
-        lease = clears.publish(id, content, self._timeout_s, stands=order.stands)
+        lease = clears.publish(id, content, self._timeout_s)
         clears.trim(self._timeout_s)  # now, not at the end: a call that is cut short never gets there
         with self._kept(lambda: clears.renew(lease, self._timeout_s)):
             silent = self._wait_for_answers(clears, id, waiting)
@@ -262,7 +268,7 @@ class NamespaceClear:
         node.forget()  # a look during the sweep may have remembered a chunk; other nodes forget when they read ``done``
         if not clears.renew(lease, self._timeout_s):  # nodes that forgot it may have taken its chunks back
             raise Unavailable("etcd forgot the order while the root was swept: clear again")
-        clears.done(id, content, self._timeout_s, stands=order.stands)
+        clears.done(id, content, self._timeout_s)
         return replace(done, unconfirmed=tuple(sorted(session.hex() for session in silent)))
 
     def _obey_alone(self, order: ClearOrder, waiting: Callable[[], None]) -> None:

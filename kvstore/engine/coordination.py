@@ -19,7 +19,6 @@ from typing import Any
 
 from kvstore.census.selection import ClearOrder, Selection
 from kvstore.core.address import Address
-from kvstore.core.clock import Clock
 from kvstore.core.executor import Deadline
 from kvstore.core.metrics import NodeCount
 from kvstore.core.namespace import Namespace, NamespaceDigest
@@ -44,39 +43,6 @@ from kvstore.meta.store import MetadataStore
 from kvstore.root.fences import list_twins, read_twin, remove_twin, write_twin
 from kvstore.root.identity import newest_number
 from kvstore.root.posix import DiskFull
-from kvstore.tiers.memory import MemoryTier
-
-# The pins taken through this node: they keep their chunks in its memory for a while.
-
-
-class PinnedInMemory:
-    """Pins keep at most half of memory: the rest must go on serving callers that pin nothing. Thread-safe."""
-
-    def __init__(self, memory: MemoryTier, clock: Clock) -> None:
-        self._memory = memory
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._pins: dict[str, tuple[float, list[Address]]] = {}
-
-    def add(self, pin_id: str, addresses: Sequence[Address], seconds: float) -> None:
-        """Keeps a pin's chunks that are in memory there, until it is removed or ``seconds`` are over."""
-        self.expire()
-        kept = self._memory.pin(addresses, self._memory.size_bytes // 2)
-        with self._lock:
-            self._pins[pin_id] = (self._clock.monotonic_s() + seconds, kept)
-
-    def remove(self, pin_id: str) -> None:
-        with self._lock:
-            _, kept = self._pins.pop(pin_id, (0.0, []))
-        self._memory.unpin(kept)
-
-    def expire(self) -> None:
-        now_s = self._clock.monotonic_s()
-        with self._lock:
-            ended = [pin_id for pin_id, (ends_s, _) in self._pins.items() if ends_s <= now_s]
-        for pin_id in ended:
-            self.remove(pin_id)
-
 
 # One sync per second for everything published since the last one: the durability "everysec".
 
@@ -214,7 +180,6 @@ class ClusterMember:
         if host is not None:
             self._pins = HostPins(node.root, node.ids, node.clock, node.on_root, quota)
             self._host_clearing = HostClearing(node, host, self._all_pinned)
-        self._pinned = PinnedInMemory(node.memory, node.clock) if node.memory is not None else None
         self._pid = os.getpid()
         self._listing = threading.Lock()
         self._claimed: dict[NamespaceDigest, Namespace] = {}
@@ -224,8 +189,6 @@ class ClusterMember:
         self._follower: ClearsFollower | None = None
         self._syncing: Syncing | None = None
         """Syncs the root once a second, where that was asked for."""
-        self.on_cleared: list[Callable[[NamespaceDigest], None]] = []
-        """Called after a namespace was cleared here, to notify the other nodes."""
         presence.attach(lambda session: None, lambda session: node.counters.add(NodeCount.SESSIONS_LOST))
 
     def start(self, tiers: TierSettings) -> None:
@@ -333,18 +296,13 @@ class ClusterMember:
         if not present:
             self.unpin(_pin_id(ref))
             return _no_pin(owner, namespace, node.clock.now_s())
-        if self._pinned is not None:
-            self._pinned.add(_pin_id(ref), wanted.addresses[:present], seconds)
         tokens = present * namespace.layout.chunk_tokens
         return PinRecord(_pin_id(ref), owner, namespace.name, tokens, node.clock.now_s() + seconds)
 
     def unpin(self, pin_id: str) -> bool:
         """Releases a pin; False where there is none. Raises InvalidRequest for what is no pin id, Unavailable."""
         owner, pin = _parsed_pin_id(pin_id)
-        found = self._pins.unpin(owner, pin, self.node.limits.meta_deadline_s)
-        if self._pinned is not None:
-            self._pinned.remove(pin_id)
-        return found
+        return self._pins.unpin(owner, pin, self.node.limits.meta_deadline_s)
 
     def pins(self) -> list[PinRecord]:
         """All live pins of the store."""
@@ -427,11 +385,9 @@ class ClusterMember:
 
         clearing = self._host_clearing or NamespaceClear(self.node, self.clears, self._barriers, self._all_pinned)
         cleared = clearing.clear(order, within)
-        self.node.forget_namespace(namespace.digest)  # what was read until it was deleted is known as present
+        self.node.forget()  # what was read until it was deleted is known as present
         if cleared.failed:
             raise Unavailable(f"the root refused {cleared.failed} deletions or listings: clear again")
-        for tell in self.on_cleared:
-            tell(namespace.digest)
         return cleared
 
     def adjust(self, limits: Limits) -> None:
@@ -474,8 +430,6 @@ class ClusterMember:
 
     def expire(self) -> None:
         self.node.holds.expire()
-        if self._pinned is not None:
-            self._pinned.expire()
 
     def close(self) -> None:
         """Ends the node and the session; idempotent. Does nothing in a forked child: the session is its parent's."""

@@ -392,15 +392,9 @@ class Engine:
     def forget(self) -> None:
         self.known.clear()
 
-    def forget_namespace(self, digest: NamespaceDigest) -> None:
-        """It was cleared: what memory and disk have of it goes, and what was known to be present is forgotten."""
-        if self.tiers is not None:
-            self.tiers.drop_namespace(digest)
-        self.known.clear()
-
     def obey(self, new: Sequence[ClearOrder], orders: Sequence[ClearOrder]) -> bool:
         """Drops from memory what ``new`` orders to clear name, and lets nothing back in that any of ``orders`` does
-        (rule P6); what is known to be present is forgotten. False where that is not done yet: call again.
+        (rule P5); what is known to be present is forgotten. False where that is not done yet: call again.
         """
         self.known.clear()
         is_done = self.tiers is None or self.tiers.drop_ordered(new, ClearFilter(orders))

@@ -14,8 +14,7 @@
     /kv/<root>/collectors/<session>              one per collector, under its session's lease
     /kv/<root>/peers/<session>/address           where others read from a worker's memory, under its session's lease
     /kv/<root>/peers/<session>/<shard>           what its memory holds, 64 of them; see ``workers.py``
-    /kv/<root>/peers/cleared/<digest>            one per namespace that was ever cleared: changes each time
-    /kv/<root>/clears/<order>                    what was cleared by selection; see ``clears.py``
+    /kv/<root>/clears/<order>                    what was cleared; see ``clears.py``
     /kv/<root>/events/<name>                     the publisher of events that speaks, under its lease
     /kv/<root>/clearing/<order>                  a clear is deleting, under its lease; see ``clears.py``
     /kv/<root>/cleared/<order>/<session>         a node has dropped it, under its session's lease
@@ -119,9 +118,6 @@ class Keys:
 
     def peer_digest(self, session: SessionId, shard: int) -> str:
         return f"{self.peers}{session.hex()}/{shard:02x}"
-
-    def peer_cleared(self, digest: NamespaceDigest) -> str:
-        return f"{self.peers}cleared/{digest.hex()}"
 
     def speaker(self, name: str) -> str:
         """Returns the key of the publisher that speaks under a name, which may be any text and so is hashed."""

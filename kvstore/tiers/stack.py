@@ -22,7 +22,6 @@ from kvstore.core.address import ADDRESS_BYTES, Address
 from kvstore.core.buffers import Sections, address_of
 from kvstore.core.executor import Deadline, Decision, Executor, IndexedWork, Loop
 from kvstore.core.metrics import NodeCount, TierName
-from kvstore.core.namespace import NamespaceDigest
 from kvstore.core.recency import Hints
 from kvstore.core.write_mode import WriteMode
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
@@ -72,7 +71,9 @@ class Tier(Protocol):
         """Notes that a chunk it gave was not right: it does not give it again."""
         ...
 
-    def drop_namespace(self, digest: NamespaceDigest) -> None: ...
+    def forbid(self, standing: ClearFilter) -> None:
+        """Sets what it must not give or take from now on (rule P5)."""
+        ...
 
     def stats(self) -> dict[str, int | float]:
         """Returns its gauges, whose names begin with the tier's name."""
@@ -232,20 +233,6 @@ class WriteBehind:
                 return
         self._lost(job, "the node was closed")  # closed after room was reserved for it
         self._done(job)
-
-    def forget(self, digest: NamespaceDigest, timeout_s: float) -> None:
-        """Gives up the queued chunks of a namespace, and waits for those that are being written."""
-        ends_s = self._clock.monotonic_s() + timeout_s
-        with self._changed:
-            given_up = [job for job in self._waiting if job.wanted.namespace.digest == digest]
-            self._waiting = deque(job for job in self._waiting if job.wanted.namespace.digest != digest)
-        for job in given_up:
-            self._done(job)
-        with self._changed:
-            self._changed.wait_for(
-                lambda: all(job.wanted.namespace.digest != digest for job in self._writing),
-                ends_s - self._clock.monotonic_s(),
-            )
 
     def pass_by(self, timeout_s: float) -> bool:
         """Waits for the writes of this moment; True if each was done, or failed, within the time."""
@@ -593,21 +580,13 @@ class TierStack:
                 self._is_filled = True
                 self._changed.notify_all()
 
-    def drop_namespace(self, digest: NamespaceDigest) -> None:
-        self.behind.forget(digest, FORGET_S)
-        self.memory.drop_namespace(digest)
-        for tier in self.below:
-            tier.drop_namespace(digest)
-        # A read may have brought some from there since; one that claims room from now on finds none there.
-        self.memory.drop_namespace(digest)
-
     def drop_ordered(self, orders: Sequence[ClearOrder], standing: ClearFilter) -> bool:
-        """Drops from memory what orders name, and keeps it from coming back there from below (rule P6).
+        """Drops from memory what orders name, and keeps it from coming back there from below (rule P5).
 
         False where something is still being written to the root that may be named by them.
         """
-        if self.disk is not None:
-            self.disk.forbid(standing)
+        for tier in self.below:
+            tier.forbid(standing)
         self.memory.drop_ordered(orders, standing)
         # What waited to be written finds its images gone; what is being written has read them already.
         return self.behind.pass_by(min(FORGET_S, self.node.limits.clear_answer_s))

@@ -307,12 +307,11 @@ class EtcdHealth(_message.Message):
     def __init__(self, used: bool = ..., answers: bool = ..., look_s: _Optional[float] = ..., session_alive: bool = ..., protected: bool = ..., lease_margin_s: _Optional[float] = ...) -> None: ...
 
 class MemoryHealth(_message.Message):
-    __slots__ = ("size_bytes", "held_bytes", "dirty_bytes", "referenced_bytes", "pinned_bytes", "disk_held_bytes", "disk_bytes_max", "peers", "peers_aside")
+    __slots__ = ("size_bytes", "held_bytes", "dirty_bytes", "referenced_bytes", "disk_held_bytes", "disk_bytes_max", "peers", "peers_aside")
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
     DIRTY_BYTES_FIELD_NUMBER: _ClassVar[int]
     REFERENCED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
     DISK_HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
     DISK_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
@@ -321,12 +320,11 @@ class MemoryHealth(_message.Message):
     held_bytes: int
     dirty_bytes: int
     referenced_bytes: int
-    pinned_bytes: int
     disk_held_bytes: int
     disk_bytes_max: int
     peers: int
     peers_aside: int
-    def __init__(self, size_bytes: _Optional[int] = ..., held_bytes: _Optional[int] = ..., dirty_bytes: _Optional[int] = ..., referenced_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., disk_held_bytes: _Optional[int] = ..., disk_bytes_max: _Optional[int] = ..., peers: _Optional[int] = ..., peers_aside: _Optional[int] = ...) -> None: ...
+    def __init__(self, size_bytes: _Optional[int] = ..., held_bytes: _Optional[int] = ..., dirty_bytes: _Optional[int] = ..., referenced_bytes: _Optional[int] = ..., disk_held_bytes: _Optional[int] = ..., disk_bytes_max: _Optional[int] = ..., peers: _Optional[int] = ..., peers_aside: _Optional[int] = ...) -> None: ...
 
 class QueueHealth(_message.Message):
     __slots__ = ("calls", "calls_max", "bytes_in_flight", "bytes_in_flight_max", "root_queue", "behind_bytes", "behind_bytes_max", "holds", "operations_running", "operations_waiting")

@@ -132,7 +132,6 @@ def _memory_health(gauges: Mapping[str, float]) -> pb.MemoryHealth:
         held_bytes=int(gauges["memory_held_bytes"]),
         dirty_bytes=int(gauges["memory_dirty_bytes"]),
         referenced_bytes=int(gauges["memory_referenced_bytes"]),
-        pinned_bytes=int(gauges["memory_pinned_bytes"]),
         disk_held_bytes=int(gauges.get("disk_held_bytes", 0)),
         disk_bytes_max=int(gauges.get("disk_bytes_max", 0)),
         peers=int(gauges.get("peers_known", 0)),

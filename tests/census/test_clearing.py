@@ -1,4 +1,4 @@
-"""One clear deletes the chunks of a bad roll-out everywhere, and nothing else (rule P6)."""
+"""One clear deletes the chunks of a bad roll-out everywhere, and nothing else (rule P5)."""
 
 from __future__ import annotations
 

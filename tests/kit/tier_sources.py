@@ -60,7 +60,7 @@ def source(kind: str, folder: Path, count: int = 6, missing: int = 2) -> Iterato
             presence.start(PATIENCE_S)
             roster = PeerSelector(LIMITS, CLOCK, Random(1))
             digests = Digests(MemoryMetadata(store), KEYS)
-            peers = Peers(digests, presence, Held(), roster, counters, CLOCK, LIMITS, lambda digest: None)
+            peers = Peers(digests, presence, Held(), roster, counters, CLOCK, LIMITS)
             peers.start(None)
             try:
                 _report(store, speaker.address, chain, count)
