@@ -257,8 +257,7 @@ class Accounts:
                 return Capacity(revision)  # the first listing has not ended: nodes report where they begin
             self._was_short = self._was_short or 2 * level.spare_bytes < level.headroom_bytes // 2
             credit_bytes = level.spare_bytes // max(1, nodes_count)
-            counts = level.used_bytes, level.capacity_bytes, credit_bytes
-            return Capacity(revision, *counts, self.is_full, level.headroom_bytes)
+            return Capacity(revision, level.used_bytes, level.capacity_bytes, credit_bytes, self.is_full)
 
     @property
     def _used_bytes(self) -> int | None:

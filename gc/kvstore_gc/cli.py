@@ -173,30 +173,21 @@ def collect_host(cluster: ClusterAccess, config: Config, rounds: Rounds) -> None
     """Collects a folder that the processes of this host share."""
     from kvstore_gc import host
 
-    if rounds.metrics is not None:
-        raise InvalidRequest("metrics are for a cluster: give --etcd ENDPOINTS")
-    options, is_shared = cluster.root_options.read(), rounds.dry_run
-    with Stopper() as stopper, host.opened(cluster.root, config, options, is_shared=is_shared) as collector:
+    if rounds.metrics is not None or rounds.dry_run:
+        raise InvalidRequest("metrics and a dry run are for a cluster: give --etcd ENDPOINTS")
+    with Stopper() as stopper, host.opened(cluster.root, config, cluster.root_options.read()) as collector:
         if rounds.interval_s is not None:
             collector.serve(stopper.wait)
             return
         with progress_bar("listing shards", collector.shards_count) as moved:
-            if rounds.dry_run:
-                ranking, victims = collector.dry_run(lambda: moved(1))
-                freed = sum(victim.size_bytes for victim in victims)
-                found = {"chunks": ranking.total.count, "used_bytes": ranking.total.bytes}
-                found |= {"would_delete": len(victims), "bytes": freed}
-                said = f"{ranking.total.count} chunks, {size(ranking.total.bytes)}\n"
-                said += f"would delete {len(victims)} chunks, {size(freed)}"
-            else:
-                done = collector.once(lambda: moved(1))
-                found = {"deleted": done.count, "bytes": done.size_bytes, "lacking_bytes": done.lacking_bytes}
-                spared = {"held": len(done.held), "pinned": done.pinned_count, "used since": done.used_count}
-                found |= {**spared, "failed": done.failed_count}
-                said = f"deleted {done.count} chunks, {size(done.size_bytes)}"
-                said += "".join(f"\nspared: {count} chunks, {why}" for why, count in spared.items() if count)
+            done = collector.once(lambda: moved(1))
+    spared = {"held": len(done.held), "pinned": done.pinned_count, "used since": done.used_count}
+    found = {"deleted": done.count, "bytes": done.size_bytes, "lacking_bytes": done.lacking_bytes}
+    found |= {**spared, "failed": done.failed_count}
+    said = f"deleted {done.count} chunks, {size(done.size_bytes)}"
+    said += "".join(f"\nspared: {count} chunks, {why}" for why, count in spared.items() if count)
     print(json.dumps(found) if rounds.as_json else said, flush=True)
-    if found.get("failed") or found.get("lacking_bytes"):
+    if done.failed_count or done.lacking_bytes:
         check_failed()
 
 

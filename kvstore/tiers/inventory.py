@@ -355,7 +355,6 @@ class TierInventory:
         """Bytes of entries with references, gone or not; a claimant has one."""
         self.evicted_count = 0
         """Number of entries evicted since the beginning."""
-        self.evicted_bytes = 0
 
     @property
     def entries_count(self) -> int:
@@ -514,7 +513,6 @@ class TierInventory:
                 self.drop(entry)
             self.evicted_count += len(found)
             offset = self._room.take(size_bytes)
-        self.evicted_bytes += evicted_bytes
         return offset
 
     def _plan(self, bytes_wanted: int) -> list[TierEntry]:

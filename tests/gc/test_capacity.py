@@ -209,7 +209,7 @@ def test_a_record_has_a_credit_once_the_root_was_listed() -> None:
     assert cluster.record is not None and cluster.record.credit_bytes is None
     scanned(accounts, 100)
     cluster.later(publisher)
-    assert cluster.record == Capacity(cluster.record.revision, 100, 1000, 12, headroom_bytes=50)
+    assert cluster.record == Capacity(cluster.record.revision, 100, 1000, 12)
 
 
 def test_a_record_counts_the_reports_up_to_its_revision() -> None:
@@ -220,13 +220,13 @@ def test_a_record_counts_the_reports_up_to_its_revision() -> None:
     publisher.tick()
     revision = cluster.report(node, 300)
     cluster.later(publisher)
-    assert cluster.record == Capacity(revision, 300, 1000, 25, headroom_bytes=50)
+    assert cluster.record == Capacity(revision, 300, 1000, 25)
     revision = cluster.report(node, 970)
     cluster.later(publisher)
-    assert cluster.record == Capacity(revision, 970, 1000, 5, headroom_bytes=50)
+    assert cluster.record == Capacity(revision, 970, 1000, 5)
     accounts.deleted(400)
     cluster.later(publisher)
-    assert cluster.record == Capacity(revision, 570, 1000, 25, headroom_bytes=50), "a deletion is news without a report"
+    assert cluster.record == Capacity(revision, 570, 1000, 25), "a deletion is news without a report"
     cluster.meta.revoke(node.lease)
     cluster.later(publisher)
     assert used(accounts) == 570

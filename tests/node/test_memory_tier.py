@@ -87,8 +87,8 @@ def test_victims_are_kept_until_they_are_elsewhere_and_go_unless_somebody_needs_
     assert UNIT <= case.tier.free_bytes < 2 * UNIT
     with case.tier.victims(1 << 40) as victims:
         assert len(victims.entries) == 7
-        case.tier.pin(chain.addresses[2:3], case.tier.size_bytes)
-        case.tier.evict(victims.entries)
+        with case.tier.refer(chain, 2, 1):
+            case.tier.evict(victims.entries)
     assert case.tier.leading(chain) == 3
 
 
