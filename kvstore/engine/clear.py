@@ -1,8 +1,8 @@
 """Clears chunks everywhere: publishes an order to all nodes, sweeps the root, publishes the order as done.
 
 The order matters. A node that has dropped what is named, and refuses to take it back, cannot write to the root again
-what the sweep just deleted. And the barrier goes up before pins are read: a pin taken too late to be read finds the
-barrier (gc/PROTOCOL.md, P5).
+what the sweep just deleted. And the order is published before pins are read: a pin taken too late to be read finds it
+(gc/PROTOCOL.md, P5).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.host.clears import HostClears
 from kvstore.host.eviction import Evicted, Eviction, EvictionVictim, file_system_now_ns
-from kvstore.meta.clears import BARRIER_S, Barrier, Barriers, Clears, PublishedOrder
+from kvstore.meta.clears import Clears, PublishedClear, PublishedOrder
 from kvstore.meta.keys import SessionId
 from kvstore.meta.session import Session
 from kvstore.meta.store import Watch, WatchLost
@@ -152,7 +152,8 @@ class ClearsFollower:
         if order is None:
             return
         if order.content is None:
-            self._orders.pop(order.id, None)
+            if order.id in self._orders and self._orders[order.id][1] is order.is_done:
+                del self._orders[order.id]
             return
         try:
             content = ClearOrder.from_json(order.content)
@@ -216,7 +217,7 @@ def resolved(node: Engine, selection: Selection) -> ClearOrder:
 
 
 class NamespaceClear:
-    """One clear, run by one node. ``clears`` is None if no other node shares the root.
+    """One clear, run by one node; ``is_alone`` if no other node shares the root.
 
     ``pinned`` reads what pins keep. It is called once nothing else can be pinned.
     """
@@ -224,19 +225,18 @@ class NamespaceClear:
     def __init__(
         self,
         node: Engine,
-        clears: Clears | None,
-        barriers: Barriers,
+        clears: Clears,
         pinned: Callable[[], Pinned],
         *,
+        is_alone: bool = False,
         pause: Callable[[float], object] = time.sleep,
     ) -> None:
         self._node = node
         self._clears = clears
-        self._barriers = barriers
         self._pinned = pinned
+        self._is_alone = is_alone
         self._pause = pause
         self._timeout_s = node.limits.meta_deadline_s
-        self._renew_s = (BARRIER_S if clears is None else min(clears.passing_s, BARRIER_S)) / 8
 
     def count(self, order: ClearOrder, progress: Progress) -> Cleared:
         """Counts what ``clear`` would delete; changes nothing."""
@@ -252,24 +252,32 @@ class NamespaceClear:
         def waiting() -> None:
             progress(0, 0)
 
-        if clears is None:
-            try:
-                self._obey_alone(order, waiting)
-                node.sweep_disk([order])
-                return self._behind_barrier(node.ids.fresh(), order, progress)
-            finally:  # also when cut short: a leftover order would keep the namespace out of memory permanently
-                node.obey([order], [order] if order.stands else [])
-        id, content = node.ids.fresh(), order.to_json()
-        lease = clears.publish(id, content, self._timeout_s)
-        clears.trim(self._timeout_s)  # now, not at the end: a call that is cut short never gets there
-        with self._kept(lambda: clears.renew(lease, self._timeout_s)):
-            silent = self._wait_for_answers(clears, id, waiting)
-            done = self._behind_barrier(id, order, progress)
+        silent = set[SessionId]()
+        published = clears.publish(node.ids.fresh(), order.to_json(), self._timeout_s)
+        with self._kept(published):
+            if not self._is_alone:
+                silent = self._wait_for_answers(published.id, waiting)
+                done = self._sweep(order, published, progress)
+            else:
+                try:
+                    self._obey_alone(order, waiting)
+                    node.sweep_disk([order])
+                    done = self._sweep(order, published, progress)
+                finally:  # also when cut short: a leftover order would keep the namespace out of memory permanently
+                    node.obey([order], [order] if order.stands else [])
         node.forget()  # a look during the sweep may have remembered a chunk; other nodes forget when they read ``done``
-        if not clears.renew(lease, self._timeout_s):  # nodes that forgot it may have taken its chunks back
-            raise Unavailable("etcd forgot the order while the root was swept: clear again")
-        clears.done(id, content, self._timeout_s)
+        published.done(self._timeout_s)
+        clears.trim(self._timeout_s)
         return replace(done, unconfirmed=tuple(sorted(session.hex() for session in silent)))
+
+    def _sweep(self, order: ClearOrder, published: PublishedClear, progress: Progress) -> Cleared:
+        """Follows rule P5: the order, then pins, then deletions.
+
+        If the sweep fails, a lane may still be in the middle of a deletion: then the order ends by itself.
+        """
+        done = _Sweep(self._node, order, self._pinned(), published).run(progress)
+        published.check()
+        return done
 
     def _obey_alone(self, order: ClearOrder, waiting: Callable[[], None]) -> None:
         """Does what the followers of a cluster do: drops it, and waits for writes in progress.
@@ -282,31 +290,18 @@ class NamespaceClear:
             if deadline.passed:
                 raise Unavailable("writes to the root that may be of these chunks do not end: clear again")
 
-    def _behind_barrier(self, id: bytes, order: ClearOrder, progress: Progress) -> Cleared:
-        """Follows rule P5: barrier, then pins, then deletions; the barrier goes once all deletions have ended.
-
-        If the sweep fails, a lane may still be in the middle of a deletion: then the barrier expires by itself.
-        """
-        barrier = self._barriers.put_up(id, order.to_json(), self._timeout_s)
-        with self._kept(lambda: barrier.renew(self._timeout_s)):
-            done = _Sweep(self._node, order, self._pinned(), barrier).run(progress)
-            barrier.check()
-        barrier.take_down(self._timeout_s)
-        return done
-
     @contextmanager
-    def _kept(self, renew: Callable[[], object]) -> Iterator[None]:
-        """Renews a lease while the block runs, in a thread of its own: one call of the root may keep the sweep busy for
-        long.
+    def _kept(self, published: PublishedClear) -> Iterator[None]:
+        """Renews an order while the block runs, in a thread of its own: a call of the root may last.
 
         A node that forgets the order in between would take back what the sweep deletes.
         """
         ended = threading.Event()
 
         def renewing() -> None:
-            while not ended.wait(self._renew_s):
+            while not ended.wait(self._clears.passing_s / 8):
                 try:
-                    renew()
+                    published.renew(self._timeout_s)
                 except KVStoreError as error:
                     log.info("clear.not_renewed %s", error)
 
@@ -318,10 +313,10 @@ class NamespaceClear:
             ended.set()
             thread.join(self._timeout_s)
 
-    def _wait_for_answers(self, clears: Clears, id: bytes, waiting: Callable[[], None]) -> set[SessionId]:
+    def _wait_for_answers(self, id: bytes, waiting: Callable[[], None]) -> set[SessionId]:
         deadline = Deadline(self._node.clock, self._node.limits.clear_answer_s)
         while True:
-            silent = clears.silent(id, self._timeout_s)
+            silent = self._clears.silent(id, self._timeout_s)
             waiting()
             if not silent or deadline.passed:
                 return silent
@@ -329,13 +324,13 @@ class NamespaceClear:
 
 
 class _Sweep:
-    """One pass over all shards of the root, several in parallel. Without a ``barrier`` it only counts."""
+    """One pass over all shards of the root, several in parallel. Without an order ``published`` it only counts."""
 
-    def __init__(self, node: Engine, order: ClearOrder, pinned: Pinned, barrier: Barrier | None) -> None:
+    def __init__(self, node: Engine, order: ClearOrder, pinned: Pinned, published: PublishedClear | None) -> None:
         self._node = node
         self._order = order
         self._pinned = pinned
-        self._barrier = barrier
+        self._published = published
         self._shards = sampled(node.identity.shard_bits)
         self._left = iter(self._shards)
         self._lock = threading.Lock()
@@ -390,8 +385,8 @@ class _Sweep:
             if found.address in self._pinned:
                 self._add(kept=1)
                 return
-            if self._barrier is not None:
-                self._barrier.check()
+            if self._published is not None:
+                self._published.check()
                 self._node.known.forget(found.address)
                 if not self._node.root.remove(found.name):
                     return

@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -33,7 +33,7 @@ from kvstore.engine.settings import Limits, TierSettings
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, RootMismatch, Unavailable
 from kvstore.format.keyset import BlockKeys, ChunkKeys, KeySet
 from kvstore.host.pins import HostPins
-from kvstore.meta.clears import Barriers, Clears
+from kvstore.meta.clears import Clears
 from kvstore.meta.keys import ID_BYTES, Keys, PinId, parse_id
 from kvstore.meta.namespaces import Namespaces
 from kvstore.meta.pins import PinQuota, Pins
@@ -183,9 +183,7 @@ class ClusterMember:
         self._pid = os.getpid()
         self._listing = threading.Lock()
         self._claimed: dict[NamespaceDigest, Namespace] = {}
-        self.clears = Clears(meta, self.keys) if shared else None
-        """Publishes clears by selection to the other nodes; None for a node alone."""
-        self._barriers = Barriers(meta, self.keys, node.clock)
+        self.clears = Clears(meta, self.keys, node.clock)
         self._follower: ClearsFollower | None = None
         self._syncing: Syncing | None = None
         """Syncs the root once a second, where that was asked for."""
@@ -197,7 +195,7 @@ class ClusterMember:
         Closes the node and raises if one of them fails: InvalidRequest, PermissionDenied, Unavailable.
         """
         node, limits, is_shared = self.node, self.node.limits, self.sharing is Coordination.CLUSTER
-        if self.clears is not None:
+        if is_shared:
             self._follower = ClearsFollower(self.clears, node.obey, node.sweep_disk, limits.meta_deadline_s)
             self.presence.attach(self._follower.begin, self._follower.end)
         try:
@@ -286,7 +284,7 @@ class ClusterMember:
             try:
                 # Still held: so the session that put the ref is the one that collectors have waited for all the time.
                 node.holds.check(hold)
-                self._check_barriers(namespace)
+                self._check_clears(namespace)
                 present = node.writer.present_leading(wanted)
             except KVStoreError:
                 self.unpin(_pin_id(ref))
@@ -335,7 +333,7 @@ class ClusterMember:
         order = resolved(self.node, selection)
         if (host := self._host_clearing) is not None:
             return (host.count if dry_run else host.clear)(order, progress, pinned=pinned)
-        clearing = NamespaceClear(self.node, self.clears, self._barriers, tuple if pinned else self._all_pinned)
+        clearing = self._clearing(tuple if pinned else self._all_pinned)
         return clearing.count(order, progress) if dry_run else clearing.clear(order, progress)
 
     def begin_clear(self, selection: Selection, *, dry_run: bool, pinned: bool, **who: Any) -> OperationRun:
@@ -383,12 +381,15 @@ class ClusterMember:
             if deadline.passed:
                 raise Unavailable(f"cleared {done} of {total} shards until the deadline: call again for the rest")
 
-        clearing = self._host_clearing or NamespaceClear(self.node, self.clears, self._barriers, self._all_pinned)
+        clearing = self._host_clearing or self._clearing(self._all_pinned)
         cleared = clearing.clear(order, within)
         self.node.forget()  # what was read until it was deleted is known as present
         if cleared.failed:
             raise Unavailable(f"the root refused {cleared.failed} deletions or listings: clear again")
         return cleared
+
+    def _clearing(self, pinned: Callable[[], Container[Address]]) -> NamespaceClear:
+        return NamespaceClear(self.node, self.clears, pinned, is_alone=self.sharing is Coordination.ALONE)
 
     def adjust(self, limits: Limits) -> None:
         self.node.adjust(limits)
@@ -464,9 +465,9 @@ class ClusterMember:
                 refs = (*refs, *self._twins.unexpired())  # pins that etcd may have lost still count
             return {address for ref in refs for address in ref.addresses}
 
-    def _check_barriers(self, namespace: Namespace) -> None:
+    def _check_clears(self, namespace: Namespace) -> None:
         """Raises Unavailable while a clear deletes chunks of a namespace."""
-        for content in self._barriers.orders(self.node.limits.meta_deadline_s):
+        for content in self.clears.in_progress(self.node.limits.meta_deadline_s):
             try:
                 is_meant = ClearOrder.from_json(content).means(namespace.digest)
             except InvalidRequest:

@@ -161,7 +161,7 @@ class PendingDeletions:
     def news(self) -> News:
         """Applies what happened since the last call. Raises Unavailable if a lost watch could not begin again."""
         news = News()
-        for prefix in (self._keys.gc, self._keys.barriers):
+        for prefix in (self._keys.gc, self._keys.clearing):
             try:
                 watch = self._watches.get(prefix) or self._begin(prefix, news)
                 while (events := watch.next(0.0)) is not None:
@@ -206,7 +206,7 @@ class PendingDeletions:
         shard = self._keys.parse_condemned(key)
         if shard is not None:
             self._apply_sweep(shard, kv, news)
-        elif key.startswith(self._keys.barriers):
+        elif key.startswith(self._keys.clearing):
             self._apply_clear(key, kv, news)
 
     def _apply_sweep(self, shard: int, kv: KeyValue | None, news: News) -> None:

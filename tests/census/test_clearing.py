@@ -286,7 +286,7 @@ def test_a_node_alone_whose_clear_was_cut_short_keeps_in_memory_what_it_reads_af
     with contextlib.closing(alone.member):
         alone.put(1, 2)
         alone.drain()
-        clearing = NamespaceClear(alone.node, None, alone.member._barriers, cut)
+        clearing = NamespaceClear(alone.node, alone.member.clears, cut, is_alone=True)
         with pytest.raises(Cancelled):
             clearing.clear(resolved(alone.node, Selection(tenant="")), unwatched)
         assert not any(alone.in_memory(1, 2))

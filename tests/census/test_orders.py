@@ -14,7 +14,6 @@ from kvstore.core.buffers import planes_of
 from kvstore.core.clock import SystemClock
 from kvstore.core.metrics import Counters
 from kvstore.core.namespace import Namespace, NamespaceId
-from kvstore.core.operations import Cancelled
 from kvstore.engine.clear import ClearsFollower
 from kvstore.errors import Unavailable
 from kvstore.format.header import incarnation, lineage_id
@@ -78,7 +77,6 @@ def nodes() -> Iterator[tuple[RolledOut, RolledOut, FaultyMeta]]:
     good, bad = (RolledOut(MemoryRoot(files), store, label) for label in ("stable", "canary"))
     with closing(good, bad):
         faulty = FaultyMeta(good.member.meta)
-        assert good.member.clears is not None
         good.member.clears = Clears(faulty, good.member.keys)
         yield good, bad, faulty
 
@@ -99,7 +97,7 @@ def test_a_clear_whose_end_could_not_be_told_may_be_repeated(nodes: tuple[Rolled
     good, bad, faulty = nodes
     bad.put(1)
     bad.drain()
-    faulty.add(Rule(Fault.NOT_SENT, operations=("put",), key="clears/", skip_count=1))
+    faulty.add(Rule(Fault.NOT_SENT, operations=("txn",), key="clears/"))
     with pytest.raises(Unavailable):
         good.member.clear_selected(Selection(written_by="label=canary"))
     assert good.on_root() == [] and bad.in_memory(1) == 0
@@ -127,7 +125,7 @@ def test_an_order_that_cannot_be_obeyed_yet_is_not_answered(meta: MemoryMetadata
     node, others = Obedient(meta), Clears(MemoryMetadata(store), KEYS)
     session = Session.open(meta, KEYS, clock=SystemClock(), ids=CountingIds(), ttl_s=60)
     node.can = False
-    others.publish(b"1" * 16, order().to_json(), 1.0)
+    published = others.publish(b"1" * 16, order().to_json(), 1.0)
     node.follower._session = session  # its steps are taken here, without its thread
     for _ in range(2):
         assert node.follower.step(0.0)
@@ -135,10 +133,9 @@ def test_an_order_that_cannot_be_obeyed_yet_is_not_answered(meta: MemoryMetadata
     node.can = True
     assert node.follower.step(0.0)
     assert others.silent(b"1" * 16, 1.0) == set() and node.swept == 1
-    others.done(b"1" * 16, order().to_json(), 1.0)
+    published.done(1.0)
     assert node.follower.step(0.5)
     assert node.obeyed[-1] == [] and node.swept == 1, "reads may have cached its chunks during the sweep"
-    others.done(b"1" * 16, order().to_json(), 1.0)
     count = len(node.obeyed)
     assert node.follower.step(0.5) and len(node.obeyed) == count, "once is enough"
 
@@ -147,13 +144,13 @@ def test_an_order_that_cannot_be_obeyed_yet_is_not_answered(meta: MemoryMetadata
 def test_a_cleared_namespace_is_forbidden_until_a_while_after_the_end(meta: MemoryMetadata, is_known: bool) -> None:
     """A node that begins later only sweeps its disk."""
     node = Obedient(meta)
-    node.clears.passing_s = round(slowness())
+    node.clears.passing_s = 2 * round(slowness())
     node.follower._session = Session.open(meta, KEYS, clock=SystemClock(), ids=CountingIds(), ttl_s=60)
     whole = ClearOrder(frozenset({NamespaceId(bytes(8))}), None, 0.0, 0.0, 0.0, 1.0)
+    published = node.clears.publish(b"1" * 16, whole.to_json(), 1.0)
     if is_known:
-        node.clears.publish(b"1" * 16, whole.to_json(), 1.0)
         assert node.follower.step(0.0) and node.all == [whole]
-    node.clears.done(b"1" * 16, whole.to_json(), 1.0)
+    published.done(1.0)
     assert node.follower.step(0.5) and node.all == [whole] * is_known and node.swept == 1
     eventually(lambda: node.follower.step(0.1) and node.all == [])
     assert node.swept == 1 and len(node.clears.snapshot(1.0).items) == 1
@@ -163,10 +160,10 @@ def test_an_order_that_ends_forbids_nothing_more_and_nonsense_forbids_nothing(me
     node = Obedient(meta)
     node.follower._session = Session.open(meta, KEYS, clock=SystemClock(), ids=CountingIds(), ttl_s=60)
     node.clears.publish(b"1" * 16, order().to_json(), 1.0)
-    meta.put(KEYS.clear_order(b"2" * 16), b"\x00from a later version")
+    meta.put(KEYS.clear_in_progress(b"2" * 16), b"from a later version")
     meta.put(f"{KEYS.clears}foreign", b"\x00")
     assert node.follower.step(0.0) and node.all == [order()]
-    meta.delete(KEYS.clear_order(b"1" * 16))
+    meta.delete(KEYS.clear_in_progress(b"1" * 16))
     assert node.follower.step(0.5) and node.all == []
 
 
@@ -176,17 +173,16 @@ def test_answers_go_with_their_order(meta: MemoryMetadata) -> None:
     session = Session.open(meta, KEYS, clock=SystemClock(), ids=CountingIds(), ttl_s=60)
     node.follower._session = session
     ids = [bytes([number]) * 16 for number in range(3)]
-    for id in ids:
-        node.clears.publish(id, order().to_json(), 1.0)
+    first, *_ = [node.clears.publish(id, order().to_json(), 1.0) for id in ids]
     assert node.follower.step(0.0) and answers(meta) == set(ids)
-    node.clears.done(ids[0], order().to_json(), 1.0)
-    meta.delete(KEYS.clear_order(ids[1]))
+    first.done(1.0)
+    meta.delete(KEYS.clear_in_progress(ids[1]))
     assert node.follower.step(0.5) and node.follower.step(0.1)
     assert answers(meta) == {ids[2]}
     faulty = FaultyMeta(meta)
     node.follower._clears = Clears(faulty, KEYS)
     faulty.add(Rule(Fault.NOT_SENT, operations=("delete",)))
-    meta.delete(KEYS.clear_order(ids[2]))
+    meta.delete(KEYS.clear_in_progress(ids[2]))
     assert not node.follower.step(0.5) and answers(meta) == {ids[2]}
     faulty.heal()
     assert node.follower.step(0.5) and answers(meta) == set(), "tried again"
@@ -202,7 +198,7 @@ def test_an_order_is_kept_as_long_as_its_sweep_takes(
     nodes: tuple[RolledOut, RolledOut, FaultyMeta],
 ) -> None:
     """Nodes that forgot it in between would take its chunks back."""
-    passing_s = round(slowness())
+    passing_s = 4 * round(slowness())
     good, bad, _ = nodes
     bad.put(1)
     bad.drain()
@@ -212,7 +208,7 @@ def test_an_order_is_kept_as_long_as_its_sweep_takes(
 
     def slow(done: int, total: int) -> None:
         if total and not lasted.is_set():
-            assert not lasted.wait(2.5 * passing_s)
+            assert not lasted.wait(1.5 * passing_s)
             lasted.set()
             assert len(clears.snapshot(1.0).items) == 1
 
@@ -247,27 +243,10 @@ def test_an_order_that_passed_before_its_sweep_was_over_is_not_confirmed(
 def test_orders_are_bounded(meta: MemoryMetadata) -> None:
     clears = Clears(meta, KEYS)
     for number in range(ORDERS_MAX + 3):
-        clears.publish(number.to_bytes(16, "big"), b"{}", 1.0)
+        clears.publish(number.to_bytes(16, "big"), b"{}", 1.0).done(1.0)
     assert clears.trim(1.0) == 3 and clears.trim(1.0) == 0
     kept = {each.key for each in clears.snapshot(1.0).items}
-    assert KEYS.clear_order(bytes(16)) not in kept and len(kept) == ORDERS_MAX
-
-
-def test_orders_of_clears_that_were_cut_short_are_bounded_too(
-    nodes: tuple[RolledOut, RolledOut, FaultyMeta],
-) -> None:
-    good, bad, _ = nodes
-    good.member.clears = Clears(good.member.meta, good.member.keys, orders_max=2)
-    bad.put(1)
-    bad.drain()
-
-    def cut(done: int, total: int) -> None:
-        raise Cancelled("by its operator")
-
-    for _ in range(4):
-        with pytest.raises(Cancelled):
-            good.member.clear_selected(Selection(written_by="label=canary"), cut)
-    assert len(good.member.clears.snapshot(1.0).items) == 2
+    assert KEYS.clear_done(bytes(16)) not in kept and len(kept) == ORDERS_MAX
 
 
 def test_what_a_peer_still_has_does_not_come_into_memory_but_own_puts_do() -> None:

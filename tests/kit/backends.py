@@ -283,14 +283,14 @@ class Backend:
     # Inspection
 
     def leftovers(self) -> dict[str, Any]:
-        """All that an idle store without holds and pins should not have: gauges, staged files, barriers, sweeps."""
+        """All that an idle store without holds and pins should not have: gauges, staged files, orders, sweeps."""
         stats = self.store.stats()
         found: dict[str, Any] = {name: stats[name] for name in LEFT if stats.get(name)}
         for name in self.listing():
             if name.startswith(("staging/", "trash/", "plans/", "quarantine/")) and not name.endswith("/"):
                 found.setdefault(name.partition("/")[0], []).append(name)
         prefix = f"/kv/{self.identity.root.hex()}"
-        for part in ("clearing", "gc/condemned", "pins"):
+        for part in ("clears/doing", "gc/condemned", "pins"):
             keys = [kv.key for kv in self._meta.list(f"{prefix}/{part}/").items]
             if keys:
                 found[part] = keys
