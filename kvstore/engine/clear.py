@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from kvstore.census.selection import ClearOrder, Selection
-from kvstore.census.walk import ChunkFile, found_in, sampled, walk, with_header
+from kvstore.census.walk import ChunkFile, found_in, walk
 from kvstore.core.address import Address
 from kvstore.core.executor import Deadline, Loop, moved_on
 from kvstore.core.operations import Progress
@@ -32,7 +32,6 @@ from kvstore.meta.keys import SessionId
 from kvstore.meta.session import Session
 from kvstore.meta.store import Watch, WatchLost
 from kvstore.root.fences import with_reserve
-from kvstore.root.identity import read_writers
 from kvstore.root.posix import PosixRoot, translated
 
 # Follows clears by selection: one thread reads the orders, has them obeyed, and answers.
@@ -205,8 +204,7 @@ Pinned = Container[Address]
 
 def resolved(node: Engine, selection: Selection) -> ClearOrder:
     """Returns the order for a selection. Raises InvalidRequest if it selects nothing, and the root's errors."""
-    writers = node.on_root(lambda: read_writers(node.root))
-    return selection.resolve(node.namespaces(), writers, node.clock.now_s())
+    return selection.resolve(node.namespaces())
 
 
 class NamespaceClear:
@@ -252,17 +250,16 @@ class NamespaceClear:
                 node.sweep_disk([order])
                 return self._behind_barrier(node.ids.fresh(), order, progress)
             finally:  # also when cut short: a leftover order would keep the namespace out of memory permanently
-                node.obey([order], [order] if order.stands else [])
+                node.obey([order], [])
         id, content = node.ids.fresh(), order.to_json()
-        lease = clears.publish(id, content, self._timeout_s, stands=order.stands)
-        clears.trim(self._timeout_s)  # now, not at the end: a call that is cut short never gets there
+        lease = clears.publish(id, content, self._timeout_s)
         with self._kept(lambda: clears.renew(lease, self._timeout_s)):
             silent = self._wait_for_answers(clears, id, waiting)
             done = self._behind_barrier(id, order, progress)
         node.forget()  # a look during the sweep may have remembered a chunk; other nodes forget when they read ``done``
         if not clears.renew(lease, self._timeout_s):  # nodes that forgot it may have taken its chunks back
             raise Unavailable("etcd forgot the order while the root was swept: clear again")
-        clears.done(id, content, self._timeout_s, stands=order.stands)
+        clears.done(id, content, self._timeout_s)
         return replace(done, unconfirmed=tuple(sorted(session.hex() for session in silent)))
 
     def _obey_alone(self, order: ClearOrder, waiting: Callable[[], None]) -> None:
@@ -330,7 +327,7 @@ class _Sweep:
         self._order = order
         self._pinned = pinned
         self._barrier = barrier
-        self._shards = sampled(node.identity.shard_bits)
+        self._shards = range(1 << node.identity.shard_bits)
         self._left = iter(self._shards)
         self._lock = threading.Lock()
         self._is_ended = False
@@ -377,10 +374,6 @@ class _Sweep:
 
     def _chunk(self, found: ChunkFile) -> None:
         try:
-            if self._order.needs_headers:
-                found = with_header(self._node.root, found)
-            if not self._order.takes(found):
-                return
             if found.address in self._pinned:
                 self._add(kept=1)
                 return
@@ -469,12 +462,11 @@ class HostClearing:
         chunks = walk(
             self._root,
             self._node.identity.shard_bits,
-            headers=order.needs_headers,
             quantum_s=self._node.limits.quantum_s,
             trouble=failures.append,
             shard_done=progress,
         )
-        return [one for one in chunks if order.means(one.namespace) and order.takes(one)], len(failures)
+        return [one for one in chunks if order.means(one.namespace)], len(failures)
 
 
 def _worth(found: ChunkFile) -> tuple[float, int]:

@@ -417,8 +417,7 @@ class ClusterMember:
 
         Raises Unavailable also if it cannot publish the order to the nodes whose memory may have some: clear again.
         """
-        order = ClearOrder(frozenset({namespace.id}), None, 0.0, 0.0, 0.0, self.node.clock.now_s())
-
+        order = ClearOrder(frozenset({namespace.id}))
         deadline = Deadline(self.node.clock, self.node.limits.clear_deadline_s)
 
         def within(done: int, total: int) -> None:

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 ORDERS_MAX = 64
 PASSING_S = 60.0
-"""An order that does not stand is kept so long: it keeps chunks out of memory that are on their way there."""
+"""An order is kept so long: it keeps chunks out of memory that are on their way there."""
 POLL_S = 0.05
 ANSWER_S = 15.0
 """Time for other processes to drop what was cleared from their memory."""
@@ -118,9 +118,9 @@ class HostClears:
                 continue
             if self._obeyed < at <= number:
                 new.append(order)
-            if order.stands or published_s + PASSING_S > time.time():
+            if published_s + PASSING_S > time.time():
                 kept.append(order)
-                passes += [] if order.stands else [published_s + PASSING_S]
+                passes.append(published_s + PASSING_S)
         return new, kept, min(passes, default=0.0)
 
     def _lines(self) -> list[str]:

@@ -1,6 +1,6 @@
 """Orders to clear by selection, the answers of nodes that have dropped the chunks, and the barrier against pins.
 
-    /kv/<root>/clears/<id>               an order; a standing one has no lease: a node that is away receives it later
+    /kv/<root>/clears/<id>               an order, under a lease that its issuer renews
     /kv/<root>/cleared/<id>/<session>    a node has obeyed it; under its session's lease, until the order is done
     /kv/<root>/clearing/<id>             the order of a clear that is deleting, under a lease that it renews: until
                                          then no node pins what it may be about to delete (gc/PROTOCOL.md, P5)
@@ -16,12 +16,10 @@ from kvstore.core.clock import Clock
 from kvstore.errors import PermissionDenied, Unavailable
 from kvstore.meta.keys import Keys, SessionId, parse_id
 from kvstore.meta.session import Session, live_sessions
-from kvstore.meta.store import NO_LEASE, KeyValue, LeaseGone, LeaseId, MetadataStore, Snapshot, Watch
+from kvstore.meta.store import KeyValue, LeaseGone, LeaseId, MetadataStore, Snapshot, Watch
 
-ORDERS_MAX = 256
-"""Limit on orders that are kept; beyond it, the oldest are removed."""
 PASSING_S = 60
-"""How long an order that does not stand is kept after it was issued, last renewed, or done."""
+"""How long an order is kept after it was issued, last renewed, or done."""
 BARRIER_S = 60
 """A barrier ends this long after its clear has died."""
 LOST_LEASE = "etcd lost a lease that it gave a moment ago: clear again"
@@ -40,28 +38,25 @@ class PublishedOrder:
 class Clears:
     """The orders of one root."""
 
-    def __init__(
-        self, meta: MetadataStore, keys: Keys, *, passing_s: int = PASSING_S, orders_max: int = ORDERS_MAX
-    ) -> None:
+    def __init__(self, meta: MetadataStore, keys: Keys, *, passing_s: int = PASSING_S) -> None:
         self._meta = meta
         self._keys = keys
         self.passing_s = passing_s
-        self._orders_max = orders_max
 
-    def publish(self, order: bytes, content: bytes, timeout_s: float, *, stands: bool) -> LeaseId:
+    def publish(self, order: bytes, content: bytes, timeout_s: float) -> LeaseId:
         """Publishes a new order, whose id is unused, to all nodes; returns the lease that ``renew`` takes.
 
         Raises Unavailable: the order may have been published.
         """
-        return self._put(order, _WAITING + content, timeout_s, stands=stands)
+        return self._put(order, _WAITING + content, timeout_s)
 
     def renew(self, lease: LeaseId, timeout_s: float) -> bool:
-        """Keeps an order that does not stand for another ``passing_s``; False if it is over. Raises Unavailable."""
-        return lease == NO_LEASE or self._meta.keep_alive(lease, timeout_s)
+        """Keeps an order for another ``passing_s``; False if it is over. Raises Unavailable."""
+        return self._meta.keep_alive(lease, timeout_s)
 
-    def done(self, order: bytes, content: bytes, timeout_s: float, *, stands: bool) -> None:
+    def done(self, order: bytes, content: bytes, timeout_s: float) -> None:
         """Announces to all nodes that the root has no chunk of the order any more. Raises Unavailable."""
-        self._put(order, _DONE + content, timeout_s, stands=stands)
+        self._put(order, _DONE + content, timeout_s)
 
     def answer(self, session: Session, order: bytes, timeout_s: float) -> None:
         """Answers that this node has obeyed an order. Raises SessionLost, Unavailable."""
@@ -91,20 +86,13 @@ class Clears:
             return None if order is None else PublishedOrder(order, None, True)
         return PublishedOrder(order, found.value[1:], found.value[:1] == _DONE)
 
-    def _put(self, order: bytes, value: bytes, timeout_s: float, *, stands: bool) -> LeaseId:
-        lease = NO_LEASE if stands else self._meta.grant(self.passing_s, timeout_s)
+    def _put(self, order: bytes, value: bytes, timeout_s: float) -> LeaseId:
+        lease = self._meta.grant(self.passing_s, timeout_s)
         try:
             self._meta.put(self._keys.clear_order(order), value, lease, timeout_s)
         except LeaseGone as gone:
             raise Unavailable(LOST_LEASE) from gone
         return lease
-
-    def trim(self, timeout_s: float) -> int:
-        """Removes the oldest orders beyond ``orders_max``; returns how many. Raises Unavailable."""
-        kept = sorted(self.snapshot(timeout_s).items, key=lambda kv: kv.create_revision)
-        for kv in kept[: max(0, len(kept) - self._orders_max)]:
-            self._meta.delete(kv.key, timeout_s)
-        return max(0, len(kept) - self._orders_max)
 
 
 class Barrier:

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.census.selection import NOTHING, ClearFilter, ClearOrder
+from kvstore.census.selection import NOTHING, ClearOrder
 from kvstore.codec.encodings import Encodings, NotDecodable
 from kvstore.core import recency
 from kvstore.core.address import Address
@@ -32,7 +32,7 @@ from kvstore.core.recency import DEFAULT, NS_PER_S, QUANTUM_S, Hints
 from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, PermissionDenied, Unavailable
 from kvstore.format import places
-from kvstore.format.header import FIXED_BYTES, Damage, Damaged, Expected, Header, IdentityKind, decode, incarnation_at
+from kvstore.format.header import Damage, Damaged, Expected, Header, IdentityKind, decode
 from kvstore.format.keyset import ChunkIdentity, KeySet
 from kvstore.format.places import Name
 from kvstore.root.identity import FILE_SYSTEMS_OWN, FORMAT_BYTES_MAX, TOP, read_small
@@ -458,7 +458,7 @@ class DiskShelf:
         was = recency.decode(found.mtime_ns, QUANTUM_S)
         place = ChunkIdentity(header.namespace, header.address, header.parent)
         with self._lock:
-            if header.namespace in self._cleared or self._standing.forbids(header.namespace, header.incarnation):
+            if header.namespace in self._cleared or self._standing.means(header.namespace):
                 return False
             if self._room.charge(found.size_bytes) > self._room.free_bytes:
                 return False
@@ -495,7 +495,7 @@ class DiskShelf:
                         self._inventory.refer(entry)
                         self._leave(entry)
 
-    def forbid(self, standing: ClearFilter) -> None:
+    def forbid(self, standing: ClearOrder) -> None:
         """Sets what must not come here from now on (rule P6)."""
         with self._lock:
             self._standing = standing
@@ -503,7 +503,7 @@ class DiskShelf:
     def forbids(self, header: Header) -> bool:
         """True if a chunk must not come here."""
         with self._lock:
-            return self._standing.forbids(header.namespace, header.incarnation)
+            return self._standing.means(header.namespace)
 
     def entries(self) -> list[TierEntry]:
         with self._lock:
@@ -797,27 +797,19 @@ class DiskTier:
                 self._shelf.drop_namespace(NamespaceDigest(digest))
                 within(self._clear_s, self._sweep_all)
 
-    def forbid(self, standing: ClearFilter) -> None:
+    def forbid(self, standing: ClearOrder) -> None:
         """Sets what must not come here from now on (rule P6). What is there already is checked when it is read."""
         self._shelf.forbid(standing)
 
-    def drop_ordered(self, orders: Sequence[ClearOrder]) -> None:
-        """Removes all chunks that orders name, which takes a look at each file of their namespaces.
-
-        Runs in the calling thread for as long as that takes. Never raises KVStoreError: a file that the disk refuses to
-        show stays, and is checked when it is read.
-        """
+    def drop_ordered(self, order: ClearOrder) -> None:
+        """Removes all chunks that an order names, in the calling thread. Never raises KVStoreError."""
         for entry in self._shelf.entries():
-            if not any(order.means(entry.namespace) for order in orders):
+            if not order.means(entry.namespace):
                 continue
             with self._inside() as is_open:
                 held = self._shelf.refer(entry.address) if is_open else None
-                if held is None:
-                    continue
-                if self._is_ordered(held, orders):
+                if held is not None:
                     self._remove(held)
-                else:
-                    self._shelf.unrefer(held, used=False)
 
     def stats(self) -> dict[str, int | float]:
         """Returns disk_entries; disk_held_bytes, as the file system counts them; disk_bytes_max; disk_refilling, which
@@ -878,15 +870,6 @@ class DiskTier:
         else:
             self._remove(entry)
         return whole
-
-    def _is_ordered(self, entry: TierEntry, orders: Sequence[ClearOrder]) -> bool:
-        try:
-            seen = self._root.look(name_of(entry), FIXED_BYTES)
-        except KVStoreError as error:
-            self._failed(self._reads, error)
-            return False
-        found = incarnation_at(b"" if seen is None else seen.prefix)
-        return any(order.forbids(entry.namespace, found, entry.used_s) for order in orders)
 
     def _read(self, entry: TierEntry, expected: Expected, image: memoryview) -> bool | None:
         """Fills the image from the file; True if the file gave exactly the image, False if it is missing or wrong.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.census.selection import ClearFilter, ClearOrder
+from kvstore.census.selection import ClearOrder
 from kvstore.codec.image import make_images, seal_images
 from kvstore.core.address import ADDRESS_BYTES, Address
 from kvstore.core.buffers import Sections, address_of
@@ -395,12 +395,11 @@ class Reservation:
         """Makes the chunks ready; ``sums`` are the checksums of their sections, in the order of ``bases``."""
         slots, tiers = self._slots, self._tiers
         tables = sums.reshape(-1, len(slots)).T
-        seal_images(self._keys, self.first, [slot.memory for slot in slots], tables, tiers.node.incarnations)
+        seal_images(self._keys, self.first, [slot.memory for slot in slots], tables, tiers.node.ids)
         self._slots = []
         tiers.memory.ready(slots)
         stop = self.first + len(slots)
         tiers.behind.add(self._keys.needed(stop), self.first, len(slots), self._hints, self.size_bytes)
-        tiers.node.record_writer()
 
     def __enter__(self) -> Reservation:
         return self
@@ -474,7 +473,6 @@ class TierStack:
             and self.behind.wait_for_room(put.keys.image_bytes(put.first + at), patience.left_s())
         ):
             kept = kept.then(at, self._absorb(put.rest(at)))
-        self.node.record_writer()
         return kept
 
     def reserve(self, keys: KeySet, first: int, count: int, hints: Hints) -> Reservation | None:
@@ -567,7 +565,7 @@ class TierStack:
         def copy(number: int) -> bool:
             part = slots[number * size : (number + 1) * size]
             images = [slot.memory for _, slot in part]
-            make_images(put.keys, [index for index, _ in part], put.source, images, self.node.incarnations)
+            make_images(put.keys, [index for index, _ in part], put.source, images, self.node.ids)
             return True
 
         batch: IndexedWork | None = None
@@ -601,23 +599,21 @@ class TierStack:
         # A read may have brought some from there since; one that claims room from now on finds none there.
         self.memory.drop_namespace(digest)
 
-    def drop_ordered(self, orders: Sequence[ClearOrder], standing: ClearFilter) -> bool:
-        """Drops from memory what orders name, and keeps it from coming back there from below (rule P6).
+    def drop_ordered(self, order: ClearOrder, standing: ClearOrder) -> bool:
+        """Drops from memory what ``order`` names, and keeps out what ``standing`` names (rule P6).
 
-        False where something is still being written to the root that may be named by them.
+        False where something is still being written to the root that may be named by it.
         """
         if self.disk is not None:
             self.disk.forbid(standing)
-        self.memory.drop_ordered(orders, standing)
+        self.memory.drop_ordered(order, standing)
         # What waited to be written finds its images gone; what is being written has read them already.
         return self.behind.pass_by(min(FORGET_S, self.node.limits.clear_answer_s))
 
-    def sweep_disk(self, orders: Sequence[ClearOrder]) -> None:
-        """Removes from the local disk what orders name: as long as that takes, since what is read from there is looked
-        at. Never raises KVStoreError.
-        """
+    def sweep_disk(self, order: ClearOrder) -> None:
+        """Removes from the local disk what an order names, as long as that takes. Never raises KVStoreError."""
         if self.disk is not None:
-            self.disk.drop_ordered(orders)
+            self.disk.drop_ordered(order)
 
     def stats(self) -> dict[str, int | float]:
         found: dict[str, int | float] = {
