@@ -15,7 +15,6 @@ import numpy.typing as npt
 from kvstore.codec.image import Images
 from kvstore.core.buffers import PAGE_BYTES, BufferLoan, BufferMap
 from kvstore.core.executor import moved_on
-from kvstore.format.header import Incarnation
 from kvstore.format.keyset import KeySet, Mask, NativeBatch
 from kvstore.native import library as native
 from kvstore.root.interface import LocalFiles
@@ -57,13 +56,10 @@ class ChunkRun(NativeBatch):
         self.common.may_wait = files.never_blocks
         self.common.direct = files.direct
         self.alive.append(wanted)
-        self.origins: dict[int, Incarnation] = {}
-        """By index, the incarnations of the images that hold the sections; empty if the sections are the caller's."""
         if sections is not None:
             self.lay(sections)
         if isinstance(sections, Images):
             self.common.from_images = True
-            self.origins = {index: sections.origin(index) for index in indexes}
 
     def read(self, start: int, stop: int, borrowed: BufferLoan) -> Mask:
         """Reads chunks into their sections; True for those that are whole, verified and there. Raises Withdrawn."""

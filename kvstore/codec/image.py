@@ -27,7 +27,6 @@ from kvstore.format.header import (
     checksum,
     decode_as,
     encode,
-    incarnation_at,
 )
 from kvstore.format.keyset import KeySet, NativeBatch
 from kvstore.native import library as native
@@ -160,10 +159,6 @@ class Images(BufferMap):
     def __call__(self, index: int) -> list[memoryview]:
         payload = self._wanted.payload_of(index, self._images[index - self._first])
         return cut_evenly(payload, self._wanted.section_bytes(index))
-
-    def origin(self, index: int) -> Incarnation:
-        """Returns the incarnation of the image of chunk ``index``: who wrote its content, and when."""
-        return incarnation_at(self._images[index - self._first])
 
     @property
     def is_writable(self) -> bool:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from kvstore.census.selection import ClearOrder, Selection
-from kvstore.census.walk import ChunkFile, found_in, sampled, walk, with_header
+from kvstore.census.walk import ChunkFile, found_in, walk
 from kvstore.core.address import Address
 from kvstore.core.executor import Deadline, Loop, moved_on
 from kvstore.core.operations import Progress
@@ -33,7 +33,6 @@ from kvstore.meta.keys import SessionId
 from kvstore.meta.session import Session
 from kvstore.meta.store import Watch, WatchLost
 from kvstore.root.fences import with_reserve
-from kvstore.root.identity import read_writers
 from kvstore.root.posix import PosixRoot, translated
 
 # Follows clears: one thread reads the orders, has them obeyed, and answers.
@@ -52,15 +51,18 @@ Obey = Callable[[list[ClearOrder], list[ClearOrder]], bool]
 present; False if it is not done yet."""
 Sweep = Callable[[list[ClearOrder]], None]
 """The slow part of an order; no caller waits for it."""
+Refill = Callable[[list[ClearOrder]], None]
+"""Begins to use the local disk, without what was cleared before this process began."""
 
 
 class ClearsFollower:
-    """Follows orders while a session lives. It calls ``obey`` and ``sweep`` in its thread; they must not raise."""
+    """Follows orders while a session lives. It calls the functions in its thread; they must not raise."""
 
-    def __init__(self, clears: Clears, obey: Obey, sweep: Sweep, timeout_s: float) -> None:
+    def __init__(self, clears: Clears, obey: Obey, sweep: Sweep, refill: Refill, timeout_s: float) -> None:
         self._clears = clears
         self._obey = obey
         self._sweep = sweep
+        self._refill = refill
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._session: Session | None = None
@@ -137,8 +139,7 @@ class ClearsFollower:
                 watch.close()
                 return
             self._watch = watch
-        # What was cleared before this process began can only be on its disk.
-        passing_s = 0 if self._followed is None else self._clears.passing_s
+        is_first = self._followed is None
         if self._followed is not session:
             self._answered.clear()
         self._followed = session
@@ -146,7 +147,11 @@ class ClearsFollower:
         for id in self._orders.keys() - {each.id for each in orders if each is not None}:
             del self._orders[id]
         for each in orders:
-            self._apply(each, passing_s)
+            self._apply(each, 0 if is_first else self._clears.passing_s)
+        if is_first:
+            # This process began after these, or while they were swept: what was put here since must stay.
+            self._obeyed = {id: True for id, (_, is_done, _) in self._orders.items() if is_done}
+            self._refill([order for order, _, _ in self._orders.values()])
 
     def _apply(self, order: PublishedOrder | None, passing_s: float) -> None:
         if order is None:
@@ -161,7 +166,7 @@ class ClearsFollower:
             log.warning("clears.not_understood %s %s", order.id.hex(), error)
             return
         _, was_done, ends_s = self._orders.get(order.id, (content, False, math.inf))
-        if order.is_done and not was_done and not content.stands:
+        if order.is_done and not was_done:
             ends_s = time.monotonic() + passing_s
         self._orders[order.id] = content, order.is_done, ends_s
 
@@ -212,8 +217,7 @@ Pinned = Container[Address]
 
 def resolved(node: Engine, selection: Selection) -> ClearOrder:
     """Returns the order for a selection. Raises InvalidRequest if it selects nothing, and the root's errors."""
-    writers = node.on_root(lambda: read_writers(node.root))
-    return selection.resolve(node.namespaces(), writers, node.clock.now_s())
+    return selection.resolve(node.namespaces(), node.clock.now_s())
 
 
 class NamespaceClear:
@@ -264,7 +268,7 @@ class NamespaceClear:
                     node.sweep_disk([order])
                     done = self._sweep(order, published, progress)
                 finally:  # also when cut short: a leftover order would keep the namespace out of memory permanently
-                    node.obey([order], [order] if order.stands else [])
+                    node.obey([order], [])
         node.forget()  # a look during the sweep may have remembered a chunk; other nodes forget when they read ``done``
         published.done(self._timeout_s)
         clears.trim(self._timeout_s)
@@ -331,7 +335,7 @@ class _Sweep:
         self._order = order
         self._pinned = pinned
         self._published = published
-        self._shards = sampled(node.identity.shard_bits)
+        self._shards = range(1 << node.identity.shard_bits)
         self._left = iter(self._shards)
         self._lock = threading.Lock()
         self._is_ended = False
@@ -378,10 +382,6 @@ class _Sweep:
 
     def _chunk(self, found: ChunkFile) -> None:
         try:
-            if self._order.needs_headers:
-                found = with_header(self._node.root, found)
-            if not self._order.takes(found):
-                return
             if found.address in self._pinned:
                 self._add(kept=1)
                 return
@@ -470,12 +470,11 @@ class HostClearing:
         chunks = walk(
             self._root,
             self._node.identity.shard_bits,
-            headers=order.needs_headers,
             quantum_s=self._node.limits.quantum_s,
             trouble=failures.append,
             shard_done=progress,
         )
-        return [one for one in chunks if order.means(one.namespace) and order.takes(one)], len(failures)
+        return [one for one in chunks if order.means(one.namespace)], len(failures)
 
 
 def _worth(found: ChunkFile) -> tuple[float, int]:

@@ -196,11 +196,15 @@ class ClusterMember:
         """
         node, limits, is_shared = self.node, self.node.limits, self.sharing is Coordination.CLUSTER
         if is_shared:
-            self._follower = ClearsFollower(self.clears, node.obey, node.sweep_disk, limits.meta_deadline_s)
+            self._follower = ClearsFollower(
+                self.clears, node.obey, node.sweep_disk, node.refill, limits.meta_deadline_s
+            )
             self.presence.attach(self._follower.begin, self._follower.end)
         try:
             if node.tiers is not None and tiers.disk_folder:
                 node.tiers.add_disk(tiers.disk_folder, tiers.disk_bytes)
+                if not is_shared:
+                    node.refill(self._host_clearing.clears.orders() if self._host_clearing is not None else ())
             # Metadata in memory are as slow as a busy host: a session begins in the end.
             wait_s = limits.meta_deadline_s if is_shared else limits.write_deadline_s
             self.presence.start(wait_s=max(wait_s, limits.meta_deadline_s))
@@ -373,8 +377,7 @@ class ClusterMember:
 
         Raises Unavailable also if it cannot publish the order to the nodes whose memory may have some: clear again.
         """
-        order = ClearOrder(frozenset({namespace.id}), None, 0.0, 0.0, 0.0, self.node.clock.now_s())
-
+        order = ClearOrder(frozenset({namespace.id}), self.node.clock.now_s())
         deadline = Deadline(self.node.clock, self.node.limits.clear_deadline_s)
 
         def within(done: int, total: int) -> None:

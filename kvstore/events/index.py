@@ -179,7 +179,7 @@ class PendingDeletions:
 
     def hides(self, namespace: bytes) -> bool:
         """True if a clear is deleting all of a namespace, by its id."""
-        return any(_takes_all(order) and order.means(NamespaceId(namespace)) for order in self._clears.values())
+        return any(order.means(NamespaceId(namespace)) for order in self._clears.values())
 
     def close(self) -> None:
         """Ends the watches. Idempotent."""
@@ -232,10 +232,6 @@ class PendingDeletions:
         except InvalidRequest as error:
             log.warning("events.clear_unreadable %s", error)
             news.clear_ended = True
-
-
-def _takes_all(order: ClearOrder) -> bool:
-    return order.lineages is None and not order.unused_since_s
 
 
 # Claims of files about engine-hashed blocks, checked as far as possible.

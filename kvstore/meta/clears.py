@@ -21,7 +21,7 @@ from kvstore.meta.store import Delete, KeyValue, LeaseGone, LeaseId, MetadataSto
 ORDERS_MAX = 256
 """Limit on orders that are kept; beyond it, the oldest are removed."""
 PASSING_S = 60
-"""How long an order is kept after it was issued or renewed. One that does not stand forbids so long after its end."""
+"""How long an order in progress is kept after it was issued or renewed. It forbids so long after its end."""
 
 
 @dataclass(frozen=True, slots=True)

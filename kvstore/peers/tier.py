@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from kvstore.census.selection import NOTHING, ClearFilter
+from kvstore.census.selection import NOTHING, ClearOrder
 from kvstore.client.failover import Endpoint
 from kvstore.client.pool import PLAIN, BulkRefused, Credentials, DataConnection
 from kvstore.core.address import Address
@@ -441,7 +441,7 @@ class Peers:
         if address is not None:
             self._roster.blame(address, "a chunk from it was not right")
 
-    def forbid(self, standing: ClearFilter) -> None:
+    def forbid(self, standing: ClearOrder) -> None:
         """See ``Tier``. A peer that has not dropped a cleared namespace yet must not give it back."""
         self._standing = standing
 
@@ -462,7 +462,7 @@ class Peers:
         self._roster.close()
 
     def _is_cleared(self, wanted: KeySet) -> bool:
-        return self._standing.clears(wanted.namespace.digest)
+        return self._standing.means(wanted.namespace.digest)
 
     def _note(self, chunk: Address, peer: str) -> None:
         with self._lock:

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.census.selection import NOTHING, ClearFilter, ClearOrder
+from kvstore.census.selection import NOTHING, ClearOrder
 from kvstore.codec.encodings import Encodings, NotDecodable
 from kvstore.core import recency
 from kvstore.core.address import Address
@@ -27,22 +27,12 @@ from kvstore.core.buffers import BufferLoan, byte_length
 from kvstore.core.clock import Clock, Ids
 from kvstore.core.executor import Deadline, moved_on
 from kvstore.core.metrics import Counters, NodeCount, TierName
-from kvstore.core.namespace import NamespaceId
+from kvstore.core.namespace import NamespaceDigest, NamespaceId
 from kvstore.core.recency import DEFAULT, NS_PER_S, QUANTUM_S, Hints
 from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, PermissionDenied, Unavailable
 from kvstore.format import places
-from kvstore.format.header import (
-    FIXED_BYTES,
-    Damage,
-    Damaged,
-    Expected,
-    Header,
-    IdentityKind,
-    Incarnation,
-    decode,
-    incarnation_at,
-)
+from kvstore.format.header import Damage, Damaged, Expected, Header, IdentityKind, decode
 from kvstore.format.keyset import ChunkIdentity, KeySet
 from kvstore.format.places import Name
 from kvstore.root.identity import FILE_SYSTEMS_OWN, FORMAT_BYTES_MAX, TOP, read_small
@@ -333,8 +323,8 @@ class DiskShelf:
         """Bytes charged for the leaving entries, and for those whose files are being removed."""
         self._is_whole = False
         """True once all files of the folder are taken in: before that nothing is written."""
-        self._ordered: list[ClearOrder] = []
-        """Clears that came before that; nothing of them is taken in."""
+        self._unused_since_s: dict[NamespaceId, float] = {}
+        """Until then: files of cleared namespaces that were last used before this time are not taken in."""
         self._standing = NOTHING
 
     def set_block_bytes(self, block_bytes: int) -> None:
@@ -437,9 +427,7 @@ class DiskShelf:
         place = ChunkIdentity(header.namespace, header.address, header.parent)
         with self._lock:
             used_s = min(float(was.last_use_s), self._clock.now_s())
-            if self._standing.forbids(header.namespace, header.incarnation) or any(
-                order.forbids(header.namespace, header.incarnation, used_s) for order in self._ordered
-            ):
+            if used_s < self._unused_since_s.get(found.namespace, 0.0) or self._standing.means(found.namespace):
                 return False
             if self._room.charge(found.size_bytes) > self._room.free_bytes:
                 return False
@@ -459,25 +447,31 @@ class DiskShelf:
     def whole(self) -> None:
         with self._lock:
             self._is_whole = True
-            self._ordered.clear()
+            self._unused_since_s.clear()
 
-    def ordered(self, orders: Sequence[ClearOrder]) -> list[TierEntry]:
-        """Returns the entries that orders may name. Files that are taken in later are checked then."""
+    def cleared(self, order: ClearOrder) -> None:
+        """Notes what must not be taken in."""
         with self._lock:
             if not self._is_whole:
-                self._ordered += orders
-            entries = [entry for entry in self._inventory.entries() if entry.is_ready]
-        return [entry for entry in entries if any(order.means(entry.namespace) for order in orders)]
+                for namespace in order.namespaces:
+                    since_s = self._unused_since_s.get(namespace, 0.0)
+                    self._unused_since_s[namespace] = max(since_s, order.unused_since_s)
 
-    def forbid(self, standing: ClearFilter) -> None:
-        """Sets what must not come here from now on (rule P5)."""
+    def named(self, order: ClearOrder) -> list[TierEntry]:
+        """Returns the entries that an order names."""
+        with self._lock:
+            entries = [entry for entry in self._inventory.entries() if entry.is_ready]
+        return [entry for entry in entries if order.means(entry.namespace)]
+
+    def forbid(self, standing: ClearOrder) -> None:
+        """Sets what must neither come here nor be read from now on (rule P5)."""
         with self._lock:
             self._standing = standing
 
-    def forbids(self, header: Header) -> bool:
-        """True if a chunk must not come here."""
+    def forbids(self, namespace: NamespaceDigest) -> bool:
+        """True if chunks of a namespace must neither come here nor be read."""
         with self._lock:
-            return self._standing.forbids(header.namespace, header.incarnation)
+            return self._standing.means(namespace)
 
     def stats(self) -> dict[str, int | float]:
         with self._lock:
@@ -526,7 +520,7 @@ SWEEP_MAX = 64
 
 
 class DiskTier:
-    """Implements ``Tier``. Thread-safe. ``open`` it first; it is empty until the folder's files are taken in."""
+    """Implements ``Tier``. Thread-safe. ``open`` it first; it is empty until ``refill`` has taken in the files."""
 
     name: TierName = "disk"
 
@@ -556,7 +550,7 @@ class DiskTier:
         """Running calls that use the folder, and the refill."""
 
     def open(self) -> None:
-        """Locks the folder and begins to take in its files.
+        """Locks the folder.
 
         Raises InvalidRequest if another node has it, or if it holds anything but a disk tier; PermissionDenied,
         Overloaded, Unavailable.
@@ -565,12 +559,21 @@ class DiskTier:
         with suppress(OSError):
             self._shelf.set_block_bytes(os.statvfs(self._folder.path).f_frsize)
         self._is_open = True
-        self._users_count = 1
-        threading.Thread(target=self._refill, name="kvstore-disk-refill", daemon=True).start()
+
+    def refill(self, cleared: Sequence[ClearOrder] = ()) -> None:
+        """Begins to take in the folder's files, except those last used before they were ``cleared``. Call it once."""
+        for order in cleared:
+            self._shelf.cleared(order)
+        with self._changed:
+            if self._is_open:
+                self._users_count += 1
+                threading.Thread(target=self._take_all, name="kvstore-disk-refill", daemon=True).start()
 
     def leading(self, wanted: KeySet, first: int) -> int:
         """Returns how many consecutive chunks from index ``first`` on are there. No I/O."""
         if not self._is_open or self._reads.is_on or self._readers.is_stuck:
+            return 0
+        if self._shelf.forbids(wanted.namespace.digest):
             return 0
         return self._shelf.leading(wanted.addresses, first)
 
@@ -586,7 +589,7 @@ class DiskTier:
         """
         came = [False] * len(indexes)
         with self._inside() as is_open:
-            if not is_open or not self._readers.enter(deadline):
+            if not is_open or self._shelf.forbids(wanted.namespace.digest) or not self._readers.enter(deadline):
                 return came
             try:
                 for at, (index, image) in enumerate(zip(indexes, images, strict=True)):
@@ -640,25 +643,18 @@ class DiskTier:
         if self.drop(wanted.addresses[index]):
             self._counters.add(NodeCount.DISK_DAMAGED)
 
-    def forbid(self, standing: ClearFilter) -> None:
-        """Sets what must not come here from now on (rule P5). What is there already is checked when it is read."""
+    def forbid(self, standing: ClearOrder) -> None:
+        """Sets what must neither come here nor be read from now on (rule P5)."""
         self._shelf.forbid(standing)
 
-    def drop_ordered(self, orders: Sequence[ClearOrder]) -> None:
-        """Removes all chunks that orders name; orders about writers take a look at each file of their namespaces.
-
-        Runs in the calling thread for as long as that takes. Never raises KVStoreError: a file that the disk refuses to
-        show stays, and is checked when it is read.
-        """
-        for entry in self._shelf.ordered(orders):
+    def drop_ordered(self, order: ClearOrder) -> None:
+        """Removes all chunks that an order names, in the calling thread. Never raises KVStoreError."""
+        self._shelf.cleared(order)  # before the entries are listed: the refill checks what it takes in later
+        for entry in self._shelf.named(order):
             with self._inside() as is_open:
                 held = self._shelf.refer(entry.address) if is_open else None
-                if held is None:
-                    continue
-                if self._is_ordered(held, orders):
+                if held is not None:
                     self._remove(held)
-                else:
-                    self._shelf.unrefer(held, used=False)
 
     def stats(self) -> dict[str, int | float]:
         """Returns disk_entries; disk_held_bytes, as the file system counts them; disk_bytes_max; disk_refilling, which
@@ -680,7 +676,7 @@ class DiskTier:
 
     # What the folder has at the start is taken in, in its order.
 
-    def _refill(self) -> None:
+    def _take_all(self) -> None:
         """Takes in all files with names of chunks; removes files with other names, and cut-off writes.
 
         An error of a listing ends it: then nothing is written until the next start.
@@ -775,17 +771,6 @@ class DiskTier:
             self._remove(entry)
         return whole
 
-    def _is_ordered(self, entry: TierEntry, orders: Sequence[ClearOrder]) -> bool:
-        found = Incarnation(b"")
-        if any(order.needs_headers for order in orders):
-            try:
-                seen = self._root.look(name_of(entry), FIXED_BYTES)
-            except KVStoreError as error:
-                self._failed(self._reads, error)
-                return False
-            found = incarnation_at(b"" if seen is None else seen.prefix)
-        return any(order.forbids(entry.namespace, found, entry.used_s) for order in orders)
-
     def _read(self, entry: TierEntry, expected: Expected, image: memoryview) -> bool | None:
         """Fills the image from the file; True if the file gave exactly the image, False if it is missing or wrong.
 
@@ -816,7 +801,7 @@ class DiskTier:
 
     def _add(self, place: ChunkIdentity, image: memoryview, hints: Hints) -> bool:
         header = _header_of(place, image)
-        if header is None or self._shelf.forbids(header):
+        if header is None or self._shelf.forbids(header.namespace):
             return False
         pieces = self._encodings.pieces_of_image(header, image)
         if pieces is None:

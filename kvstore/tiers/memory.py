@@ -15,14 +15,13 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.census.selection import NOTHING, ClearFilter, ClearOrder
+from kvstore.census.selection import NOTHING, ClearOrder
 from kvstore.codec.image import Images, ImagesIn, Mask, take_images, verify_images
 from kvstore.core.address import Address
 from kvstore.core.buffers import BufferLoan, Sections
 from kvstore.core.clock import Clock
 from kvstore.core.metrics import Counters, NodeCount
 from kvstore.core.recency import DEFAULT, Hints
-from kvstore.format.header import FIXED_BYTES, incarnation_at
 from kvstore.format.keyset import KeySet, leading
 from kvstore.tiers.arena import Extents, SealedArena
 from kvstore.tiers.inventory import DROP_COUNT, Admission, TierEntry, TierInventory
@@ -293,7 +292,7 @@ class MemoryTier:
         with self._lock:
             for slot in slots:
                 self._filling.pop(slot.entry.address, None)
-                if fetched and self._standing.forbids(slot.entry.namespace, incarnation_at(slot.memory)):
+                if fetched and self._standing.means(slot.entry.namespace):
                     self._inventory.drop(slot.entry)
                 self._inventory.ready(slot.entry)
                 self._inventory.unrefer(slot.entry)
@@ -370,19 +369,23 @@ class MemoryTier:
                     evicted_count += 1
         self._counters.add(NodeCount.MEMORY_EVICTED, evicted_count)
 
-    def drop_ordered(self, orders: Sequence[ClearOrder], standing: ClearFilter) -> int:
-        """Drops all chunks that orders name; returns how many. ``standing`` is what must not be fetched any more."""
+    def forbid(self, standing: ClearOrder) -> None:
+        """Sets what must not be fetched any more.
+
+        Call it before ``drop_ordered``: a chunk that is being fetched is then either listed, or checked in ``ready``.
+        """
         with self._lock:
-            # Set it before the entries are listed: a chunk that is being fetched is then either listed, or checked in
-            # ``ready``.
             self._standing = standing
-            entries = self._inventory.entries() if orders else []
+
+    def drop_ordered(self, order: ClearOrder, *, even_dirty: bool = True) -> int:
+        """Drops all chunks that an order names; returns how many."""
+        with self._lock:
+            entries = self._inventory.entries() if order.namespaces else []
         dropped_count = 0
         for start in range(0, len(entries), DROP_COUNT):
             with self._lock:
-                since_s = self._clock.now_s() - self._clock.monotonic_s()  # converts one clock to the other
                 for entry in entries[start : start + DROP_COUNT]:
-                    if entry.is_ready and self._is_ordered(entry, orders, entry.used_s + since_s):
+                    if entry.is_ready and order.means(entry.namespace) and (even_dirty or not entry.is_dirty):
                         self._inventory.drop(entry)
                         dropped_count += 1
         return dropped_count
@@ -464,10 +467,6 @@ class MemoryTier:
             if not self._leases[entry]:
                 del self._leases[entry]
                 self._leased_bytes -= entry.size_bytes
-
-    def _is_ordered(self, entry: TierEntry, orders: Sequence[ClearOrder], last_use_s: float) -> bool:
-        image = self._memory[entry.offset : entry.offset + FIXED_BYTES]
-        return any(order.forbids(entry.namespace, incarnation_at(image), last_use_s) for order in orders)
 
     def _found(self, wanted: KeySet, index: int) -> TierEntry | None:
         entry = None if self._is_closed else self._inventory.find(wanted.addresses[index])

@@ -42,7 +42,7 @@ class ChunkPlace(_message.Message):
     def __init__(self, index: _Optional[int] = ..., address: _Optional[bytes] = ..., root: _Optional[_Union[RootCopy, _Mapping]] = ..., memory: _Optional[_Union[MemoryCopy, _Mapping]] = ..., disk: bool = ..., peers: _Optional[_Iterable[str]] = ..., pins: _Optional[int] = ...) -> None: ...
 
 class RootCopy(_message.Message):
-    __slots__ = ("bytes", "last_use_s", "uses", "hints", "compressed", "encrypted", "key_id", "lineage", "condemned")
+    __slots__ = ("bytes", "last_use_s", "uses", "hints", "compressed", "encrypted", "key_id", "condemned")
     BYTES_FIELD_NUMBER: _ClassVar[int]
     LAST_USE_S_FIELD_NUMBER: _ClassVar[int]
     USES_FIELD_NUMBER: _ClassVar[int]
@@ -50,7 +50,6 @@ class RootCopy(_message.Message):
     COMPRESSED_FIELD_NUMBER: _ClassVar[int]
     ENCRYPTED_FIELD_NUMBER: _ClassVar[int]
     KEY_ID_FIELD_NUMBER: _ClassVar[int]
-    LINEAGE_FIELD_NUMBER: _ClassVar[int]
     CONDEMNED_FIELD_NUMBER: _ClassVar[int]
     bytes: int
     last_use_s: int
@@ -59,25 +58,8 @@ class RootCopy(_message.Message):
     compressed: bool
     encrypted: bool
     key_id: bytes
-    lineage: Lineage
     condemned: bool
-    def __init__(self, bytes: _Optional[int] = ..., last_use_s: _Optional[int] = ..., uses: _Optional[int] = ..., hints: _Optional[_Union[_kvstore_pb2.Hints, _Mapping]] = ..., compressed: bool = ..., encrypted: bool = ..., key_id: _Optional[bytes] = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ..., condemned: bool = ...) -> None: ...
-
-class Lineage(_message.Message):
-    __slots__ = ("written_s", "session", "node", "host", "version", "label")
-    WRITTEN_S_FIELD_NUMBER: _ClassVar[int]
-    SESSION_FIELD_NUMBER: _ClassVar[int]
-    NODE_FIELD_NUMBER: _ClassVar[int]
-    HOST_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    LABEL_FIELD_NUMBER: _ClassVar[int]
-    written_s: int
-    session: str
-    node: str
-    host: str
-    version: str
-    label: str
-    def __init__(self, written_s: _Optional[int] = ..., session: _Optional[str] = ..., node: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., label: _Optional[str] = ...) -> None: ...
+    def __init__(self, bytes: _Optional[int] = ..., last_use_s: _Optional[int] = ..., uses: _Optional[int] = ..., hints: _Optional[_Union[_kvstore_pb2.Hints, _Mapping]] = ..., compressed: bool = ..., encrypted: bool = ..., key_id: _Optional[bytes] = ..., condemned: bool = ...) -> None: ...
 
 class MemoryCopy(_message.Message):
     __slots__ = ("bytes", "dirty", "users")
@@ -90,22 +72,14 @@ class MemoryCopy(_message.Message):
     def __init__(self, bytes: _Optional[int] = ..., dirty: bool = ..., users: _Optional[int] = ...) -> None: ...
 
 class Selection(_message.Message):
-    __slots__ = ("namespace", "tenant", "fingerprint", "older_than_s", "written_by", "since_s", "until_s")
+    __slots__ = ("namespace", "tenant", "fingerprint")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    OLDER_THAN_S_FIELD_NUMBER: _ClassVar[int]
-    WRITTEN_BY_FIELD_NUMBER: _ClassVar[int]
-    SINCE_S_FIELD_NUMBER: _ClassVar[int]
-    UNTIL_S_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     tenant: str
     fingerprint: str
-    older_than_s: float
-    written_by: str
-    since_s: float
-    until_s: float
-    def __init__(self, namespace: _Optional[bytes] = ..., tenant: _Optional[str] = ..., fingerprint: _Optional[str] = ..., older_than_s: _Optional[float] = ..., written_by: _Optional[str] = ..., since_s: _Optional[float] = ..., until_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, namespace: _Optional[bytes] = ..., tenant: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class PrefetchRequest(_message.Message):
     __slots__ = ("namespace", "tokens", "tier")

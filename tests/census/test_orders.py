@@ -8,15 +8,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvstore.census.selection import ClearFilter, ClearOrder, Selection
+from kvstore.census.selection import ClearOrder
 from kvstore.codec.image import make_images
 from kvstore.core.buffers import planes_of
 from kvstore.core.clock import SystemClock
 from kvstore.core.metrics import Counters
-from kvstore.core.namespace import Namespace, NamespaceId
+from kvstore.core.namespace import Namespace
 from kvstore.engine.clear import ClearsFollower
 from kvstore.errors import Unavailable
-from kvstore.format.header import incarnation, lineage_id
 from kvstore.format.keyset import ChunkKeys
 from kvstore.meta.clears import ORDERS_MAX, Clears
 from kvstore.meta.keys import Keys
@@ -26,19 +25,19 @@ from kvstore.meta.store import MetadataStore
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.tiers.arena import SealedArena
 from kvstore.tiers.memory import MemoryTier
-from tests.kit.census import LAYOUT, RolledOut, closing, tokens
+from tests.kit.census import LAYOUT, ModelNode, closing, tokens
 from tests.kit.etcd import eventually
 from tests.kit.fake_meta import CountingIds, FakeClock
 from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
 from tests.kit.patience import slowness
 from tests.kit.stores import kv_of
 
-BAD = lineage_id(b"b" * 16)
 KEYS = Keys(b"r" * 16)
+NAMESPACE = Namespace.of("m", LAYOUT)
 
 
-def order(ordered_s: float = 2_000_000_000.0) -> ClearOrder:
-    return ClearOrder(None, frozenset({BAD}), 0.0, 0.0, 0.0, ordered_s)
+def order() -> ClearOrder:
+    return ClearOrder(frozenset({NAMESPACE.id}), 1.0)
 
 
 class Obedient:
@@ -48,9 +47,10 @@ class Obedient:
         self.obeyed: list[list[ClearOrder]] = []
         self.all: list[ClearOrder] = []
         self.swept = 0
+        self.refilled: list[ClearOrder] | None = None
         self.can = True
         self.clears = Clears(meta, KEYS)
-        self.follower = ClearsFollower(self.clears, self.obey, self.sweep, 1.0)
+        self.follower = ClearsFollower(self.clears, self.obey, self.sweep, self.refill, 1.0)
 
     def obey(self, new: list[ClearOrder], orders: list[ClearOrder]) -> bool:
         self.obeyed.append(new)
@@ -59,6 +59,10 @@ class Obedient:
 
     def sweep(self, orders: list[ClearOrder]) -> None:
         self.swept += len(orders)
+
+    def refill(self, cleared: list[ClearOrder]) -> None:
+        assert self.refilled is None
+        self.refilled = cleared
 
 
 @pytest.fixture
@@ -72,41 +76,41 @@ def meta(store: MemoryStore) -> MemoryMetadata:
 
 
 @pytest.fixture
-def nodes() -> Iterator[tuple[RolledOut, RolledOut, FaultyMeta]]:
+def nodes() -> Iterator[tuple[ModelNode, ModelNode, FaultyMeta]]:
     files, store = MemoryFiles(), MemoryStore()
-    good, bad = (RolledOut(MemoryRoot(files), store, label) for label in ("stable", "canary"))
+    good, bad = (ModelNode(MemoryRoot(files), store, label) for label in ("stable", "canary"))
     with closing(good, bad):
         faulty = FaultyMeta(good.member.meta)
         good.member.clears = Clears(faulty, good.member.keys)
         yield good, bad, faulty
 
 
-def test_nothing_is_deleted_where_the_others_could_not_be_told(nodes: tuple[RolledOut, RolledOut, FaultyMeta]) -> None:
+def test_nothing_is_deleted_where_the_others_could_not_be_told(nodes: tuple[ModelNode, ModelNode, FaultyMeta]) -> None:
     good, bad, faulty = nodes
     bad.put(1)
     bad.drain()
     faulty.add(Rule(Fault.NOT_SENT, key="clears/"))
     with pytest.raises(Unavailable):
-        good.member.clear_selected(Selection(written_by="label=canary"))
+        good.member.clear_selected(bad.selection)
     assert len(good.on_root()) == 4
     faulty.heal()
-    assert good.member.clear_selected(Selection(written_by="label=canary")).chunks == 4
+    assert good.member.clear_selected(bad.selection).chunks == 4
 
 
-def test_a_clear_whose_end_could_not_be_told_may_be_repeated(nodes: tuple[RolledOut, RolledOut, FaultyMeta]) -> None:
+def test_a_clear_whose_end_could_not_be_told_may_be_repeated(nodes: tuple[ModelNode, ModelNode, FaultyMeta]) -> None:
     good, bad, faulty = nodes
     bad.put(1)
     bad.drain()
     faulty.add(Rule(Fault.NOT_SENT, operations=("txn",), key="clears/"))
     with pytest.raises(Unavailable):
-        good.member.clear_selected(Selection(written_by="label=canary"))
-    assert good.on_root() == [] and bad.in_memory(1) == 0
+        good.member.clear_selected(bad.selection)
+    assert good.on_root() == [] and bad.in_memory(1, bad) == 0
     faulty.heal()
-    cleared = good.member.clear_selected(Selection(written_by="label=canary"))
+    cleared = good.member.clear_selected(bad.selection)
     assert (cleared.chunks, cleared.unconfirmed) == (0, ())
 
 
-def test_a_node_that_lost_its_session_reads_the_orders_again(nodes: tuple[RolledOut, RolledOut, FaultyMeta]) -> None:
+def test_a_node_that_lost_its_session_reads_the_orders_again(nodes: tuple[ModelNode, ModelNode, FaultyMeta]) -> None:
     good, bad, _ = nodes
     bad.put(1)
     bad.drain()
@@ -114,9 +118,9 @@ def test_a_node_that_lost_its_session_reads_the_orders_again(nodes: tuple[Rolled
         assert good.serves(1, bad) == 4
     before = good.session
     good.member.presence.current().give_up("for this test")
-    cleared = bad.member.clear_selected(Selection(written_by="label=canary"))
+    cleared = bad.member.clear_selected(bad.selection)
     assert cleared.chunks == 4
-    eventually(lambda: good.in_memory(1) == 0)
+    eventually(lambda: good.in_memory(1, bad) == 0)
     eventually(lambda: good.member.stats()["session_alive"] == 1)
     assert good.session != before and good.serves(1, bad) == 0
 
@@ -142,18 +146,18 @@ def test_an_order_that_cannot_be_obeyed_yet_is_not_answered(meta: MemoryMetadata
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_cleared_namespace_is_forbidden_until_a_while_after_the_end(meta: MemoryMetadata, is_known: bool) -> None:
-    """A node that begins later only sweeps its disk."""
+    """A process that begins later drops nothing: its local disk takes in what was put since."""
     node = Obedient(meta)
     node.clears.passing_s = 2 * round(slowness())
     node.follower._session = Session.open(meta, KEYS, clock=SystemClock(), ids=CountingIds(), ttl_s=60)
-    whole = ClearOrder(frozenset({NamespaceId(bytes(8))}), None, 0.0, 0.0, 0.0, 1.0)
-    published = node.clears.publish(b"1" * 16, whole.to_json(), 1.0)
+    published = node.clears.publish(b"1" * 16, order().to_json(), 1.0)
     if is_known:
-        assert node.follower.step(0.0) and node.all == [whole]
+        assert node.follower.step(0.0) and node.all == [order()]
     published.done(1.0)
-    assert node.follower.step(0.5) and node.all == [whole] * is_known and node.swept == 1
+    assert node.follower.step(0.5) and node.all == [order()] * is_known and node.swept == is_known
+    assert node.refilled == [order()] and (is_known or not node.obeyed)
     eventually(lambda: node.follower.step(0.1) and node.all == [])
-    assert node.swept == 1 and len(node.clears.snapshot(1.0).items) == 1
+    assert node.swept == is_known and len(node.clears.snapshot(1.0).items) == 1
 
 
 def test_an_order_that_ends_forbids_nothing_more_and_nonsense_forbids_nothing(meta: MemoryMetadata) -> None:
@@ -195,7 +199,7 @@ def answers(meta: MetadataStore, keys: Keys = KEYS) -> set[bytes]:
 
 
 def test_an_order_is_kept_as_long_as_its_sweep_takes(
-    nodes: tuple[RolledOut, RolledOut, FaultyMeta],
+    nodes: tuple[ModelNode, ModelNode, FaultyMeta],
 ) -> None:
     """Nodes that forgot it in between would take its chunks back."""
     passing_s = 4 * round(slowness())
@@ -212,14 +216,14 @@ def test_an_order_is_kept_as_long_as_its_sweep_takes(
             lasted.set()
             assert len(clears.snapshot(1.0).items) == 1
 
-    cleared = good.member.clear_selected(Selection(tenant=""), slow)
+    cleared = good.member.clear_selected(bad.selection, slow)
     assert lasted.is_set() and (cleared.chunks, cleared.unconfirmed) == (4, ())
-    assert good.in_memory(1) == bad.in_memory(1) == 0
+    assert good.in_memory(1, bad) == bad.in_memory(1, bad) == 0
     eventually(lambda: answers(good.member.meta, good.member.keys) == set())
 
 
 def test_an_order_that_passed_before_its_sweep_was_over_is_not_confirmed(
-    nodes: tuple[RolledOut, RolledOut, FaultyMeta],
+    nodes: tuple[ModelNode, ModelNode, FaultyMeta],
 ) -> None:
     """If etcd did not answer for a minute, nodes may have read a chunk again after it was deleted."""
     good, bad, faulty = nodes
@@ -235,9 +239,9 @@ def test_an_order_that_passed_before_its_sweep_was_over_is_not_confirmed(
             faulty.heal()
 
     with pytest.raises(Unavailable, match="clear again"):
-        good.member.clear_selected(Selection(tenant=""), slow)
+        good.member.clear_selected(bad.selection, slow)
     good.member.clears = lasting
-    assert good.member.clear_selected(Selection(tenant="")).unconfirmed == ()
+    assert good.member.clear_selected(bad.selection).unconfirmed == ()
 
 
 def test_orders_are_bounded(meta: MemoryMetadata) -> None:
@@ -252,41 +256,34 @@ def test_orders_are_bounded(meta: MemoryMetadata) -> None:
 def test_what_a_peer_still_has_does_not_come_into_memory_but_own_puts_do() -> None:
     tier = MemoryTier(SealedArena(1 << 20).open(), Counters(), FakeClock())
     chain = chain_of(1, 4)
-    standing = ClearFilter([order()])
     for first, fetched, stays in ((0, True, False), (0, False, True), (1, True, False)):
         slot = tier.claim(chain, first)
         assert slot is not None
         if first == 0:
             make(chain, 0, slot.memory)
-            tier.drop_ordered([], standing)
+            tier.forbid(order())
         else:
             make(chain, first, slot.memory)  # claimed before, and complete only now
         tier.ready([slot], fetched=fetched)
         assert bool(tier.leading(chain, first)) == stays
-    assert tier.drop_ordered([order()], standing) == 1 and tier.leading(chain) == 0
+    assert tier.drop_ordered(order()) == 1 and tier.leading(chain) == 0
     assert tier.stats()["memory_held_bytes"] == 0
     tier.close()
 
 
 def chain_of(number: int, chunks: int) -> ChunkKeys:
-    return ChunkKeys.of(Namespace.of("m", LAYOUT), np.asarray(tokens(number, chunks), np.uint32))
+    return ChunkKeys.of(NAMESPACE, np.asarray(tokens(number, chunks), np.uint32))
 
 
 def make(chain: ChunkKeys, index: int, image: memoryview) -> None:
-    """The image of a chunk as the bad one wrote it."""
-
-    class Bad:
-        def fresh(self) -> bytes:
-            return incarnation(BAD, 1_999_999_999, 1)
-
     source = planes_of(kv_of(LAYOUT, tokens(1, len(chain))), LAYOUT)
-    make_images(chain, [index], source, [image], Bad())
+    make_images(chain, [index], source, [image], CountingIds())
 
 
 def test_a_lost_watch_is_read_afresh(meta: MemoryMetadata) -> None:
     faulty = FaultyMeta(meta)
     node = Obedient(meta)
-    node.follower = ClearsFollower(Clears(faulty, KEYS), node.obey, node.sweep, 1.0)
+    node.follower = ClearsFollower(Clears(faulty, KEYS), node.obey, node.sweep, node.refill, 1.0)
     node.follower._session = Session.open(meta, KEYS, clock=SystemClock(), ids=CountingIds(), ttl_s=60)
     assert node.follower.step(0.0) and node.obeyed == []
     faulty.cut_watches()

@@ -81,6 +81,7 @@ def test_the_bound_holds_between_two_system_calls(folder: Path) -> None:
         make_root=lambda path: PosixRoot(path, step=look),
     )
     tier.open()
+    tier.refill()
     try:
         until_s = time.monotonic() + PATIENCE_S
         while tier.stats()["disk_refilling"] and time.monotonic() < until_s:
@@ -153,6 +154,7 @@ def test_what_is_taken_in_while_its_namespace_is_cleared_goes_too(folder: Path) 
     hang = Hang()
     disk = Disk(folder, rules=[Rule("read", hang, lambda name: "chunks/" in name)])
     disk.tier.open()
+    disk.tier.refill()
     try:
         assert hang.reached.wait(PATIENCE_S)
         disk.clear()
@@ -235,6 +237,7 @@ def test_a_listing_that_fails_leaves_the_disk_as_it_is(folder: Path) -> None:
         disk.add(chain, 0, 1)
     disk = Disk(folder, rules=[Rule("list", EIO, lambda name: "chunks" in name)])
     disk.tier.open()
+    disk.tier.refill()
     eventually(lambda: not disk.tier._users_count)
     assert not disk.has(chain, 0) and disk.add(chain, 2) == [False]
     disk.tier.close()

@@ -121,7 +121,7 @@ class Disk:
         return all(image is not None and is_right(image, chain, index) for image, index in pairs)
 
     def clear(self, namespace: Namespace = NAMESPACE) -> None:
-        self.tier.drop_ordered([ClearOrder(frozenset({namespace.id}), None, 0.0, 0.0, 0.0, self.clock.now_s())])
+        self.tier.drop_ordered(ClearOrder(frozenset({namespace.id}), self.clock.now_s()))
 
     def count(self, name: str) -> int:
         return self.counters.snapshot()[name]
@@ -141,6 +141,7 @@ class Disk:
 def disk_on(path: Path, files: int = 100, *, refilled: bool = True, **settings: Any) -> Iterator[Disk]:
     disk = Disk(path, files, **settings)
     disk.tier.open()
+    disk.tier.refill()
     try:
         if refilled:
             disk.wait_refilled()

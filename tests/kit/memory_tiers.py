@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.census.selection import ClearFilter, ClearOrder
+from kvstore.census.selection import ClearOrder
 from kvstore.codec.image import make_images
 from kvstore.core.buffers import BufferLoan, planes_of
 from kvstore.core.clock import RandomIds
@@ -29,7 +29,7 @@ UNIT = 8_192
 
 def empty(memory: MemoryTier) -> int:
     """Drops all chunks; returns how many."""
-    return memory.drop_ordered([ClearOrder(None, None, 0.0, 0.0, 0.0, 0.0)], ClearFilter())
+    return memory.drop_ordered(ClearOrder(frozenset({SPACE.id})))
 
 
 class StoppedClock:

@@ -79,6 +79,7 @@ def source(kind: str, folder: Path, count: int = 6, missing: int = 2) -> Iterato
     disk = DiskTier(str(folder / "disk"), 64 << 20, counters, CLOCK, ids, encodings=encodings)
     encodings.learn(chain.namespace)
     disk.open()
+    disk.refill()
     try:
         eventually(lambda: not disk.stats()["disk_refilling"], "what the disk held is taken in")
         for index in range(count):

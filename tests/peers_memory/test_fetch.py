@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
 
-from kvstore.census.selection import ClearFilter, ClearOrder
+from kvstore.census.selection import NOTHING, ClearOrder
 from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.core.executor import Deadline
 from kvstore.core.metrics import Counters
@@ -297,9 +297,8 @@ def test_a_cleared_namespace_is_not_read_back_from_peers() -> None:
     chain = chain_of(2)
     with speaking(honest(chain)) as speaker, reading() as reader:
         reader.hears(speaker.address, chain, range(2))
-        cleared = ClearOrder(frozenset({chain.namespace.id}), None, 0.0, 0.0, 0.0, 1.0)
-        reader.peers.forbid(ClearFilter([cleared]))
+        reader.peers.forbid(ClearOrder(frozenset({chain.namespace.id})))
         assert reader.peers.leading(chain, 0) == 0
         assert reader.get(chain, [0, 1]) == [False, False]
-        reader.peers.forbid(ClearFilter())
+        reader.peers.forbid(NOTHING)
         assert reader.get(chain, [0, 1]) == [True, True]

@@ -284,6 +284,11 @@ PINNING = [
         "node/test_pin_and_clear.py",
     ),
     mutant(
+        "p6-disk-was-away",
+        at("kvstore.tiers.disk:DiskShelf", "cleared", giving(None)),
+        "census/test_clearing.py host/test_clears.py -k away",
+    ),
+    mutant(
         "p5-clear-outlives-its-order",
         at("kvstore.meta.clears:PublishedClear", "check", giving(None)),
         "node/test_pin_and_clear.py",
