@@ -27,7 +27,7 @@ from kvstore_gc.ledger import GROUP_MAX
 from kvstore_gc.leftovers import Orphans, other_files
 from kvstore_gc.membership import Collectors
 from kvstore_gc.policy import Goals
-from kvstore_gc.rank import Ranking, Rows, id_of, shards_of
+from kvstore_gc.rank import Parents, Ranking, Rows, id_of, shards_of
 from kvstore_gc.site import Site
 from kvstore_gc.summary import Summary
 
@@ -67,6 +67,7 @@ class Cycle:
         self._collectors = collectors
         self._listed = listed
         self._orphans = Orphans(site, pressure)
+        self._parents = Parents(site)
         self._sweeper = Sweeper(site, pressure)
         self._warned = False
         self._leads = False
@@ -167,6 +168,7 @@ class Cycle:
             ranking = Ranking(goals, began_s, self._site.identity.shard_bits, pinned)
             self._read(summary, ranking)
             ranking.rank((began_s - FRESH_S, self._clock.now_s() + FRESH_S))
+            self._parents.check(ranking)
         self._picks.clear()
         self._ranking = ranking
         summary.listed(ranking, namespaces)

@@ -1,9 +1,9 @@
 """The chunks of a listing in the order in which they are evicted: on one host, and in a cluster.
 
-First chunks that are *due* whatever space there is (past their time to live, over a quota), then by rank
-(``kvstore_gc.policy``): the oldest prompts first, and the tail of a prompt before its head. In columns of 51 bytes for
-each chunk, because a root holds millions. Of more than KEPT_MAX chunks only those that are evicted first are kept: when
-they are deleted the root is listed again.
+First chunks that are *due* whatever space there is (past their time to live, over a quota, without their parent), then
+by rank (``kvstore_gc.policy``): the oldest prompts first, and the tail of a prompt before its head. In columns of 51
+bytes for each chunk, because a root holds millions. Of more than KEPT_MAX chunks only those that are evicted first are
+kept: when they are deleted the root is listed again.
 """
 
 from __future__ import annotations
@@ -12,21 +12,26 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.address import ADDRESS_BYTES
+from kvstore.census.walk import read_fixed
+from kvstore.core.address import ADDRESS_BYTES, NO_PARENT, Address
 from kvstore.core.namespace import NamespaceId
 from kvstore.core.recency import NS_PER_S
 from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
 from kvstore.format import places
+from kvstore.format.header import FIXED_BYTES
 from kvstore.format.places import NAMESPACE_ID_BYTES, parse_names
 from kvstore.root.interface import FolderEntry, Root
 from kvstore_gc.policy import MTIME_MAX_NS, QUOTA_SHARE, TIE_BITS, Column, Goals, Truths, Uses, expired, ranks
+from kvstore_gc.site import Site
 from kvstore_gc.threads import Each, inline
 
 Marks = npt.NDArray[np.uint64]
@@ -124,6 +129,7 @@ class VerdictReason(Enum):
 
     TTL = "past its time to live"
     QUOTA = "over quota"
+    ORPHAN = "without its parent"
     CAPACITY = "over capacity"
     WITHIN = "within capacity"
     PINNED = "pinned"
@@ -135,8 +141,8 @@ class VerdictReason(Enum):
         return self in CONDEMNING
 
 
-CONDEMNING = (VerdictReason.TTL, VerdictReason.QUOTA, VerdictReason.CAPACITY)
-_TTL, _QUOTA, _CAPACITY = range(len(CONDEMNING))
+CONDEMNING = (VerdictReason.TTL, VerdictReason.QUOTA, VerdictReason.ORPHAN, VerdictReason.CAPACITY)
+_TTL, _QUOTA, _ORPHAN, _CAPACITY = range(len(CONDEMNING))
 
 
 class Ranking:
@@ -245,6 +251,22 @@ class Ranking:
         self._at += len(rows)
         return rows
 
+    def front(self, count_max: int) -> Rows:
+        """Returns the next chunks that are not due."""
+        return self._rows[self._at + int(np.searchsorted(self._rows["rank"][self._at :], 0)) :][:count_max]
+
+    def have(self, addresses: Sequence[Address]) -> Truths:
+        """Returns which of these addresses the ranking has."""
+        wanted, mine = _marks(b"".join(addresses)), _marks(self._rows["address"].tobytes())
+        return are_among(wanted, np.unique(mine[are_among(mine, np.unique(wanted))]))
+
+    def orphaned(self, orphans: Truths) -> None:
+        """Makes those of ``front(len(orphans))`` due that have no parent."""
+        rows = self.front(len(orphans))
+        rows["rank"][orphans] -= _DUE
+        rows["reason"][orphans] = _ORPHAN
+        self._sort()
+
     def _add(self, entries: list[tuple[int, FolderEntry]]) -> None:
         """Adds what was listed, and empties ``entries``."""
         rows, foreign = rows_of(self._shard_bits, entries)
@@ -317,3 +339,81 @@ def _marks(packed: bytes) -> Marks:
 
 def _tally(rows: Rows) -> CountAndBytes:
     return CountAndBytes(len(rows), int(rows["size"].sum()))
+
+
+# Chunks without their parent, which a collector that was killed between two sweeps may leave.
+#
+# No reader finds them, because a prompt ends at the first missing chunk. A listing does not name parents, headers do:
+# so only the chunks that would be evicted next are read. What such a collector left is among them, because everything
+# below their rank was deleted.
+
+
+CHECKED_MAX = 4_096
+"""Chunks checked in one listing. Their parents are remembered until the next one, so each header is read once."""
+
+
+class _Chunk(NamedTuple):
+    at: int
+    """Its place among those that are checked."""
+    address: Address
+    namespace: NamespaceId
+
+
+class Parents:
+    """The parents of the chunks of one root that are evicted next. One thread."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._parents: dict[Address, Address] = {}
+
+    def check(self, ranking: Ranking) -> None:
+        """Makes the chunks due that have no parent, among those that are evicted next, and the chunks behind them."""
+        rows = ranking.front(CHECKED_MAX)
+        behind, traits = np.ones(len(rows), np.bool_), self._site.root.traits
+        if traits.touch:  # else times do not tell the depth
+            behind = Uses.of(rows["mtime_ns"], ranking.goals.quantum_s).depth > 0
+        if not traits.ordered_publish:  # a put may be about to publish the parent
+            behind &= rows["mtime_ns"] < (self._site.clock.now_s() - self._site.timings.put_s_max) * NS_PER_S
+        columns = np.flatnonzero(behind).tolist(), *(rows[name][behind].tolist() for name in ("address", "namespace"))
+        chunks = [_Chunk(at, Address(address), id_of(number)) for at, address, number in zip(*columns, strict=True)]
+        self._read(chunks)
+        chunks = [chunk for chunk in chunks if self._parents.get(chunk.address, NO_PARENT) != NO_PARENT]
+        if not chunks:
+            return
+        listed = ranking.have([self._parents[chunk.address] for chunk in chunks])
+        unlisted = [chunks[at] for at in np.flatnonzero(~listed)]
+        lost: list[_Chunk] = []
+        self._site.each(len(unlisted), lambda at: lost.append(unlisted[at]) if self._is_lost(unlisted[at]) else None)
+        children: dict[Address, list[_Chunk]] = {}
+        for chunk in chunks:
+            children.setdefault(self._parents[chunk.address], []).append(chunk)
+        orphans = np.zeros(len(rows), np.bool_)
+        while lost:
+            orphans[lost[-1].at] = True
+            lost += children.get(lost.pop().address, ())
+        if orphans.any():
+            ranking.orphaned(orphans)
+
+    def _read(self, chunks: list[_Chunk]) -> None:
+        """Reads the headers of chunks that were not read before, as far as they can be read."""
+        self._parents = {one.address: self._parents[one.address] for one in chunks if one.address in self._parents}
+        new = [chunk for chunk in chunks if chunk.address not in self._parents]
+
+        def look(number: int) -> None:
+            with suppress(KVStoreError):
+                seen = self._site.root.look(self._name(new[number].address, new[number].namespace), FIXED_BYTES)
+                header = read_fixed(seen.prefix) if seen is not None else None
+                if header is not None:
+                    self._parents[new[number].address] = header.parent
+
+        self._site.each(len(new), look)
+
+    def _is_lost(self, chunk: _Chunk) -> bool:
+        """True if its parent does not exist now: the ranking lacks those that are pinned, or were just used."""
+        try:
+            return self._site.root.stat(self._name(self._parents[chunk.address], chunk.namespace)) is None
+        except KVStoreError:
+            return False
+
+    def _name(self, address: Address, namespace: NamespaceId) -> places.Name:
+        return places.chunk(address, namespace, self._site.identity.shard_bits)

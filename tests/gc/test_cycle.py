@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from unittest.mock import ANY
 
 import pytest
 
@@ -242,3 +243,17 @@ def test_the_room_of_the_file_system_is_the_limit_where_none_is_given() -> None:
         summary = place.cycle().run()
         assert summary.capacity_bytes is not None and summary.capacity_bytes < files.capacity_bytes
         assert summary.reaped.count > 0 and made.present(chains[1]) == 10
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_chunks_without_their_parent_are_the_first_victims(place: Place, lost: int) -> None:
+    node, torn, older = place.cluster.node(), prompt(1, 6), prompt(2, 6)
+    put(node, torn)
+    put(node, older)
+    place.age(torn)
+    place.age(older, 2 * LONG_S)
+    assert place.cluster.root.remove(place.cluster.name(torn.addresses[lost]))
+    cycle = place.cycle(Config(max_bytes=1 << 30))
+    assert cycle.run().to_json()["chosen"] == {"without its parent": {"chunks": 5 - lost, "bytes": ANY}}
+    assert (place.cluster.present(torn), place.cluster.present(older)) == (lost, 6)
+    assert not cycle.run().chosen

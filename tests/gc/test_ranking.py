@@ -1,10 +1,11 @@
-"""The ranking of a listing: exact counts, the order of eviction, quotas and pins."""
+"""The ranking of a listing: exact counts, the order of eviction, quotas, pins, and chunks without their parent."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -222,6 +223,21 @@ def test_the_capacity_takes_only_what_quotas_left_over() -> None:
     assert Counter(taken(chunks, goals, 8_000).values()) == {VerdictReason.QUOTA: 53, VerdictReason.CAPACITY: 67}
     counted = {(space, reason): found for space, reason, found in tallies(ranked(chunks, goals).take(12_000))}
     assert counted[SPACES[0], VerdictReason.QUOTA] == CountAndBytes(53, 5300)
+
+
+# Orphans
+
+
+def test_orphans_are_due_and_go_first() -> None:
+    chunks = [replace(chunk, mtime_ns=stamp(600 + 60 * number)) for number, chunk in enumerate(loose(20))]
+    ranking = ranked(chunks, Goals())
+    front = ranking.front(8)
+    assert front["address"].tolist() == [chunk.address for chunk in chunks[:11:-1]]
+    lost = np.arange(8) == 5
+    address = front["address"][5].item()
+    ranking.orphaned(lost)
+    assert ranking.due == CountAndBytes(1, 100) and Address(ranking.take(0)["address"][0].item()) == address
+    assert ranking.have([chunks[0].address, chunks[-1].address, Address(bytes(16))]).tolist() == [True, True, False]
 
 
 @for_each(

@@ -347,6 +347,11 @@ KEEPING = [
         "gc/test_policy.py gc/test_ranking.py",
     ),
     mutant(
+        "orphans-of-the-ranking-stay",
+        at("kvstore_gc.rank:Parents", "check", giving(None)),
+        "gc/test_cycle.py -k parent",
+    ),
+    mutant(
         "puts-have-the-time-of-their-quantum",
         at("kvstore.engine.chunk_store:PresenceCache", "tick", lambda real, self: self.quantum()),
         "gc/test_cycle.py -k older",
