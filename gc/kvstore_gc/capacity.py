@@ -35,12 +35,9 @@ HEADROOM_SHARE = 0.05
 """The least share of the capacity that eviction keeps free ..."""
 HEADROOM_SHARE_MAX = 0.25
 """... and the largest."""
-LATENCY_S_MIN = 0.1
-RATE_S = 1.0
-"""The write rate is measured over this time, and the last high one counts less with each such time."""
-FADE = 0.8
-STEP = 1.5
-"""The headroom grows by this in each such time in which nodes lacked credit: then the rate shows only what they got."""
+GROWTH_S = 1.0
+STEP, FADE = 1.5, 0.8
+"""The headroom grows by this in each such time in which nodes lacked credit, and else shrinks."""
 LATE_S = 1.0
 """Deletions that are reported within this time after a listing may have been before it, and are not subtracted."""
 
@@ -136,16 +133,8 @@ class Accounts:
         self._silent: set[SessionId] = set()
         """Nodes that had not reported when the listing began."""
         self.deleted_bytes = self._deleted_base = 0
-        self._other = Capacity(0)
-        """The record of another collector that publishes, ..."""
-        self._other_base = 0
-        """... and the bytes that this one had deleted when it was read."""
-        # Rates.
         self._largest_bytes = 0
-        self._written_bytes = self._measured_bytes = 0
-        self._measured_s = self._clock.monotonic_s()
-        self._rate = 0.0
-        self._latency_s = LATENCY_S_MIN
+        self._grown_s = self._clock.monotonic_s()
         self._growth = 1.0
         self._was_short = False
 
@@ -173,11 +162,10 @@ class Accounts:
             for reporter in self._reporters.values():
                 reporter.written_base, reporter.removed_base = reporter.written_then, reporter.last.removed_bytes
 
-    def deleted(self, size_bytes: int, took_s: float = 0.0) -> None:
-        """Notes that this collector deleted a file, and the time since it was chosen."""
+    def deleted(self, size_bytes: int) -> None:
+        """Notes that this collector deleted a file."""
         with self._lock:
             self.deleted_bytes += size_bytes
-            self._latency_s = max(self._latency_s, took_s)
             self._is_blocked = False
 
     def blocked(self) -> None:
@@ -196,9 +184,7 @@ class Accounts:
     def reported(self, id: SessionId, usage: UsageReport) -> None:
         """Notes a report of a node or of another collector."""
         with self._lock:
-            found = self._reporters.get(id)
-            is_new, reporter = found is None, found or _Reporter(UsageReport())
-            self._reporters[id] = reporter
+            reporter = self._reporters.setdefault(id, _Reporter(UsageReport()))
             before, reporter.last = reporter.last, reporter.last.latest(usage)
             reporter.has_ended = False
             removed_bytes = reporter.last.removed_bytes - before.removed_bytes
@@ -208,7 +194,6 @@ class Accounts:
                 self._silent.discard(id)
                 reporter.count_from_now()
                 return
-            self._written_bytes += 0 if is_new else reporter.last.written_bytes - before.written_bytes
             self._largest_bytes = max(self._largest_bytes, reporter.last.largest_put_bytes)
             if self._clock.monotonic_s() < self._listed_s + LATE_S:
                 reporter.removed_base += removed_bytes
@@ -219,25 +204,12 @@ class Accounts:
             if id in self._reporters:
                 self._reporters[id].has_ended = True
 
-    def published(self, other: Capacity | None) -> None:
-        """Notes what another collector publishes; None: this one does.
-
-        Its listing may be newer, and have what no node reported. So all evict by the same level.
-        """
-        with self._lock:
-            self._other, self._other_base = other or Capacity(0), self.deleted_bytes
-
     def measured(self, space: StorageSpace) -> None:
-        """Notes the space as it is now, and measures the write rate."""
+        """Notes the space as it is now."""
         with self._lock:
             self._free_bytes, self._used_then_bytes = space.free_bytes, self._used_bytes
-            span_s = self._clock.monotonic_s() - self._measured_s
-            if span_s >= RATE_S:
-                rate = (self._written_bytes - self._measured_bytes) / span_s
-                self._rate = max(rate, FADE * self._rate)
-                self._measured_s, self._measured_bytes = self._clock.monotonic_s(), self._written_bytes
-                self._latency_s = max(LATENCY_S_MIN, FADE * self._latency_s)
-                most = HEADROOM_SHARE_MAX / HEADROOM_SHARE
+            if self._clock.monotonic_s() - self._grown_s >= GROWTH_S:
+                self._grown_s, most = self._clock.monotonic_s(), HEADROOM_SHARE_MAX / HEADROOM_SHARE
                 self._growth = min(STEP * self._growth, most) if self._was_short else max(1.0, FADE * self._growth)
                 self._was_short = False
 
@@ -267,8 +239,6 @@ class Accounts:
             used_bytes = self._used_bytes
             if used_bytes is None:
                 return None
-            other_bytes = (self._other.used_bytes or 0) - (self.deleted_bytes - self._other_base)
-            used_bytes = max(used_bytes, other_bytes)
             limits = [] if self.limit_bytes is None else [self.limit_bytes]
             if self._free_bytes is not None:
                 then_bytes = used_bytes if self._used_then_bytes is None else self._used_then_bytes
@@ -276,10 +246,7 @@ class Accounts:
             if not limits:
                 return None
             capacity_bytes = min(limits)
-            wanted_bytes = max(
-                HEADROOM_SHARE * capacity_bytes, 2 * self._largest_bytes, 2 * self._rate * self._latency_s
-            )
-            headroom_bytes = max(self._growth * wanted_bytes, self._other.headroom_bytes or 0)
+            headroom_bytes = self._growth * max(HEADROOM_SHARE * capacity_bytes, 2 * self._largest_bytes)
             return Level(used_bytes, capacity_bytes, int(min(headroom_bytes, HEADROOM_SHARE_MAX * capacity_bytes)))
 
     def record(self, revision: int, nodes_count: int) -> Capacity:
@@ -290,8 +257,7 @@ class Accounts:
                 return Capacity(revision)  # the first listing has not ended: nodes report where they begin
             self._was_short = self._was_short or 2 * level.spare_bytes < level.headroom_bytes // 2
             credit_bytes = level.spare_bytes // max(1, nodes_count)
-            counts = level.used_bytes, level.capacity_bytes, credit_bytes
-            return Capacity(revision, *counts, self.is_full, level.headroom_bytes)
+            return Capacity(revision, level.used_bytes, level.capacity_bytes, credit_bytes, self.is_full)
 
     @property
     def _used_bytes(self) -> int | None:
@@ -369,10 +335,6 @@ class Pressure:
     def after_listing(self, used_bytes: int) -> None:
         """Notes the sum of all files that were listed. From then on there is a level."""
         self.accounts.end_listing(used_bytes)
-
-    def deleted(self, size_bytes: int, chosen_s: float) -> None:
-        """Notes that this collector deleted a file, which was chosen at a (monotonic) time."""
-        self.accounts.deleted(size_bytes, self._clock.monotonic_s() - chosen_s)
 
     def _silent_nodes(self) -> Set[SessionId]:
         """Returns the nodes that have not reported since a collector publishes."""
@@ -547,7 +509,6 @@ class Pressure:
             raise Unavailable("the collector's lease ended: it joins again") from gone
         if written.succeeded:
             self._published, self._published_at, self._published_by = record, written.revision, lease
-            self.accounts.published(None)
         else:
             self._published, self._published_at = None, 0
             self._yield_to(self._meta.get(key, self._timeout_s), lease)
@@ -562,8 +523,6 @@ class Pressure:
             return
         if self._seen_at[0] != other.mod_revision:
             self._seen_at = other.mod_revision, now_s
-            with suppress(InvalidRequest):
-                self.accounts.published(Capacity.from_json(other.value))
         elif now_s - self._seen_at[1] >= STALE_S and max(self._written_at.values(), default=0) > other.mod_revision:
             # It was killed or stopped. Deleting the record first has nodes report to us.
             log.warning("gc.takes_over the collector that published the capacity has ignored reports for %g s", STALE_S)

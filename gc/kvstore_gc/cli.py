@@ -79,11 +79,6 @@ class Rounds:
         help="With --interval: serve Prometheus metrics at this address; port 0: any free one, printed as "
         "ready metrics=HOST:PORT.",
     )
-    metrics_file: str | None = option(
-        "--metrics-file",
-        metavar="FILE",
-        help="With --once: write Prometheus metrics to FILE, for the node exporter's textfile collector.",
-    )
     log_level: str | None = option(
         "--log-level", type=click.Choice(logs.LEVELS), help="By default info with --interval, else warning."
     )
@@ -98,8 +93,6 @@ class Rounds:
             raise InvalidRequest(f"--interval is {interval_s:g} s: expected {INTERVAL_S_MIN:g} s or more")
         if self.metrics is not None and interval_s is None:
             raise InvalidRequest("--metrics is for --interval: a single round prints what it did (--json)")
-        if self.metrics_file is not None and not self.once:
-            raise InvalidRequest("--metrics-file is for --once: with --interval metrics are served (--metrics)")
 
     def configure(self) -> None:
         """Sets up the log."""
@@ -123,8 +116,8 @@ def command(cluster: ClusterAccess, limits: CollectorLimits, rounds: Rounds) -> 
 
     A chunk is deleted when its time to live is over. With --interval the least useful chunks are deleted all the time,
     so that a twentieth of the capacity, or more while nodes write fast, stays free. Chunks that are held by a request
-    or pinned stay. Several collectors on one root share the work; give all of them the same limits. The smallest
-    --max-bytes applies to all.
+    or pinned stay. Of several collectors on one root one works, and the others stand by; give all of them the same
+    limits. The smallest --max-bytes applies to all.
 
     On SIGTERM or Ctrl-C it ends immediately; the next round of any collector finishes what it had begun.
 
@@ -168,7 +161,7 @@ def command(cluster: ClusterAccess, limits: CollectorLimits, rounds: Rounds) -> 
             if rounds.dry_run:
                 summary = collector.dry_run(lambda shard: moved(1))
             else:
-                summary = collector.once(lambda shard: moved(1), rounds.metrics_file)
+                summary = collector.once(lambda shard: moved(1))
     if summary is None:
         return
     tell(summary)
@@ -180,30 +173,21 @@ def collect_host(cluster: ClusterAccess, config: Config, rounds: Rounds) -> None
     """Collects a folder that the processes of this host share."""
     from kvstore_gc import host
 
-    if rounds.metrics is not None or rounds.metrics_file is not None:
-        raise InvalidRequest("metrics are for a cluster: give --etcd ENDPOINTS")
-    options, is_shared = cluster.root_options.read(), rounds.dry_run
-    with Stopper() as stopper, host.opened(cluster.root, config, options, is_shared=is_shared) as collector:
+    if rounds.metrics is not None or rounds.dry_run:
+        raise InvalidRequest("metrics and a dry run are for a cluster: give --etcd ENDPOINTS")
+    with Stopper() as stopper, host.opened(cluster.root, config, cluster.root_options.read()) as collector:
         if rounds.interval_s is not None:
             collector.serve(stopper.wait)
             return
         with progress_bar("listing shards", collector.shards_count) as moved:
-            if rounds.dry_run:
-                ranking, victims = collector.dry_run(lambda: moved(1))
-                freed = sum(victim.size_bytes for victim in victims)
-                found = {"chunks": ranking.total.count, "used_bytes": ranking.total.bytes}
-                found |= {"would_delete": len(victims), "bytes": freed}
-                said = f"{ranking.total.count} chunks, {size(ranking.total.bytes)}\n"
-                said += f"would delete {len(victims)} chunks, {size(freed)}"
-            else:
-                done = collector.once(lambda: moved(1))
-                found = {"deleted": done.count, "bytes": done.size_bytes, "lacking_bytes": done.lacking_bytes}
-                spared = {"held": len(done.held), "pinned": done.pinned_count, "used since": done.used_count}
-                found |= {**spared, "failed": done.failed_count}
-                said = f"deleted {done.count} chunks, {size(done.size_bytes)}"
-                said += "".join(f"\nspared: {count} chunks, {why}" for why, count in spared.items() if count)
+            done = collector.once(lambda: moved(1))
+    spared = {"held": len(done.held), "pinned": done.pinned_count, "used since": done.used_count}
+    found = {"deleted": done.count, "bytes": done.size_bytes, "lacking_bytes": done.lacking_bytes}
+    found |= {**spared, "failed": done.failed_count}
+    said = f"deleted {done.count} chunks, {size(done.size_bytes)}"
+    said += "".join(f"\nspared: {count} chunks, {why}" for why, count in spared.items() if count)
     print(json.dumps(found) if rounds.as_json else said, flush=True)
-    if found.get("failed") or found.get("lacking_bytes"):
+    if done.failed_count or done.lacking_bytes:
         check_failed()
 
 
@@ -238,7 +222,8 @@ def _print(summary: Summary) -> None:
         if count:
             print(f"spared: {count} chunks, {why}")
     if summary.dry_run:
-        _print_dry_run(summary)
+        freed = summary.used_before_bytes - summary.used_after_bytes
+        print(f"would delete {sum(tally.count for tally in summary.chosen.values())} chunks, {size(freed)}")
         return
     took_s = sum(summary.seconds.values())
     print(f"deleted {summary.reaped.count} chunks, {size(summary.reaped.bytes)}, in {took_s:.1f} s")
@@ -247,22 +232,3 @@ def _print(summary: Summary) -> None:
             print(f"leftovers: {count} {kind}")
     for what in summary.unfinished:
         print(f"unfinished: {what}", file=sys.stderr)
-
-
-def _print_dry_run(summary: Summary) -> None:
-    freed = summary.used_before_bytes - summary.used_after_bytes
-    print(f"would delete {sum(tally.count for tally in summary.chosen.values())} chunks, {size(freed)}")
-    names = {each.id: each.name or each.id for each in summary.namespaces.values()}
-    examples = [
-        (each.address, names.get(each.namespace, each.namespace), each.reason, size(each.size_bytes), _ago(each.idle_s))
-        for each in summary.examples
-    ]
-    if examples:
-        print_table(("ADDRESS", "NAMESPACE", "REASON", "SIZE", "UNUSED FOR"), examples)
-
-
-def _ago(seconds: float) -> str:
-    for unit, scale in (("d", 86_400), ("h", 3600), ("m", 60)):
-        if seconds >= 2 * scale:
-            return f"{seconds / scale:.0f}{unit}"
-    return f"{seconds:.0f}s"

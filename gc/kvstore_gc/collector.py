@@ -8,8 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -45,13 +43,6 @@ LOOK_S = 0.05
 RETRY_S_MIN = 1.0
 RETRY_S_MAX = 30.0
 """Pause after a cycle that failed, doubled each time."""
-
-SHARE = 0.2
-"""Share of one core that a collector uses while nothing presses."""
-BURST_S = 0.5
-"""Processor time that may be used in one burst after a rest, so that a small root is not slowed down at all."""
-PAUSE_S_MIN, PAUSE_S_MAX = 0.001, 0.25
-"""Length of one rest. The longest is also how late the collector notices that the root has filled up."""
 
 
 @contextmanager
@@ -134,41 +125,6 @@ class CycleScheduler:
         self._done(summary)
 
 
-class Pace:
-    """Makes the site's ``each`` rest between its pieces of work, so that the program's processor time stays within
-    SHARE, unless bytes have to be evicted.
-
-    It counts processor time: waiting for a file system costs this host nothing.
-    """
-
-    def __init__(self, site: Site, pressure: Pressure, used_s: Callable[[], float] = time.process_time) -> None:
-        self._site = site
-        self._pressure = pressure
-        self._used_s = used_s
-        self._lock = threading.Lock()
-        self._seen_s = (site.clock.monotonic_s(), used_s())
-        self._credit_s = BURST_S
-
-    def each(self, count: int, work: Callable[[int], object]) -> None:
-        """See ``Each``."""
-
-        def paced(number: int) -> None:
-            work(number)
-            while (lacking_s := -self._credit()) > 0 and not self._pressure.excess_bytes:
-                self._site.pause(min(max(lacking_s / SHARE, PAUSE_S_MIN), PAUSE_S_MAX))
-
-        self._site.each(count, paced)
-
-    def _credit(self) -> float:
-        """Seconds of processor time that may still be used now."""
-        with self._lock:
-            now_s, used_s = self._site.clock.monotonic_s(), self._used_s()
-            then_s, used_then_s = self._seen_s
-            self._seen_s = now_s, used_s
-            self._credit_s = min(BURST_S, self._credit_s + (now_s - then_s) * SHARE - (used_s - used_then_s))
-            return self._credit_s
-
-
 class Collector:
     """One collector on a site. ``signalled`` waits a number of seconds and returns whether a signal came.
 
@@ -181,21 +137,13 @@ class Collector:
         self._config = config
         self._signalled = signalled
 
-    def once(self, listed: Callable[[int], object], metrics_file: str | None = None) -> Summary | None:
-        """Does one cycle over all shards, alongside any other collectors; None if a signal came first.
+    def once(self, listed: Callable[[int], object]) -> Summary | None:
+        """Does one cycle alongside any other collectors; None if a signal came first.
 
-        The smallest limit of all collectors holds. The outcome is written to ``metrics_file`` as well. A cycle that
-        fails leaves that file as it was.
+        The smallest limit of all collectors holds.
         """
         pressure = Pressure(self._site, self._config.max_bytes)
-        summary = self._alone(pressure, Cycle(self._site, self._config, pressure, listed=listed).run)
-        if summary is not None and metrics_file is not None:
-            from kvstore_gc.metrics import Metrics, write
-
-            measured = Metrics(pressure, self._site.clock)
-            measured.done(summary)
-            write(measured, metrics_file)
-        return summary
+        return self._alone(pressure, Cycle(self._site, self._config, pressure, listed=listed).run)
 
     def dry_run(self, listed: Callable[[int], object]) -> Summary | None:
         """Finds what a cycle would do; None if a signal came first."""
@@ -216,8 +164,7 @@ class Collector:
         site = self._site
         collectors = Collectors(site, self._config.max_bytes)
         pressure = Pressure(site, self._config.max_bytes, collectors)
-        paced = replace(site, each=Pace(site, pressure).each)
-        cycle = Cycle(paced, self._config, pressure, collectors)
+        cycle = Cycle(site, self._config, pressure, collectors)
         with ExitStack() as undo:
             where, metrics = "none", None
             if metrics_at is not None:
@@ -238,7 +185,7 @@ class Collector:
         log.info("gc.stopped")
 
     def _alone(self, pressure: Pressure, work: Callable[[], Summary]) -> Summary | None:
-        others = Collectors(self._site, self._config.max_bytes)  # it takes no shards from them, so it does not join
+        others = Collectors(self._site, self._config.max_bytes)  # it works anyway, so it does not join
         others.look()
         pressure.accounts.limited(others.smallest_bytes)
         pressure.start(self._stop)

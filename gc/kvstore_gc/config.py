@@ -60,11 +60,6 @@ class Config:
     max_bytes: int | None = None
     order: EvictionOrder = EvictionOrder.USES
     shares: tuple[QuotaRule, ...] = ()
-    share_chunks_min: int = 100_000
-    """With this many chunks in its own shards, a collector among others lists and ranks only those, and evicts its
-    share. Addresses are hashes, so every shard has its share of everything. The ranks that two collectors have come to
-    differ by chance alone, and by that little a chunk may outlive its parent. Fewer chunks are ranked by each
-    collector, and evicted by the one that publishes the capacity."""
 
     def goals(self, namespaces: Sequence[Namespace]) -> Goals:
         """The goals for these namespaces. Raises InvalidRequest if the configuration is inconsistent."""

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import numpy as np
 
 from kvstore.core.address import Address
-from kvstore.core.recency import NS_PER_S
 from kvstore.core.validate import size
 from kvstore.errors import RootMismatch
 from kvstore.meta.cluster import difference, read_generation
@@ -29,15 +27,14 @@ from kvstore_gc.ledger import GROUP_MAX
 from kvstore_gc.leftovers import Orphans, other_files
 from kvstore_gc.membership import Collectors
 from kvstore_gc.policy import Goals
-from kvstore_gc.rank import CONDEMNING, Parents, Ranking, Rows, VerdictReason, id_of, shards_of
+from kvstore_gc.rank import Parents, Ranking, Rows, id_of, shards_of
 from kvstore_gc.site import Site
-from kvstore_gc.summary import Example, Summary
+from kvstore_gc.summary import Summary
 
 log = logging.getLogger(__name__)
 
 CONDEMNED_MAX = 131_072
 """Victims chosen in one slice and condemned together: their plans are in memory until then."""
-EXAMPLES_MAX = 10
 SLICE_SHARE = 1 / 4
 """The share of the headroom, or of a larger excess, in one slice of eviction. Within it children and parents are
 condemned in any order."""
@@ -60,7 +57,7 @@ class Cycle:
         collectors: Collectors | None = None,
         listed: Callable[[int], object] = lambda shard: None,
     ) -> None:
-        """Shares its shards with ``collectors``; None: it takes all. ``listed`` is called after each listed shard."""
+        """Of all ``collectors`` one works, and the others stand by. ``listed`` is called after each listed shard."""
         self._site = site
         self._root = site.root
         self._clock = site.clock
@@ -73,12 +70,9 @@ class Cycle:
         self._parents = Parents(site)
         self._sweeper = Sweeper(site, pressure)
         self._warned = False
-        self._is_first = True
         self._leads = False
         # The listing that eviction works on.
-        self._mine: Sequence[int] = ()
         self._ranking: Ranking | None = None
-        self._listed_share = 1.0
         self._listing_s = LISTING_S_MIN
         self._picks = deque[tuple[int, Rows]]()
         """Chunks of the present slice that were not condemned yet, by shard: at most as many as one sweep takes."""
@@ -91,9 +85,9 @@ class Cycle:
     @property
     def is_spent(self) -> bool:
         """True if eviction needs another listing."""
-        if self._ranking is None or self._leads != self._pressure.leads:
+        if self._leads != self._pressure.leads:
             return True
-        return self._ranking.is_spent and self._needed_bytes() > 0
+        return self._leads and (self._ranking is None or (self._ranking.is_spent and self._needed_bytes() > 0))
 
     @property
     def listing_s(self) -> float:
@@ -101,21 +95,25 @@ class Cycle:
         return self._listing_s
 
     def run(self) -> Summary:
-        """Does a whole cycle. Raises the errors of the root and of the metadata store, and Stopped.
+        """Does a whole cycle; only checks (C6) while another collector works.
 
-        Raises RootMismatch if the metadata store and the root do not belong together.
+        Raises the errors of the root and of the metadata store, Stopped, and RootMismatch if the metadata store and the
+        root do not belong together.
         """
         summary = self._summary(dry_run=False)
         with self._sweeper.abandoning(summary):
             self._check(summary)  # C6
-            self._recover(summary)  # G7
+            self._leads = self._pressure.leads
+            if not self._leads:
+                return summary
+            self._sweeper.recover(summary)  # G7
             # Before anything that may take long: no credit is published before the first listing.
             ranking = self._rank(summary)
             self._evict(summary)  # G1 to G6
             self._remove_leftovers(summary)  # F3
         self._judge(summary)
         used_recently = ranking.has_fresh or summary.spared[USED]  # and so evictable in a moment
-        if self._mine and self.is_spent and not summary.reaped.count and not used_recently:
+        if self.is_spent and not summary.reaped.count and not used_recently:
             self._pressure.accounts.blocked()
         return summary
 
@@ -124,7 +122,6 @@ class Cycle:
         if self._ranking is None or self._needed_bytes() <= 0:
             return None
         summary = self._summary(dry_run=False)
-        summary.shards_mine_count = len(self._mine)
         level = self._pressure.level
         summary.used_before_bytes = level.used_bytes if level is not None else 0
         with self._sweeper.abandoning(summary):
@@ -133,23 +130,15 @@ class Cycle:
         return summary
 
     def dry_run(self) -> Summary:
-        """Finds what a cycle would condemn in all shards, and why; writes nothing anywhere. Raises as ``run``.
-
-        Gives the longest unused chunks as examples.
-        """
+        """Finds what a cycle would condemn, and why; writes nothing anywhere. Raises as ``run``."""
         summary = self._summary(dry_run=True)
         with self._timed(summary, "check"):
             self._compare()
-        self._mine, self._leads = range(summary.shards_count), True
-        summary.shards_mine_count = summary.shards_count
+        self._leads = True
         ranking = self._rank(summary)
         rows = ranking.take(self._needed_bytes())
         summary.chose(rows)
         summary.used_after_bytes -= int(rows["size"].sum())
-        now_s = self._clock.now_s()
-        longest = rows[np.argsort(rows["mtime_ns"], kind="stable")[:EXAMPLES_MAX]]
-        reasons = [CONDEMNING[code] for code in longest["reason"].tolist()]
-        summary.examples = [_example(*each, now_s) for each in zip(_victims(longest), reasons, strict=True)]
         return summary
 
     def _summary(self, *, dry_run: bool) -> Summary:
@@ -168,32 +157,21 @@ class Cycle:
         if on_root is not None and on_root != in_meta:
             raise RootMismatch(difference(on_root, in_meta))
 
-    def _recover(self, summary: Summary) -> None:
-        """Follows the sweeps in flight in its shards (rule G7)."""
-        count = summary.shards_count
-        self._mine = range(count) if self._collectors is None else self._collectors.shards(count)
-        summary.shards_mine_count = len(self._mine)
-        is_first, led = self._is_first, self._leads
-        self._is_first, self._leads = False, self._pressure.leads
-        # First all sweeps in flight: who left some is listed for a while yet, and so has its shards.
-        takes_all = is_first or (self._leads and not led)
-        self._sweeper.recover(summary, None if takes_all else self._mine)
-
     # List and rank
 
     def _rank(self, summary: Summary) -> Ranking:
-        """Lists its shards, or all if they hold few chunks, and ranks what it found."""
+        """Lists all shards, and ranks what it found."""
         namespaces = Namespaces(self._site.meta, self._site.keys).list(self._timeout_s)
         goals, pinned = self._config.goals(namespaces), self._sweeper.kept().marks
         with self._timed(summary, "survey"):
             began_s = self._clock.now_s()
             ranking = Ranking(goals, began_s, self._site.identity.shard_bits, pinned)
             self._read(summary, ranking)
-            ranking.rank(self._listed_share, (began_s - FRESH_S, self._clock.now_s() + FRESH_S))
+            ranking.rank((began_s - FRESH_S, self._clock.now_s() + FRESH_S))
             self._parents.check(ranking)
         self._picks.clear()
         self._ranking = ranking
-        summary.listed(ranking, round(ranking.total.bytes / self._listed_share), namespaces)
+        summary.listed(ranking, namespaces)
         level = self._pressure.level
         if level is not None:
             summary.capacity_bytes, summary.limit_bytes = level.capacity_bytes, self._pressure.accounts.limit_bytes
@@ -202,20 +180,12 @@ class Cycle:
         return ranking
 
     def _read(self, summary: Summary, ranking: Ranking) -> None:
-        """Lists shards. From then on the level is known."""
+        """Lists the root. From then on the level is known."""
         self._pressure.before_listing()
         began_s = self._clock.monotonic_s()
         summary.other_files = other_files(self._root)
-        read = partial(ranking.read, self._root, each=self._site.each, listed=self._listed)
-        read(self._mine)
-        if len(self._mine) < summary.shards_count and ranking.total.count < self._config.share_chunks_min:
-            read(sorted(set(range(summary.shards_count)) - set(self._mine)))
-        self._listed_share = ranking.shards_count / summary.shards_count
-        if self._listed_share == 1.0 and self._pressure.accounts.is_known:
-            # All collectors rank all chunks, and one evicts them: if each had its shards, and one were killed, prompts
-            # would lose their heads in the others' shards and keep their tails in its own until its lease ends.
-            self._mine = range(summary.shards_count) if self._leads else ()
-        self._pressure.after_listing(round(ranking.total.bytes / self._listed_share) + summary.other_files.bytes)
+        ranking.read(self._root, range(summary.shards_count), each=self._site.each, listed=self._listed)
+        self._pressure.after_listing(ranking.total.bytes + summary.other_files.bytes)
         self._listing_s = max(LISTING_S_MIN, self._clock.monotonic_s() - began_s)
 
     def _warn(self, goals: Goals) -> None:
@@ -269,28 +239,28 @@ class Cycle:
     def _next_slice(self) -> Rows:
         """Takes the next slice from the ranking: what is due, and more if space is needed."""
         assert self._ranking is not None
-        size_bytes, level = self._needed_bytes(), self._pressure.level
+        size_bytes: float = self._needed_bytes()
+        level = self._pressure.level
         if size_bytes > 0 and level is not None:
             least, most = SLICE_SHARE_MIN * level.headroom_bytes, SLICE_SHARE * max(level.headroom_bytes, size_bytes)
-            size_bytes = min(max(size_bytes, least), most) * self._listed_share
+            size_bytes = min(max(size_bytes, least), most)
         return self._ranking.take(size_bytes, CONDEMNED_MAX)
 
     def _by_shard(self, rows: Rows) -> Iterator[tuple[int, Rows]]:
-        """Returns those of its own shards, by shard."""
+        """Returns them by shard."""
         shards = shards_of(rows, self._site.identity.shard_bits)
         order = np.argsort(shards, kind="stable")
-        for shard in np.intersect1d(shards, self._mine).tolist():
+        for shard in np.unique(shards).tolist():
             first, stop = np.searchsorted(shards, (shard, shard + 1), sorter=order)
             for at in range(first, stop, VICTIMS_MAX):
                 yield shard, rows[order[at : min(stop, at + VICTIMS_MAX)]]
 
-    def _needed_bytes(self) -> float:
+    def _needed_bytes(self) -> int:
         """Bytes to evict in the whole root, beyond what is being deleted."""
         level = self._pressure.level
-        if level is None or not self._mine:
-            return 0.0
-        in_flight_bytes = self._sweeper.in_flight_bytes * self._site.shards_count / len(self._mine)
-        return level.used_bytes - level.target_bytes - in_flight_bytes
+        if level is None or not self._leads:
+            return 0
+        return level.used_bytes - level.target_bytes - self._sweeper.in_flight_bytes
 
     # Leftovers and results
 
@@ -309,11 +279,9 @@ class Cycle:
             summary.unfinished.append(f"{left} sweeps are still in flight")
         if summary.orphans["failed"]:
             summary.unfinished.append("some leftovers could not be removed")
-        # If others share the work at this moment, they judge the rest. The sweep of one that is gone is left to us.
-        is_alone = summary.shards_mine_count == summary.shards_count and not summary.spared["gone already"]
         is_last = self._collectors is None or not summary.reaped.count  # else the next cycle begins immediately
         level = self._pressure.level
-        if is_alone and is_last and level is not None and self.is_spent:
+        if is_last and not summary.spared["gone already"] and level is not None and self.is_spent:
             summary.unfinished.append(
                 f"the root's files still take {size(level.used_bytes)}, over the target of {size(level.target_bytes)}: "
                 "the rest is pinned or held, was used during the cycle, or needs another cycle"
@@ -334,8 +302,3 @@ def _victims(rows: Rows) -> tuple[SweepVictim, ...]:
         SweepVictim(Address(address), id_of(number), size_bytes, mtime_ns)
         for address, number, size_bytes, mtime_ns in zip(*columns, strict=True)
     )
-
-
-def _example(victim: SweepVictim, reason: VerdictReason, now_s: float) -> Example:
-    idle_s = max(0.0, now_s - victim.mtime_ns / NS_PER_S)
-    return Example(victim.address.hex(), victim.namespace.hex(), reason.value, victim.size_bytes, round(idle_s, 1))

@@ -78,9 +78,8 @@ class SweepOutcome:
     ``pressure`` is updated immediately after each chunk: the root's level must not lag by a whole sweep.
     """
 
-    def __init__(self, pressure: Pressure | None = None, chosen_s: float = 0.0) -> None:
+    def __init__(self, pressure: Pressure | None = None) -> None:
         self._pressure = pressure
-        self._chosen_s = chosen_s
         self._lock = threading.Lock()
         self.reaped: list[Condemnation] = []
         self.restored_count = 0
@@ -92,7 +91,7 @@ class SweepOutcome:
         with self._lock:
             self.reaped.append(victim)
         if self._pressure is not None:
-            self._pressure.deleted(victim.size_bytes, self._chosen_s)
+            self._pressure.accounts.deleted(victim.size_bytes)
 
     def put_back(self) -> None:
         """Counts a file that was another publication than the condemned one, and went back."""

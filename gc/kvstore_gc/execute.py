@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +22,7 @@ from kvstore.meta.cluster import Foreign, join_generation
 from kvstore.meta.keys import SweepId
 from kvstore.meta.store import LeaseId
 from kvstore.meta.sweeps import Condemned
-from kvstore.root.fences import keep_reserve, lift_unnamed, make_room, spend_reserve
+from kvstore.root.fences import keep_reserve, lift_unnamed, with_reserve
 from kvstore.root.identity import read_newest
 from kvstore_gc.capacity import Pressure
 from kvstore_gc.deletion import (
@@ -133,11 +133,9 @@ class Sweeper:
         if isinstance(standing, Foreign):
             raise RootMismatch(standing.why)
 
-    def recover(self, report: SweepReport, shards: Iterable[int] | None = None) -> None:
-        """Follows the sweeps in flight (of these shards), those of other collectors too. Raises Unavailable."""
-        wanted = None if shards is None else set(shards)
-        found = self._ledger.in_flight()
-        self._flight = [one for shard, one in sorted(found.items()) if wanted is None or shard in wanted]
+    def recover(self, report: SweepReport) -> None:
+        """Follows the sweeps in flight, those of other collectors too. Raises Unavailable."""
+        self._flight = [one for _, one in sorted(self._ledger.in_flight().items())]
         now_s = self._clock.monotonic_s()
         self._begun_s = {one.sweep: now_s for one in self._flight}
         self._lags_since_s.clear()
@@ -213,20 +211,12 @@ class Sweeper:
             staged = places.staged(staging, number)
             if records and not self._is_within(began_s, self._timings.condemn_s_max / 2):
                 break  # a slow root: name the plans that are written while they still count as young
-            if not make_room(self._root) and records:
-                break  # naming them needs room too
             try:
-                records[shard] = self._prepare(victims, staged)
-            except Overloaded as full:
-                if spend_reserve(self._root):
-                    records[shard] = self._prepare(victims, staged)
-                elif records:
-                    break  # the sweeps that there was room for make room
-                else:
-                    raise Overloaded(
-                        f"the disk of {self._root.url} is so full that no sweep can be planned: remove something else "
-                        "from it, or make it larger, and run this again"
-                    ) from full
+                records[shard] = with_reserve(self._root, partial(self._prepare, victims, staged))
+            except Overloaded:
+                if not records:
+                    raise
+                break  # the sweeps that there was space for make more
         if seen:
             self._root.remove_folder(places.staging_folder(staging))
         return records
@@ -316,7 +306,7 @@ class Sweeper:
                 return  # another run has closed it already
             if victims is None:
                 log.warning("sweep.no_plan sweep=%s: it takes nothing", sweep.sweep.hex())
-            taken = SweepOutcome(self._pressure, self._begun_s[sweep.sweep])
+            taken = SweepOutcome(self._pressure)
             has_ended = False
             try:
                 if self._root.traits.fenced:

@@ -20,7 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -178,20 +178,6 @@ class HostCollector:
         """The number of shards of the root."""
         return 1 << self._shard_bits
 
-    def dry_run(self, listed: Callable[[], object] = lambda: None) -> tuple[Ranking, Sequence[EvictionVictim]]:
-        """Lists the root, and returns what ``once`` would evict if nothing were held or pinned. Changes nothing."""
-        max_bytes, ttl_s = smallest(
-            live_tables(self._root.path, self._shared), self._config.max_bytes, self._config.ttl_s
-        )
-        ranking = Ranking(self._goals(ttl_s), self._clock.now_s(), self._shard_bits)
-        ranking.read(self._root, range(self.shards_count), listed=lambda shard: listed())
-        ranking.rank()
-        lacking = ranking.total.bytes - (1 - HEADROOM_SHARE) * max_bytes if max_bytes else 0
-        victims: list[EvictionVictim] = []
-        while batch := victims_of(ranking.take(lacking - sum(one.size_bytes for one in victims), BATCH_MAX)):
-            victims += batch
-        return ranking, victims
-
     def _goals(self, ttl_s: float | None) -> Goals:
         return replace(self._config.goals(read_namespaces(self._root)), ttl_s=ttl_s)
 
@@ -308,10 +294,8 @@ def victims_of(rows: Rows) -> list[EvictionVictim]:
 
 
 @contextmanager
-def opened(
-    url: str, config: Config, options: Mapping[str, Any], wait_s: float = PROBED_S, *, is_shared: bool = False
-) -> Iterator[HostCollector]:
-    """The collector of the root at ``url``, while no other collects it, unless ``is_shared``, for a dry run.
+def opened(url: str, config: Config, options: Mapping[str, Any], wait_s: float = PROBED_S) -> Iterator[HostCollector]:
+    """The collector of the root at ``url``, while no other collects it.
 
     Raises Busy if another one does for longer than ``wait_s``, InvalidRequest if the root is not a folder that the
     processes of this host share, and what opening a root raises.
@@ -332,10 +316,9 @@ def opened(
         with translated("open", f"{path}/host"):
             in_use.join(lambda: shared_file.is_made(path), lambda: shared_file.make(path, 0))
             shared = Shared(path)
-        if not is_shared:
-            with settled(path, shared):
-                pass
-        with nullcontext() if is_shared else _alone(path, wait_s):
+        with settled(path, shared):
+            pass
+        with _alone(path, wait_s):
             yield HostCollector(root, identity.shard_bits, shared, config)
     finally:
         if shared is not None:

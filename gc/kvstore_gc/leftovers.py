@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kvstore.core.namespace import NamespaceId
-from kvstore.core.recency import NS_PER_S, was_never_stamped
+from kvstore.core.recency import NS_PER_S
 from kvstore.errors import Overloaded, PermissionDenied, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.format.header import Header
@@ -149,10 +149,6 @@ class Orphans:
         self._clock = site.clock
         self._timings = site.timings
         self._quarantine = QuarantineFolder(site, pressure)
-        self._noticed_before_s: dict[Name, float] = {}
-        self._noticed_s: dict[Name, float] = {}
-        """Files without an owner, and when (monotonic) we noticed them; in the round before, and now."""
-        self._empty: set[Name] = set()
         self._ends_s: dict[Name, float] = {}
 
     def remove(self) -> Counter[str]:
@@ -163,7 +159,6 @@ class Orphans:
         """
         done: Counter[str] = Counter()
         now_s = self._clock.now_s()
-        self._noticed_before_s, self._noticed_s = self._noticed_s, {}
         for kind, remove in (
             ("staging", self._staging),
             ("quarantine", self._quarantine.clear),
@@ -184,57 +179,31 @@ class Orphans:
         (rule W2). So if its folder was seen and its key is not there, it has ended, or there never was one. A node
         without a session stages as well, under an id of its own, which etcd never knew.
 
-        Taking a file too early harms no chunks: nothing of it is visible before it is published, and the put of a
-        paused writer that wakes up finds its file gone and fails. But it should not happen to puts that are going on:
-        so a file goes once it is older than any put takes to publish it, by its time, or by ours since we noticed it. A
-        file that was never stamped is deleted immediately: its writer was killed before.
+        Deleting a file too early harms no chunks: nothing of it is visible before it is published, and the put of a
+        paused writer that wakes up finds its file deleted and fails. The age keeps that from happening to running puts.
+        So does a put that finds its empty folder deleted.
         """
         folders = [entry.name for entry in self._root.list(places.STAGING) if entry.stat is None]
         live = live_sessions(self._meta, self._keys, self._timings.meta_timeout_s) if folders else set()
-        empty: set[Name] = set()
         for folder_name in folders:
             session = parse_id(folder_name)
             if session is None or session in live:
                 continue
             folder = Name(f"{places.STAGING}/{folder_name}")
             files = list(self._root.list(folder))
-            old = [each for each in files if self._is_left(folder, each, now_s)]
+            old = [each for each in files if _is_old(each, now_s, self._timings.staging_age_s)]
             for each in old:
                 self._site.pause(0)
                 done["staging"] += self._root.remove(Name(f"{folder}/{each.name}"))
-            if len(old) < len(files):
-                continue
-            # An empty folder may have been made a moment ago, by a put that is about to stage in it and would not find
-            # it any more. So it must have been empty in the round before, or we have emptied it.
-            if old or folder in self._empty:
+            if len(old) == len(files):
                 self._root.remove_folder(folder)
-            else:
-                empty.add(folder)
-        self._empty = empty
-
-    def _is_left(self, folder: Name, entry: FolderEntry, now_s: float) -> bool:
-        """True if no put will publish a staged file of a session that is not alive."""
-        if entry.stat is None:
-            return False
-        noticed = self._since_noticed_s(Name(f"{folder}/{entry.name}")) >= self._timings.noticed_s
-        never_stamped = was_never_stamped(entry.stat.mtime_ns, now_s)
-        return noticed or never_stamped or _is_old(entry, now_s, self._timings.staging_age_s)
-
-    def _since_noticed_s(self, name: Name) -> float:
-        """Seconds since we noticed a file that has no owner."""
-        now_s = self._clock.monotonic_s()
-        noticed_s = self._noticed_before_s.get(name, now_s)
-        if len(self._noticed_s) < REMEMBERED_MAX:
-            self._noticed_s[name] = noticed_s
-        return now_s - noticed_s
 
     def _plans(self, now_s: float, done: Counter[str]) -> None:
         """Removes plans of sweeps that have closed, or never began.
 
-        Plans first, keys afterwards. A plan is written before its key is put: so it must also be old, by its time, or
-        by ours since we noticed that no key names it. A collector that took longer than ``condemn_s_max`` in between
-        gives the sweep up. One that was paused after it had looked at the time puts a key without a plan: the collector
-        that adopts it has nothing to delete, and closes it.
+        Plans first, keys afterwards. A plan is written before its key is put: so it must also be old. A collector that
+        took longer than ``condemn_s_max`` in between gives the sweep up. One that was paused after it had looked at the
+        time puts a key without a plan: the collector that adopts it has nothing to delete, and closes it.
         """
         plans = list(self._root.list(places.PLANS))
         if not plans:
@@ -245,8 +214,7 @@ class Orphans:
             sweep, name = places.parse_plan(entry.name), Name(f"{places.PLANS}/{entry.name}")
             if entry.stat is None or sweep is None or sweep in named:
                 continue
-            noticed = self._since_noticed_s(name) >= self._timings.condemn_s_max + self._timings.meta_timeout_s
-            if noticed or _is_old(entry, now_s, self._timings.plan_age_s):
+            if _is_old(entry, now_s, self._timings.plan_age_s):
                 self._site.pause(0)
                 done["plans"] += self._root.remove(name)
 
@@ -287,7 +255,8 @@ class Orphans:
 
 
 def _is_old(entry: FolderEntry, now_s: float, age_s: float) -> bool:
-    return entry.stat is not None and now_s - entry.stat.mtime_ns / NS_PER_S >= age_s
+    """True if the time of a file is so far from now: on NFS it is ahead until its writer has set it."""
+    return entry.stat is not None and abs(now_s - entry.stat.mtime_ns / NS_PER_S) >= age_s
 
 
 def other_files(root: Root) -> CountAndBytes:

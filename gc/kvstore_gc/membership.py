@@ -1,8 +1,8 @@
-"""The collectors of one root, and the shards that each of them looks after.
+"""The collectors of one root.
 
-They share the work, agree on one limit, and their record (``gc/capacity``) ends with them. Safety never depends on it:
-two collectors that take the same shard meet in the transaction that condemns (rule G2), and one that was paused past
-its lease is stopped by the fence (rule F1). So a collector is not a session: sweeps do not wait for collectors.
+They agree on one limit, and the record of the one that works (``gc/capacity``) ends with it. Safety never depends on
+it: two collectors that take the same shard meet in the transaction that condemns (rule G2), and one that was paused
+past its lease is stopped by the fence (rule F1). So a collector is not a session: sweeps do not wait for collectors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import socket
 import threading
 from collections.abc import Sequence
-from hashlib import blake2b
 
 from kvstore.core.validate import parse_json
 from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
@@ -80,22 +79,6 @@ class Collectors:
         """Reads which others are there, and all limits. Raises Unavailable, PermissionDenied."""
         self._heed(self._meta.list(self._keys.collectors, self._timeout_s).items)
 
-    def shards(self, count: int) -> list[int]:
-        """This collector's part of the shards 0 to ``count`` - 1, among the collectors that are there now.
-
-        Raises Unavailable if they are unknown, or if this collector is not listed itself.
-        """
-        mine = self.me
-        items = self._meta.list(self._keys.collectors, self._timeout_s).items
-        self._heed(items)
-        live = [found for kv in items if kv.lease and (found := self._keys.parse_session(kv.key)) is not None]
-        if mine is None or mine[0] not in live:
-            if mine is not None and mine == self.me:
-                self._forget()  # its key was deleted though its lease lives: ``beat`` joins again
-                self._revoke(mine[1])
-            raise Unavailable("this collector is not listed in etcd at the moment: it joins again")
-        return [shard for shard in range(count) if owner(shard, live) == mine[0]]
-
     def close(self) -> None:
         """Leaves, so that others take over immediately. If etcd cannot be reached, the lease ends by itself."""
         mine = self.me
@@ -120,25 +103,21 @@ class Collectors:
         log.debug("gc.joined collector=%s", collector.hex())
 
     def _heed(self, items: Sequence[KeyValue]) -> None:
-        """Notes the smallest limit of the others, and logs it once if it is smaller than ours.
+        """Notes the smallest limit of the others, and logs it once if this collector's is larger, or it has none.
 
-        It holds for all: else the collector with the smallest limit would stop puts for ever, because of chunks in the
-        shards of another collector.
+        It holds for all: else the collector with the smallest limit would stop puts for ever, because another one sees
+        no need to evict.
         """
         mine, before = self.me, self._smallest
         others = [(limit, id) for kv in items if (id := self._keys.parse_session(kv.key)) and (limit := _limit(kv))]
         smallest = self._smallest = min((each for each in others if mine is None or each[1] != mine[0]), default=None)
         if smallest is None or smallest == before or (self._max_bytes is not None and smallest[0] >= self._max_bytes):
             return
-        who, most_bytes = smallest[1].hex(), smallest[0]
-        if self._max_bytes is None:
-            log.info("gc.limit collector=%s max_bytes=%d: that collector's holds for this one too", who, most_bytes)
-        else:
-            log.warning(
-                "gc.smaller_limit collector=%s max_bytes=%d: it holds for this one too; give each the same --max-bytes",
-                who,
-                most_bytes,
-            )
+        log.warning(
+            "gc.smaller_limit collector=%s max_bytes=%d: it holds for this one too; give each the same --max-bytes",
+            smallest[1].hex(),
+            smallest[0],
+        )
 
     def _revoke(self, lease: LeaseId) -> None:
         try:
@@ -158,11 +137,3 @@ def _limit(kv: KeyValue) -> int | None:
     except (ValueError, AttributeError):
         return None
     return limit if isinstance(limit, int) and limit > 0 else None
-
-
-def owner(shard: int, live: Sequence[SessionId]) -> SessionId:
-    """The collector that owns a shard: the one with the highest digest of both (rendezvous hashing).
-
-    When one comes or goes, only the shards that it takes or leaves change hands.
-    """
-    return max(live, key=lambda one: blake2b(one + shard.to_bytes(4, "big"), digest_size=8).digest())

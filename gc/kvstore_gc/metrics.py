@@ -1,4 +1,4 @@
-"""Prometheus metrics of a collector: over HTTP at ``/metrics``, or in a file for a single round.
+"""Prometheus metrics of a collector, over HTTP at ``/metrics``.
 
 Their names are part of the interface: kvstore/worker/METRICS.md lists them.
 """
@@ -16,7 +16,6 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
     make_wsgi_app,
-    write_to_textfile,
 )
 
 from kvstore.core import metrics_http
@@ -153,17 +152,6 @@ class Metrics:
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
         return Counter(f"kvstore_gc_{name}", about, labels, registry=self.registry)
-
-
-def write(metrics: Metrics, path: str) -> None:
-    """Writes metrics to a file, in one step, for the textfile collector of Prometheus' node exporter.
-
-    Raises InvalidRequest if it cannot be written.
-    """
-    try:
-        write_to_textfile(path, metrics.registry)
-    except OSError as cause:
-        raise InvalidRequest(f"could not write metrics to {path}: {cause.strerror or cause}") from cause
 
 
 def serve(metrics: Metrics, host: str, port: int) -> tuple[str, Callable[[], None]]:

@@ -169,8 +169,6 @@ class Ranking:
         self.foreign = CountAndBytes()
         """Entries that are not chunks: left alone."""
         self.namespaces: dict[NamespaceId, CountAndBytes] = {}
-        self.shards_count = 0
-        """The number of shards that were listed."""
         self.goals = goals
         self.marks = pinned
         self._now_s = math.ceil(now_s)
@@ -214,12 +212,11 @@ class Ranking:
 
         each(len(shards), look)
         self._add(entries)
-        self.shards_count += len(shards)
         if failed and len(failed) == len(shards):
             raise failed[0]
 
-    def rank(self, share: float = 1.0, used_s: tuple[float, float] = (0.0, 0.0)) -> None:
-        """Ranks all that was listed: ``share`` of all shards, so of each quota.
+    def rank(self, used_s: tuple[float, float] = (0.0, 0.0)) -> None:
+        """Ranks all that was listed.
 
         Chunks used between the two times ``used_s`` stay, and make ``has_fresh`` true. Others may be from later: a host
         whose clock is ahead.
@@ -229,7 +226,7 @@ class Ranking:
         is_fresh = (rows["mtime_ns"] >= used_s[0] * NS_PER_S) & (rows["mtime_ns"] < used_s[1] * NS_PER_S)
         self._rows = rows[~is_fresh | (rows["rank"] < 0)]
         self.has_fresh = len(self._rows) < len(rows)
-        self._rank_quotas(share)
+        self._rank_quotas()
 
     @property
     def due(self) -> CountAndBytes:
@@ -301,7 +298,7 @@ class Ranking:
             self._parts.append(rows[np.argsort(rows["rank"], kind="stable")[: self._kept_max]])
             self._kept_count = len(self._parts[0])
 
-    def _rank_quotas(self, share: float) -> None:
+    def _rank_quotas(self) -> None:
         """Makes the first chunks of namespaces over a quota due."""
         rows = self._rows
         for place, quota in enumerate(self.goals.quotas):
@@ -309,9 +306,9 @@ class Ranking:
             mine = np.flatnonzero(np.isin(rows["group"], groups))
             due = rows["rank"][mine] < 0
             used_bytes = int(self._group_bytes[groups].sum()) - int(rows["size"][mine[due]].sum())
-            if used_bytes > share * quota.max_bytes:
+            if used_bytes > quota.max_bytes:
                 left = mine[~due]
-                over_bytes = used_bytes - QUOTA_SHARE * share * quota.max_bytes
+                over_bytes = used_bytes - QUOTA_SHARE * quota.max_bytes
                 over = left[: int(np.searchsorted(np.cumsum(rows["size"][left]), over_bytes)) + 1]
                 rows["rank"][over] -= _DUE
                 rows["reason"][over] = _QUOTA
@@ -412,7 +409,7 @@ class Parents:
         self._site.each(len(new), look)
 
     def _is_lost(self, chunk: _Chunk) -> bool:
-        """True if its parent does not exist now: the listing may lack it, or not be of its shard."""
+        """True if its parent does not exist now: the ranking lacks those that are pinned, or were just used."""
         try:
             return self._site.root.stat(self._name(self._parents[chunk.address], chunk.namespace)) is None
         except KVStoreError:

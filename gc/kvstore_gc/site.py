@@ -52,16 +52,12 @@ class Timings:
     start of its quantum, at most 30 s before it was written, and a put has 30 s by default. A put that takes longer,
     without a live session, finds its file gone and fails."""
     staging_age_s: float = 180.0
-    """Staged files without a live session are deleted at this age, by their time."""
-    noticed_s: float = 60.0
-    """They are also deleted this long after this collector noticed them: its own clock needs no margin, and a put has
-    30 s by default from staging a file to publishing it."""
+    """Staged files without a live session are deleted at this age."""
     condemn_s_max: float = 60.0
     """The longest time from writing the first plan of a transaction to sending it. A collector that took longer gives
     the sweeps up, because others may take the plans for leftovers."""
     plan_age_s: float = 150.0
-    """Plans that no sweep names are deleted at this age, by their time; or once this collector noticed them
-    ``condemn_s_max`` and a call to etcd ago."""
+    """Plans that no sweep names are deleted at this age."""
     quarantine_age_s: float = 86_400.0
     """Damaged files whose chunk was last used longer ago are deleted."""
     quarantine_share: float = 0.01

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.core.namespace import Namespace
@@ -13,17 +13,6 @@ from kvstore_gc.rank import CountAndBytes, Ranking, Rows, VerdictReason, tallies
 
 NAMESPACES_MAX = 512
 """A summary has the largest namespaces."""
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """One chunk that would be condemned, and the reason."""
-
-    address: str
-    namespace: str
-    reason: str
-    size_bytes: int
-    idle_s: float
 
 
 @dataclass(slots=True)
@@ -56,9 +45,8 @@ class Summary(SweepReport):
     dry_run: bool
     started_s: float
     shards_count: int
-    shards_mine_count: int = 0
     is_listed: bool = False
-    """True if the root was listed: else it went on from the last listing."""
+    """True if the root was listed: else it went on from the last listing, or another collector works."""
     namespaces: dict[str, NamespaceSummary] = field(default_factory=dict)
     scanned: CountAndBytes = field(default_factory=CountAndBytes)
     kept: dict[str, CountAndBytes] = field(default_factory=dict)
@@ -75,13 +63,11 @@ class Summary(SweepReport):
     """Eviction keeps used bytes below this; None if the capacity is unknown."""
     unfinished: list[str] = field(default_factory=list)
     """The things that the round had to do and could not, in words."""
-    examples: list[Example] = field(default_factory=list)
-    """In a dry run: of the chunks that would be condemned, the longest unused."""
 
-    def listed(self, ranking: Ranking, used_bytes: int, namespaces: Sequence[Namespace]) -> None:
-        """Adds a listing, and the bytes that all shards use; ``namespaces`` are those whose names are known."""
+    def listed(self, ranking: Ranking, namespaces: Sequence[Namespace]) -> None:
+        """Adds a listing; ``namespaces`` are those whose names are known."""
         self.scanned, self.is_listed = ranking.total, True
-        self.used_before_bytes = self.used_after_bytes = used_bytes
+        self.used_before_bytes = self.used_after_bytes = ranking.total.bytes
         within = ranking.total - ranking.due - ranking.pinned
         kept = {
             VerdictReason.WITHIN: within,
@@ -108,7 +94,7 @@ class Summary(SweepReport):
         return {
             "dry_run": self.dry_run,
             "started_s": round(self.started_s, 3),
-            "shards": {"total": self.shards_count, "mine": self.shards_mine_count},
+            "shards": self.shards_count,
             "scanned": _json(self.scanned),
             "kept": {reason: _json(tally) for reason, tally in self.kept.items()},
             "chosen": {reason: _json(tally) for reason, tally in self.chosen.items()},
@@ -126,14 +112,12 @@ class Summary(SweepReport):
             "target_bytes": self.target_bytes,
             "unfinished": self.unfinished,
             "namespaces": [each.to_json() for each in self.namespaces.values()],
-            **({"examples": list(map(asdict, self.examples))} if self.dry_run else {}),
         }
 
     def to_line(self) -> str:
         """The round as one event of the log, key=value."""
         pairs: list[tuple[str, object]] = [
             ("scanned", self.scanned.count),
-            ("scanned_bytes", self.scanned.bytes),
             *((f"chosen_{_key(reason)}", tally.count) for reason, tally in self.chosen.items()),
             ("condemned", self.condemned.count),
             ("reaped", self.reaped.count),
@@ -142,14 +126,11 @@ class Summary(SweepReport):
             *((f"sweeps_{outcome}", count) for outcome, count in self.sweeps.items() if count),
             *((f"orphans_{kind}", count) for kind, count in self.orphans.items() if count),
             ("used_bytes", self.used_after_bytes),
-            ("beside_bytes", self.other_files.bytes),
             ("capacity_bytes", self.capacity_bytes),
-            ("limit_bytes", self.limit_bytes),
             ("seconds", f"{sum(self.seconds.values()):.2f}"),
-            ("phases", ",".join(f"{phase}:{seconds:.2f}" for phase, seconds in self.seconds.items())),
         ]
-        said = " ".join(f"{key}={value}" for key, value in pairs)
-        return f"gc.round {said}" + (f" unfinished={'; '.join(self.unfinished)!r}" if self.unfinished else "")
+        line = " ".join(f"{key}={value}" for key, value in pairs)
+        return f"gc.round {line}" + (f" unfinished={'; '.join(self.unfinished)!r}" if self.unfinished else "")
 
 
 def _json(tally: CountAndBytes) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""A walk over the chunks of a root, folder by folder: names, sizes and times, and the headers if asked for.
+"""A walk over the chunks of a root, folder by folder: names, sizes and times.
 
 Streaming: memory does not grow with the root. Unlike a check (``fsck``) it verifies nothing, and unlike a collector's
 listing it decides nothing.
@@ -7,8 +7,8 @@ listing it decides nothing.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvstore.core import recency
@@ -16,18 +16,9 @@ from kvstore.core.address import Address
 from kvstore.core.buffers import ReadBuffer
 from kvstore.core.namespace import NamespaceDigest, NamespaceId
 from kvstore.core.recency import Recency
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import KVStoreError
 from kvstore.format import places
-from kvstore.format.header import (
-    FIXED_BYTES,
-    MAGIC,
-    IdentityKind,
-    Incarnation,
-    LineageId,
-    WriterRecord,
-    Writers,
-    written,
-)
+from kvstore.format.header import FIXED_BYTES, MAGIC, IdentityKind, Incarnation
 from kvstore.format.places import Name
 from kvstore.root.interface import FolderEntry, Root
 
@@ -79,49 +70,37 @@ def read_fixed(prefix: ReadBuffer) -> Fixed | None:
 
 @dataclass(frozen=True, slots=True)
 class ChunkFile:
-    """One chunk file. ``header`` is None if it was not asked for, or is none."""
+    """One chunk file, as its folder lists it."""
 
     name: Name
     address: Address
     namespace: NamespaceId
     size_bytes: int
     recency: Recency
-    header: Fixed | None = None
 
 
 def walk(
     root: Root,
     shard_bits: int,
     *,
-    headers: bool = False,
-    share: float = 1.0,
-    shards: Iterable[int] | None = None,
     quantum_s: int = recency.QUANTUM_S,
     trouble: Callable[[KVStoreError], object] = lambda error: None,
     shard_done: Callable[[int, int], object] = lambda done, total: None,
 ) -> Iterator[ChunkFile]:
     """Yields the chunks of a root, shard by shard, in no order within one. Concurrent changes may be missed.
 
-    ``headers`` opens each file for its first 128 bytes. ``share`` (over 0, up to 1) looks at so many of the shards
-    only, spread evenly: addresses are hashes, so these are a fair sample of single chunks, though not of whole prompts.
-    ``shards`` names them instead, so that a walk that was cut off can go on. ``trouble`` is called with each error of
-    the root, which ends a folder or leaves out a file; ``shard_done(done, total)`` after each shard.
-
-    Raises InvalidRequest for another share.
+    ``trouble`` is called with each error of the root, which ends a folder; ``shard_done(done, total)`` after each
+    shard.
     """
-    if not 0 < share <= 1:
-        raise InvalidRequest(f"share={share!r}: expected a number over 0, at most 1")
-    chosen = sampled(shard_bits, share) if shards is None else list(shards)
-    for done, shard in enumerate(chosen, 1):
-        yield from walk_shard(root, shard, headers=headers, quantum_s=quantum_s, trouble=trouble)
-        shard_done(done, len(chosen))
+    count = 1 << shard_bits
+    for shard in range(count):
+        yield from walk_shard(root, shard, quantum_s, trouble)
+        shard_done(shard + 1, count)
 
 
 def walk_shard(
     root: Root,
     shard: int,
-    *,
-    headers: bool,
     quantum_s: int = recency.QUANTUM_S,
     trouble: Callable[[KVStoreError], object] = lambda error: None,
 ) -> Iterator[ChunkFile]:
@@ -130,12 +109,8 @@ def walk_shard(
     try:
         for entry in root.list(folder):
             found = found_in(folder, entry, quantum_s)
-            if found is None:
-                continue
-            try:
-                yield with_header(root, found) if headers else found
-            except KVStoreError as error:
-                trouble(error)
+            if found is not None:
+                yield found
     except KVStoreError as error:
         trouble(error)
 
@@ -147,54 +122,3 @@ def found_in(folder: Name, entry: FolderEntry, quantum_s: int = recency.QUANTUM_
         return None
     when = recency.decode(entry.stat.mtime_ns, quantum_s)
     return ChunkFile(Name(f"{folder}/{entry.name}"), *parsed, entry.stat.size_bytes, when)
-
-
-def with_header(root: Root, found: ChunkFile) -> ChunkFile:
-    """Adds the header to ``found``, if there is a valid one. Raises the root's errors."""
-    seen = root.look(found.name, FIXED_BYTES)
-    header = None if seen is None else read_fixed(seen.prefix)
-    return replace(found, header=header)
-
-
-def sampled(shard_bits: int, share: float = 1.0) -> list[int]:
-    """So many of the shards, at least one, spread evenly."""
-    count = 1 << shard_bits
-    wanted = max(1, round(count * share))
-    return [number * count // wanted for number in range(wanted)]
-
-
-# The chunks that each writer has on a root, distinguished by their lineage.
-#
-# Pure: what was found comes in, sums go out.
-
-
-@dataclass(slots=True)
-class WriterShare:
-    """The chunks of one writer; ``writer`` is None for all those together that have no record."""
-
-    writer: WriterRecord | None
-    chunks_count: int = 0
-    size_bytes: int = 0
-    """Size of the files, headers included."""
-    first_s: int = 0
-    """The times of the oldest and the newest of these; 0 if unknown."""
-    last_s: int = 0
-    namespaces: set[NamespaceId] = field(default_factory=set)
-
-
-def by_writer(found: Iterable[ChunkFile], writers: Writers) -> list[WriterShare]:
-    """The shares of all writers that have any, the latest first. ``found`` with headers; one without has no writer."""
-    shares: dict[LineageId | None, WriterShare] = {}
-    for each in found:
-        said = None if each.header is None else written(each.header.incarnation)
-        lineage = said.lineage if said is not None and said.lineage in writers else None
-        share = shares.get(lineage)
-        if share is None:
-            share = shares[lineage] = WriterShare(writers[lineage] if lineage is not None else None)
-        share.chunks_count += 1
-        share.size_bytes += each.size_bytes
-        share.namespaces.add(each.namespace)
-        if lineage is not None and said is not None:
-            share.first_s = min(share.first_s or said.written_s, said.written_s)
-            share.last_s = max(share.last_s, said.written_s)
-    return sorted(shares.values(), key=lambda share: (-share.last_s, share.writer.session if share.writer else ""))

@@ -156,7 +156,7 @@ def _print_health(address: str, found: dict[str, Any] | KVStoreError) -> None:
     if memory is not None:
         print(
             f"  memory  {size(memory['held_bytes'])} of {size(memory['size_bytes'])}, "
-            f"{size(memory['dirty_bytes'])} dirty, {size(memory['pinned_bytes'])} pinned, {memory['peers']} peers"
+            f"{size(memory['dirty_bytes'])} dirty, {memory['peers']} peers"
         )
     print(
         f"  queues  {queues['calls']} of {queues['calls_max']} calls, {size(queues['bytes_in_flight'])} in flight, "

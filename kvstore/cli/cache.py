@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from kvstore.core.validate import TierName
 
 CELLS = (
-    *("first_token", "address", "root_bytes", "used_s", "uses", "encoding", "written_s", "by"),
+    *("first_token", "address", "root_bytes", "used_s", "uses", "encoding"),
     *("memory_bytes", "disk", "peers", "pins"),
 )
 """Columns of a look-up."""
@@ -161,7 +160,7 @@ def prefetch(prompt: Prompt, tier: TierName, worker: str | None, no_wait: bool, 
 def lookup(prompt: Prompt, chunks_max: int, worker: str | None, access: Access, as_json: bool) -> None:
     """Show where each chunk of the longest stored prefix of a prompt is.
 
-    Places are the root (with size, last use, encoding and writer), the memory and the local disk of a worker, and the
+    Places are the root (with size, last use and encoding), the memory and the local disk of a worker, and the
     memory of its peers. Also shows how many pins cover the chunk, and how many leading tokens each medium has, as
     POST /query of kvstore events answers. Reads headers only, and does not count as a use. Exit code 1 if nothing is
     stored.
@@ -210,14 +209,11 @@ def _matched(found: list[ChunkPlace], chunk_tokens: int) -> dict[str, Any]:
 def _cells(chunk: dict[str, Any]) -> dict[str, Any]:
     """The columns of a table that are not those of the JSON document."""
     root, memory = chunk["root"] or {}, chunk["memory"] or {}
-    by = root.get("lineage") or {}
     return {
         "root_bytes": root.get("bytes"),
         "used_s": root.get("last_use_s"),
         "uses": root.get("uses"),
         "encoding": root.get("encoding"),
-        "written_s": by.get("written_s"),
-        "by": f"{by['host']} {by['label'] or by['version']}" if by else None,
         "memory_bytes": memory.get("bytes"),
         "pins": "?" if chunk["pins"] is None else chunk["pins"],
     }
@@ -239,7 +235,6 @@ def _values(place: ChunkPlace, chunk_tokens: int) -> dict[str, Any]:
             "encoding": _encoding(root.encoding),
             "key_id": root.key_id.hex() or None,
             "condemned": root.is_condemned,
-            "lineage": root.lineage and asdict(root.lineage),
         },
         "memory": memory and {"bytes": memory.size_bytes, "dirty": memory.is_dirty, "users": memory.users_count},
         "disk": place.on_disk,
@@ -253,7 +248,7 @@ def _encoding(encoding: Encoding) -> str:
     return "+".join(name for name, flag in names if flag in encoding) or "plain"
 
 
-@click.command(cls=Command, short_help="Delete stored chunks, by namespace, writer, age, ...")
+@click.command(cls=Command, short_help="Delete stored chunks of a namespace, a tenant or weights.")
 @selection_options
 @click.option("--pinned", is_flag=True, help="Delete pinned chunks too; their pins remain and protect nothing.")
 @click.option("--dry-run", is_flag=True, help="Only count what would be deleted.")
@@ -268,12 +263,9 @@ def clear(
 ) -> None:
     """Delete the stored chunks of the namespace NAME, or those that match all given options, except pinned ones.
 
-    Deletes them on the root and in the memory and local disks of all nodes before it returns, so one command removes
-    the chunks of a bad roll-out. Stop its writers first: chunks written during the clear stay. Readers
-    get a miss and compute the chunk again. Namespaces stay. Running it twice is harmless.
-
-    A chunk that a good engine computed after a wrong prefix counts as the good engine's. If good engines continued
-    prompts of a bad roll-out, clear the namespace, or everything since then (--since).
+    Deletes them on the root and in the memory and local disks of all nodes before it returns. Stop its writers first:
+    chunks written during the clear stay. Readers get a miss and compute the chunk again. Namespaces stay. Running it
+    twice is harmless. `kvstore-gc --once --ttl` deletes by age.
 
     Ctrl-C cancels it; what it has deleted stays deleted. Exit code 1 if something could not be deleted, or a node did
     not confirm in time: run it again.
@@ -282,9 +274,8 @@ def clear(
     Examples:
       kvstore clear llama-3.1-8b --root /mnt/kv --etcd 10.0.0.5:2379
       kvstore clear llama-3.1-8b --root /mnt/kv --ignore-pins
-      kvstore clear --written-by label=canary --dry-run --connect 10.0.0.7:7070
-      kvstore clear --written-by version=0.2.0 --since 2026-11-21T10:00 --yes --root /mnt/kv --etcd 10.0.0.5:2379
-      kvstore clear --tenant alice --older-than 30d --yes --connect 10.0.0.7:7070
+      kvstore clear --tenant alice --dry-run --connect 10.0.0.7:7070
+      kvstore clear --fingerprint 3f9a --yes --root /mnt/kv --etcd 10.0.0.5:2379
     """
     with access.open() as store:
         if not ignore_pins:
@@ -306,7 +297,7 @@ def clear(
 
 
 def _named(selected: Selected, selection: Selection) -> str:
-    if selected.is_namespace_alone:
+    if selected.name is not None:
         return f"namespace {selected.name!r} (tenant {selected.tenant or ''!r})"
     return selection.describe()
 

@@ -1,11 +1,11 @@
-"""``kvstore ls``: namespaces, pins, workers, writers."""
+"""``kvstore ls``: namespaces, pins, workers."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -17,23 +17,12 @@ from kvstore.cli.selectors import check_pins_known, identified
 from kvstore.core.namespace import NamespaceId
 from kvstore.errors import InvalidRequest, KVStoreError
 
-if TYPE_CHECKING:
-    from kvstore.census.walk import WriterShare
-
 TIMEOUT_S = 10.0
-WRITER_FIELDS = ("session", "node", "host", "pid", "version", "label", "identity")
-COLUMNS = (
-    *("session", "label", "version", "host", "pid", "first_written_s", "last_written_s", "chunks", "bytes"),
-    "namespaces",
-)
 
 
-@click.command(cls=Command, short_help="List namespaces, pins, workers or writers.")
+@click.command(cls=Command, short_help="List namespaces, pins or workers.")
 @click.option("--pins", "what", flag_value="pins", help="List live pins instead.")
 @click.option("--workers", "what", flag_value="workers", help="List live workers instead; needs --etcd.")
-@click.option(
-    "--lineage", "what", flag_value="lineage", help="List the writers of stored chunks instead; needs --root."
-)
 @access_options
 @json_option
 def ls(what: str | None, access: Access, as_json: bool) -> None:
@@ -44,9 +33,8 @@ def ls(what: str | None, access: Access, as_json: bool) -> None:
       kvstore ls --root /mnt/kv
       kvstore ls --pins --connect 10.0.0.7:7070
       kvstore ls --workers --etcd 10.0.0.5:2379 --json
-      kvstore ls --lineage --root /mnt/kv
     """
-    lists = {"pins": _pins, "workers": _workers, "lineage": _writers}
+    lists = {"pins": _pins, "workers": _workers}
     lists.get(what or "", _namespaces)(access, as_json)
 
 
@@ -130,36 +118,3 @@ def _workers(access: Access, as_json: bool) -> None:
                 for session, record in sorted(found.items(), key=lambda pair: pair[1].address)
             )
     print_rows("workers", rows, ("address", "host", "pid", "version", "root"), as_json)
-
-
-def _writers(access: Access, as_json: bool) -> None:
-    """Prints what each writer has, which takes a look at the header of every file."""
-    from kvstore.census.walk import by_writer, walk
-    from kvstore.root.identity import read_namespaces, read_writers
-
-    if access.root is None:
-        raise InvalidRequest(
-            "the writer of a chunk is in its file: give --root URL (for one prompt: kvstore lookup); KVSTORE_CONNECT, "
-            "where it is set, wins over KVSTORE_ROOT"
-        )
-    troubles: list[KVStoreError] = []
-    with identified(access.root, access.root_options.read()) as (root, identity):
-        names = {each.id: each.name for each in read_namespaces(root)}
-        with progress_to("reading headers, shards") as show:
-            found = walk(root, identity.shard_bits, headers=True, trouble=troubles.append, shard_done=show)
-            shares = by_writer(found, read_writers(root))
-    rows = [_share(each, names) for each in shares]
-    print_rows("writers", rows, COLUMNS, as_json, unreadable=len(troubles))
-    if troubles:
-        print(f"{len(troubles)} files or folders could not be read; the first: {troubles[0]}", file=sys.stderr)
-
-
-def _share(share: WriterShare, names: dict[NamespaceId, str]) -> dict[str, Any]:
-    return {
-        **{name: getattr(share.writer, name, None) for name in WRITER_FIELDS},
-        "first_written_s": share.first_s or None,
-        "last_written_s": share.last_s or None,
-        "chunks": share.chunks_count,
-        "bytes": share.size_bytes,
-        "namespaces": sorted({names.get(id, id.hex()) for id in share.namespaces}),
-    }

@@ -48,20 +48,6 @@ class Scaled(click.ParamType):  # type: ignore[type-arg]  # generic only in the 
         return found
 
 
-class Moment(Scaled):
-    """Seconds since the epoch from ``2026-11-21T10:00`` (of this host's time zone, unless it says one), or a duration
-    such as ``2h`` or ``2h ago``: so long before now."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        text = str(value).strip()
-        if isinstance(value, (int, float)):
-            return float(value)
-        try:
-            return datetime.fromisoformat(text).timestamp()
-        except (ValueError, OverflowError, OSError):
-            return time.time() - float(super().convert(text.removesuffix("ago").strip(), param, ctx))
-
-
 class HostPort(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest click
     """``host:port``, the port from 0 to 65535; IPv6 hosts in brackets."""
 
@@ -106,7 +92,6 @@ def split(address: str) -> tuple[str, int]:
 
 
 DURATION = Scaled("time", _DURATION_S, "30s, 5m, 1h or 2d")
-MOMENT = Moment("time", _DURATION_S, "2026-11-21T10:00, or 2h for two hours ago")
 COUNT = Scaled("count", _COUNTS, "400000, 400k or 1.6M")
 SIZE = Scaled("size", SIZE_UNITS, "512MiB, 8GiB or a number of bytes")
 BOUND = Scaled("size", SIZE_UNITS, "200GiB", least=BOUND_BYTES_MIN)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore.census.selection import Selection
-from kvstore.cli.options import DURATION, MOMENT, argument, option, takes
+from kvstore.cli.options import argument, option, takes
 from kvstore.core.address import TOKENS_MAX
 from kvstore.core.clock import RandomIds
 from kvstore.core.namespace import Namespace
@@ -104,23 +104,6 @@ class Selected:
         "--tenant", help="Chunks of this tenant ('' for none); with NAME, the namespace's tenant."
     )
     fingerprint: str = option("--fingerprint", default="", help="Chunks of weights whose digest begins with this.")
-    older_than_s: float = option(
-        "--older-than", type=DURATION, default=0.0, help="Chunks unused for this long, such as 30d."
-    )
-    written_by: str = option(
-        "--written-by",
-        default="",
-        metavar="WHO",
-        help="Chunks written by this session, or by label=, version=, host= or node= with a value (kvstore ls "
-        "--lineage).",
-    )
-    since_s: float = option("--since", type=MOMENT, default=0.0, help="Chunks written since: 2026-11-21T10:00, or 2h.")
-    until_s: float = option("--until", type=MOMENT, default=0.0, help="Chunks written before this time.")
-
-    @property
-    def is_namespace_alone(self) -> bool:
-        """True if a namespace is named, and no other option limits its chunks."""
-        return self.name is not None and not (self.older_than_s or self.written_by or self.since_s or self.until_s)
 
     def selection(self, store: Store) -> Selection:
         """The selection as the store takes it. Raises InvalidRequest if it is empty, or names no namespace."""
@@ -128,7 +111,7 @@ class Selected:
         if self.name is not None:
             digest = choose_namespace(store.namespaces(), self.name, tenant or "", fingerprint or None).digest
             tenant, fingerprint = None, ""
-        return Selection(digest, tenant, fingerprint, self.older_than_s, self.written_by, self.since_s, self.until_s)
+        return Selection(digest, tenant, fingerprint)
 
 
 prompt_options = takes("prompt", Prompt)

@@ -139,12 +139,6 @@ class WorkerOptions:
     )
     keys_file: str | None = keys_option()
     compress: bool = option("--compress", is_flag=True, help="Compress new chunks on the root, without loss.")
-    label: str = option(
-        "--label",
-        default="",
-        metavar="TEXT",
-        help="Name of this roll-out: `kvstore ls --lineage` shows it, `kvstore clear --written-by` deletes by it.",
-    )
     secured: ServerAccess = group(ServerAccess)
     logging: Logging = group(Logging)
     tracing: bool | None = option(
@@ -171,7 +165,6 @@ class WorkerOptions:
             settings=self.tiers.settings(),
             keys=KeyFile(self.keys_file).load() if self.keys_file is not None else None,
             compress=self.compress,
-            label=self.label,
         )
 
 
@@ -275,7 +268,6 @@ def _serve(options: WorkerOptions, at: Addresses, stopper: Stopper, drain_s: flo
     if member.node.tiers is not None:
         digests = Digests(member.meta, member.keys)
         peers = join_peers(member.node.tiers, digests, member.presence, options.secured.credentials())
-        member.on_cleared.append(peers.tell_cleared)
     bound = serving.start()
     if peers is not None:
         peers.start(serving.advertised)

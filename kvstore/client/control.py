@@ -18,7 +18,7 @@ from kvstore.client.routing import marks_of
 from kvstore.core.address import Address, Tokens
 from kvstore.core.buffers import token_array
 from kvstore.core.namespace import Namespace
-from kvstore.core.results import ChunkPlace, Lineage, MemoryCopy, RootCopy
+from kvstore.core.results import ChunkPlace, MemoryCopy, RootCopy
 from kvstore.core.validate import brief, checked_worker, is_whole
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format.header import Encoding
@@ -58,10 +58,6 @@ def selection_message(selection: Selection) -> pb.Selection:
         namespace=selection.namespace or b"",
         tenant=selection.tenant,
         fingerprint=selection.fingerprint,
-        older_than_s=selection.older_than_s,
-        written_by=selection.written_by,
-        since_s=selection.since_s,
-        until_s=selection.until_s,
     )
 
 
@@ -85,10 +81,8 @@ def place_of(message: pb.ChunkPlace) -> ChunkPlace:
 
 
 def _root_copy(message: pb.RootCopy) -> RootCopy:
-    by = message.lineage
     encoding = Encoding.COMPRESSED if message.compressed else Encoding.PLAIN
     encoding |= Encoding.ENCRYPTED if message.encrypted else Encoding.PLAIN
-    lineage = Lineage(by.written_s, by.session, by.node, by.host, by.version, by.label)
     return RootCopy(
         message.bytes,
         message.last_use_s,
@@ -96,7 +90,6 @@ def _root_copy(message: pb.RootCopy) -> RootCopy:
         hints_of(message.hints),
         encoding,
         message.key_id,
-        lineage if message.HasField("lineage") else None,
         message.condemned,
     )
 

@@ -347,7 +347,6 @@ def open(
     memory: int | str = 0,
     disk: tuple[str, int | str] | None = None,
     write: WriteMode | WriteModeName = "behind",
-    label: str = "",
     keys: str | PathLike[str] | None = None,
     compress: bool = False,
     max_bytes: int | str | None = "auto",
@@ -371,10 +370,8 @@ def open(
     ``"through"`` waits for the root and keeps a copy in memory. ``durability="everysec"`` and ``"fsync"`` always wait.
     See kvstore/tiers/MEMORY.md.
 
-    ``label`` names a roll-out: it is recorded with all that this process writes, and ``kvstore clear --written-by
-    label=...`` deletes exactly that. ``keys`` is a file with the keys of tenants whose chunks are encrypted on the root
-    and the local disk (kvstore/codec/ENCODINGS.md); it is reloaded when it changes. ``compress`` compresses new
-    chunks on the root.
+    ``keys`` is a file with the keys of tenants whose chunks are encrypted on the root and the local disk
+    (kvstore/codec/ENCODINGS.md); it is reloaded when it changes. ``compress`` compresses new chunks on the root.
 
     Raises RootMismatch (no such root, wrong mount, unknown version), PermissionDenied, Unavailable, InvalidRequest.
     """
@@ -389,7 +386,6 @@ def open(
         create=checked_flag("create", create),
         shard_bits=shard_bits,
         settings=TierSettings.of(memory, disk, write),
-        label=label,
         keys=None if keys is None else _loaded(keys),
         compress=checked_flag("compress", compress),
         asked=AskedBound.of(max_bytes, ttl),

@@ -145,7 +145,7 @@ class Store:
         Parameters
         ----------
         selection
-            Chunks by namespace, tenant, fingerprint, age, or who wrote them and when.
+            Namespaces by digest, tenant or fingerprint.
         dry_run
             Only count.
         pinned

@@ -30,7 +30,6 @@ from kvstore.format.header import (
     checksum,
     decode_as,
     encode,
-    incarnation_at,
 )
 from kvstore.format.keyset import KeySet, NativeBatch
 from kvstore.native import library as native
@@ -163,10 +162,6 @@ class Images(BufferMap):
     def __call__(self, index: int) -> list[memoryview]:
         payload = self._wanted.payload_of(index, self._images[index - self._first])
         return cut_evenly(payload, self._wanted.section_bytes(index))
-
-    def origin(self, index: int) -> Incarnation:
-        """Returns the incarnation of the image of chunk ``index``: who wrote its content, and when."""
-        return incarnation_at(self._images[index - self._first])
 
     @property
     def is_writable(self) -> bool:
@@ -401,13 +396,10 @@ class ChunkRun(NativeBatch):
         self.common.may_wait = files.never_blocks
         self.common.direct = files.direct
         self.alive.append(wanted)
-        self.origins: dict[int, Incarnation] = {}
-        """By index, the incarnations of the images that hold the sections; empty if the sections are the caller's."""
         if sections is not None:
             self.lay(sections)
         if isinstance(sections, Images):
             self.common.from_images = True
-            self.origins = {index: sections.origin(index) for index in indexes}
 
     def read(self, start: int, stop: int, borrowed: BufferLoan) -> Mask:
         """Reads chunks into their sections; True for those that are whole, verified and there. Raises Withdrawn."""

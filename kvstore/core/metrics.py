@@ -219,7 +219,6 @@ NODE_GAUGES = {
     "memory_held_bytes": "bytes of memory that chunks take, headers included",
     "memory_dirty_bytes": "bytes in memory that the root does not have yet",
     "memory_referenced_bytes": "bytes in memory that are in use",
-    "memory_pinned_bytes": "bytes in memory that are pinned",
     "memory_leased_bytes": "bytes in memory that clients of this host map and may read",
     "leases": "runs of chunks in memory that clients of this host may read",
     "behind_bytes": "bytes acknowledged that wait to be written to the root",

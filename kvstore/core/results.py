@@ -80,21 +80,6 @@ class LayerMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Lineage:
-    """Who wrote a file, as its session's record on the root says."""
-
-    written_s: int
-    """Time of writing by the writer's clock."""
-    session: str
-    """32 hexadecimal digits, as ``node`` below."""
-    node: str
-    host: str
-    version: str
-    label: str
-    """The operator's name for that roll-out."""
-
-
-@dataclass(frozen=True, slots=True)
 class RootCopy:
     """The file of a chunk."""
 
@@ -107,8 +92,6 @@ class RootCopy:
     encoding: Encoding
     key_id: bytes
     """Id of the key that it is encrypted with; empty if it is not encrypted."""
-    lineage: Lineage | None
-    """None if the root has no record of the writer."""
     is_condemned: bool
     """True if a sweep is taking it: then it counts as absent."""
 

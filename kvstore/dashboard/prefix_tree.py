@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from kvstore.census.walk import ChunkFile, read_fixed, sampled, walk_shard
+from kvstore.census.walk import ChunkFile, read_fixed, walk_shard
 from kvstore.core.address import NO_PARENT, Address
 from kvstore.core.namespace import NamespaceId
 from kvstore.core.recency import QUANTUM_S
@@ -293,15 +293,16 @@ def explore(root: Root, identity: RootIdentity, chunks_max: int = CHUNKS_MAX, pe
     explorer = _Explorer(root, identity.shard_bits, _paced(per_s_max))
     shards_count = 1 << identity.shard_bits
     next(iter(root.list(places.CHUNKS)), None)  # a root that does not answer must raise, not look like an empty forest
-    first = list(walk_shard(root, 0, headers=False, trouble=explorer.trouble))
+    first = list(walk_shard(root, 0, trouble=explorer.trouble))
     share = min(1.0, chunks_max / max(1, len(first) * shards_count))
-    shards = sampled(identity.shard_bits, share)
+    wanted = max(1, round(shards_count * share))
+    shards = [number * shards_count // wanted for number in range(wanted)]
     # If a shard has more than its part of the sample, sample it by address, which is a hash.
     part = min(1.0, share * shards_count / len(shards))
     weight = shards_count / len(shards) / part
     is_whole = True
     for shard in shards:
-        found = first if shard == 0 else walk_shard(root, shard, headers=False, trouble=explorer.trouble)
+        found = first if shard == 0 else walk_shard(root, shard, trouble=explorer.trouble)
         for chunk in found:
             if int.from_bytes(chunk.address[-4:], "little") >= part * (1 << 32):
                 continue

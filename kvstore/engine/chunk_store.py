@@ -13,12 +13,7 @@ forgets it. A wrong entry costs a miss at the read, never a wrong byte. ``TouchQ
 from __future__ import annotations
 
 import ctypes
-import itertools
 import logging
-import math
-import os
-import socket
-import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +31,7 @@ from kvstore.codec.image import ChunkRun, fill, plain, read_header, read_verifie
 from kvstore.core import recency
 from kvstore.core.address import ADDRESS_BYTES, Address
 from kvstore.core.buffers import BufferLoan, BufferMap, Pieces, Sections, Withdrawn, byte_length, untouched_zeros
-from kvstore.core.clock import Clock, Ids
+from kvstore.core.clock import Clock
 from kvstore.core.executor import Tasks
 from kvstore.core.metrics import Counters, NodeCount
 from kvstore.core.namespace import NamespaceId
@@ -54,7 +49,7 @@ from kvstore.core.recency import (
     superseded_ns,
 )
 from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
-from kvstore.format import header, places
+from kvstore.format import places
 from kvstore.format.header import (
     PAGE_BYTES,
     Damage,
@@ -63,18 +58,14 @@ from kvstore.format.header import (
     Header,
     IdentityKind,
     Incarnation,
-    LineageId,
-    WriterRecord,
     decode_any,
 )
 from kvstore.format.keyset import KeySet, Mask
 from kvstore.format.places import Name
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.root.identity import publish_writer
-from kvstore.root.interface import FileReader, LocalFiles, Root, Stat, local_files
+from kvstore.root.interface import FileReader, LocalFiles, Stat, local_files
 from kvstore.root.posix import PosixReader
-from kvstore.version import VERSION
 
 if TYPE_CHECKING:
     from kvstore.engine.engine import Engine
@@ -258,98 +249,6 @@ def _listed(places: int | npt.NDArray[np.int32]) -> tuple[int | None, int]:
 
 
 log = logging.getLogger(__name__)
-
-RETRY_S = 30.0
-"""Wait between two attempts at a record that the root refused."""
-OWED_MAX = 16
-"""Limit on sessions whose record is still to be written; beyond it, the oldest stay unknown."""
-
-
-class Incarnations:
-    """The incarnations of one node. Thread-safe. ``session`` returns the id of the session that it writes under."""
-
-    def __init__(
-        self, root: Root, session: Callable[[], bytes], node: bytes, clock: Clock, ids: Ids, label: str = ""
-    ) -> None:
-        header.check_label(label)
-        self._root = root
-        self._session = session
-        self._node = node
-        self._clock = clock
-        self._ids = ids
-        self._label = label
-        self._numbers = itertools.count(int.from_bytes(ids.fresh()[:4], "big"))
-        self._lock = threading.Lock()
-        self._current: tuple[bytes, LineageId] | None = None
-        self._owed: dict[bytes, float] = {}
-        """Sessions that wrote and have no record yet, each with the time (monotonic) of the next attempt."""
-
-    @property
-    def owes_record(self) -> bool:
-        return bool(self._owed)
-
-    def fresh(self) -> Incarnation:
-        return self.fresh_each(1)[0]
-
-    def fresh_each(self, count: int) -> list[Incarnation]:
-        """Returns incarnations for ``count`` publications now."""
-        current, now_s = self._current, self._clock.now_s()
-        if current is None or current[0] != self._session():
-            current = self._begin()
-        return [header.incarnation(current[1], now_s, next(self._numbers)) for _ in range(count)]
-
-    def renewed(self, found: Incarnation) -> Incarnation:
-        """Returns an incarnation for publishing again what this node or another wrote before as ``found``."""
-        return header.renewed(found, next(self._numbers))
-
-    def record(self) -> None:
-        """Writes on the root who this node is, once for each of its sessions, before it publishes what that session
-        wrote.
-
-        Called on lanes, after ``fresh``. Never raises KVStoreError: chunks without a record have an unknown writer,
-        which is no reason not to store them, and a later publication tries again.
-        """
-        if self._owed:
-            for session in [*self._owed]:
-                self._record(session)
-
-    def _begin(self) -> tuple[bytes, LineageId]:
-        with self._lock:
-            session = self._session()
-            if self._current is None or self._current[0] != session:
-                self._current = (session, header.lineage_id(session))
-                self._owed[session] = self._clock.monotonic_s()
-                while len(self._owed) > OWED_MAX:
-                    del self._owed[next(iter(self._owed))]
-            return self._current
-
-    def _record(self, session: bytes) -> None:
-        now_s = self._clock.monotonic_s()
-        with self._lock:
-            if now_s < self._owed.get(session, math.inf):
-                return
-            self._owed[session] = now_s + RETRY_S  # set before the attempt, so that no other lane tries too
-        try:
-            publish_writer(self._root, self._writer(session), ids=self._ids, clock=self._clock)
-        except KVStoreError as error:
-            log.warning(
-                "lineage.not_recorded %s %s", session.hex(), str(error)
-            )  # not the error itself, whose traceback keeps callers' memory
-            return
-        with self._lock:
-            self._owed.pop(session, None)
-
-    def _writer(self, session: bytes) -> WriterRecord:
-        return WriterRecord(
-            session=session.hex(),
-            node=self._node.hex(),
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            version=VERSION,
-            started_s=round(self._clock.now_s(), 3),
-            python=sys.version.partition(" ")[0],
-            label=self._label,
-        )
 
 
 FAILED = (Unavailable, PermissionDenied)
@@ -548,11 +447,7 @@ class StoredRun(ChunkRun):
         self._put_common.durable = durable
         self.is_right = bool(self.common.from_images)
         """True if native code compares what it stages with the images that it comes from."""
-        incarnations = (
-            [chunks.incarnations.renewed(self.origins[index]) for index in range(self.first, self.first + self.count)]
-            if self.origins
-            else chunks.incarnations.fresh_each(self.count)
-        )
+        incarnations = [chunks.ids.fresh() for _ in range(self.count)]
         self.items["number"] = list(islice(chunks.numbers, self.count))
         self.items["incarnation"] = np.frombuffer(b"".join(incarnations), "V16")
         self.items["mtime_ns"] = stamps_ns(stamped_s, depths, hints)
@@ -563,7 +458,6 @@ class StoredRun(ChunkRun):
         Returns the offsets of the chunks that it took, and whether there may be more. Those that are then neither found
         nor staged left nothing behind, and are left to ``ChunkStore``; ``publish`` counts those that are PUBLISHED.
         """
-        self._chunks.incarnations.record()
         with self._counters.timed("root", "write") as timed:
             turn, reported = self._turn()
             more = bool(native.library.kv_stage_turn(self._put_common, self.at(0), self.count, turn))
@@ -643,7 +537,7 @@ class ChunkStore:
         self.counters = node.counters
         self.session = session
         self.numbers = numbers
-        self.incarnations = node.incarnations
+        self.ids = node.ids
         self.encodings = node.encodings
         self.suspects = SuspectFiles()
         self._files = local_files(node.root) if is_available() else None
@@ -805,15 +699,9 @@ class ChunkStore:
         durable: bool,
         hints: Hints,
         depth: int,
-        origin: Incarnation | None = None,
     ) -> Staged:
-        """Writes a chunk, the one at ``depth`` of its prompt, under a staging name of its own.
-
-        ``stamped_s`` is the time of its stamp, ``origin`` the incarnation of its image, if it has one.
-        """
-        incarnation = self.incarnations.fresh() if origin is None else self.incarnations.renewed(origin)
-        self.incarnations.record()
-        pieces = self.encodings.pieces(expected, incarnation, sections)
+        """Writes a chunk, the one at ``depth`` of its prompt, under a fresh staging name, stamped ``stamped_s``."""
+        pieces = self.encodings.pieces(expected, Incarnation(self.ids.fresh()), sections)
         name = places.staged(self.session(), next(self.numbers))
         stamp = stamp_ns(stamped_s, depth, hints)
         try:

@@ -1,13 +1,14 @@
-"""Clears a selection everywhere: publishes an order to all nodes, sweeps the root, publishes the order as done.
+"""Clears chunks everywhere: publishes an order to all nodes, sweeps the root, publishes the order as done.
 
 The order matters. A node that has dropped what is named, and refuses to take it back, cannot write to the root again
-what the sweep just deleted. And the barrier goes up before pins are read: a pin taken too late to be read finds the
-barrier (gc/PROTOCOL.md, P5).
+what the sweep just deleted. And the order is published before pins are read: a pin taken too late to be read finds it
+(gc/PROTOCOL.md, P5).
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Container, Iterator
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from kvstore.census.selection import ClearOrder, Selection
-from kvstore.census.walk import ChunkFile, found_in, sampled, walk, with_header
+from kvstore.census.walk import ChunkFile, found_in, walk
 from kvstore.core.address import Address
 from kvstore.core.executor import Deadline, Loop, moved_on
 from kvstore.core.operations import Progress
@@ -27,18 +28,17 @@ from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.host.clears import HostClears
 from kvstore.host.eviction import Evicted, Eviction, EvictionVictim, file_system_now_ns
-from kvstore.meta.clears import BARRIER_S, Barrier, Barriers, Clears, PublishedOrder
+from kvstore.meta.clears import Clears, PublishedClear, PublishedOrder
 from kvstore.meta.keys import SessionId
 from kvstore.meta.session import Session
 from kvstore.meta.store import Watch, WatchLost
 from kvstore.root.fences import with_reserve
-from kvstore.root.identity import read_writers
 from kvstore.root.posix import PosixRoot, translated
 
-# Follows clears by selection: one thread reads the orders, has them obeyed, and answers.
+# Follows clears: one thread reads the orders, has them obeyed, and answers.
 #
 # Every node of a cluster follows them, with memory or without: a node also forgets which chunks it knows to be
-# present. Rule P6 of kvstore/tiers/MEMORY.md.
+# present. Rule P5 of kvstore/tiers/MEMORY.md.
 
 
 log = logging.getLogger(__name__)
@@ -47,18 +47,22 @@ WAIT_S = 0.5
 RETRY_S = 1.0
 
 Obey = Callable[[list[ClearOrder], list[ClearOrder]], bool]
-"""``obey(new, all)``: drops what new orders name and forbids what all orders name; False if it is not done yet."""
+"""``obey(new, all)``: drops what new orders name, forbids what all orders name, and forgets which chunks it knows to be
+present; False if it is not done yet."""
 Sweep = Callable[[list[ClearOrder]], None]
 """The slow part of an order; no caller waits for it."""
+Refill = Callable[[list[ClearOrder]], None]
+"""Begins to use the local disk, without what was cleared before this process began."""
 
 
 class ClearsFollower:
-    """Follows orders while a session lives. It calls ``obey`` and ``sweep`` in its thread; they must not raise."""
+    """Follows orders while a session lives. It calls the functions in its thread; they must not raise."""
 
-    def __init__(self, clears: Clears, obey: Obey, sweep: Sweep, timeout_s: float) -> None:
+    def __init__(self, clears: Clears, obey: Obey, sweep: Sweep, refill: Refill, timeout_s: float) -> None:
         self._clears = clears
         self._obey = obey
         self._sweep = sweep
+        self._refill = refill
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._session: Session | None = None
@@ -66,15 +70,15 @@ class ClearsFollower:
         self._loop = Loop("kvstore-clears", self._changed, lambda: self._turn)
         # Only the thread uses the fields below.
         self._followed: Session | None = None
-        self._orders: dict[bytes, tuple[ClearOrder, bool]] = {}
-        """The orders that are kept, and whether each is done: the root has nothing of it any more."""
+        self._orders: dict[bytes, tuple[ClearOrder, bool, float]] = {}
+        """The orders that are kept, whether each is done, and until when (monotonic) it forbids."""
         self._obeyed: dict[bytes, bool] = {}
         """For each order that was obeyed, whether it was done then."""
         self._answered: set[bytes] = set()
         """Orders that this session has answered: each answer is a key in etcd, and must go with its order."""
         self._unswept: list[ClearOrder] = []
-        self._is_looser = False
-        """True if an order ended, so that what it named is allowed again."""
+        self._forbidding: set[bytes] = set()
+        """Orders of which nothing may come back."""
 
     def begin(self, session: Session) -> None:
         """Follows orders from now on, as long as ``session`` lives."""
@@ -110,7 +114,7 @@ class ClearsFollower:
                 self._read_afresh(session)
             else:
                 for event in self._watch.next(wait_s) or ():
-                    self._apply(self._clears.read(event.key, event.kv))
+                    self._apply(self._clears.read(event.key, event.kv), self._clears.passing_s)
             self._answer(session)
         except WatchLost as lost:
             if not self._loop.closed:
@@ -135,43 +139,51 @@ class ClearsFollower:
                 watch.close()
                 return
             self._watch = watch
+        is_first = self._followed is None
         if self._followed is not session:
             self._answered.clear()
         self._followed = session
         orders = [self._clears.read(each.key, each) for each in snapshot.items]
         for id in self._orders.keys() - {each.id for each in orders if each is not None}:
-            self._drop(id)
+            del self._orders[id]
         for each in orders:
-            self._apply(each)
+            self._apply(each, 0 if is_first else self._clears.passing_s)
+        if is_first:
+            # This process began after these, or while they were swept: what was put here since must stay.
+            self._obeyed = {id: True for id, (_, is_done, _) in self._orders.items() if is_done}
+            self._refill([order for order, _, _ in self._orders.values()])
 
-    def _apply(self, order: PublishedOrder | None) -> None:
+    def _apply(self, order: PublishedOrder | None, passing_s: float) -> None:
         if order is None:
             return
         if order.content is None:
-            self._drop(order.id)
+            if order.id in self._orders and self._orders[order.id][1] is order.is_done:
+                del self._orders[order.id]
             return
         try:
-            self._orders[order.id] = ClearOrder.from_json(order.content), order.is_done
+            content = ClearOrder.from_json(order.content)
         except InvalidRequest as error:  # from a later version: its issuer sees no answer from this node
             log.warning("clears.not_understood %s %s", order.id.hex(), error)
-
-    def _drop(self, id: bytes) -> None:
-        if self._orders.pop(id, None) is not None:
-            self._is_looser = True
-        self._obeyed.pop(id, None)
+            return
+        _, was_done, ends_s = self._orders.get(order.id, (content, False, math.inf))
+        if order.is_done and not was_done:
+            ends_s = time.monotonic() + passing_s
+        self._orders[order.id] = content, order.is_done, ends_s
 
     def _answer(self, session: Session) -> None:
         """Obeys new orders, and answers those whose issuers wait. The next step retries what is not done yet.
 
-        An order that is done is obeyed once more: reads may have remembered its chunks during the root's sweep.
+        When an order is done the node forgets once more which chunks it knows to be present: reads may have remembered
+        some during the root's sweep.
         """
-        new = [id for id, (_, is_done) in self._orders.items() if self._obeyed.get(id) is not is_done]
-        if new or self._is_looser:
-            orders = [self._orders[id][0] for id in new]
-            if self._obey(orders, [order for order, _ in self._orders.values()]):
-                self._is_looser = False
-                self._obeyed.update((id, self._orders[id][1]) for id in new)
-                self._unswept += orders
+        now_s = time.monotonic()
+        found = {id: is_done for id, (_, is_done, _) in self._orders.items()}
+        forbidding = {id for id, (_, _, ends_s) in self._orders.items() if ends_s > now_s}
+        if found != self._obeyed or forbidding != self._forbidding:
+            new = [self._orders[id][0] for id in found if id not in self._obeyed]
+            if self._obey(new, [self._orders[id][0] for id in forbidding]):
+                self._obeyed, self._forbidding = found, forbidding
+                self._unswept += new
         waiting = {id for id, is_done in self._obeyed.items() if not is_done}
         for id in waiting - self._answered:
             self._clears.answer(session, id, self._timeout_s)
@@ -205,12 +217,11 @@ Pinned = Container[Address]
 
 def resolved(node: Engine, selection: Selection) -> ClearOrder:
     """Returns the order for a selection. Raises InvalidRequest if it selects nothing, and the root's errors."""
-    writers = node.on_root(lambda: read_writers(node.root))
-    return selection.resolve(node.namespaces(), writers, node.clock.now_s())
+    return selection.resolve(node.namespaces(), node.clock.now_s())
 
 
 class NamespaceClear:
-    """One clear, run by one node. ``clears`` is None if no other node shares the root.
+    """One clear, run by one node; ``is_alone`` if no other node shares the root.
 
     ``pinned`` reads what pins keep. It is called once nothing else can be pinned.
     """
@@ -218,19 +229,18 @@ class NamespaceClear:
     def __init__(
         self,
         node: Engine,
-        clears: Clears | None,
-        barriers: Barriers,
+        clears: Clears,
         pinned: Callable[[], Pinned],
         *,
+        is_alone: bool = False,
         pause: Callable[[float], object] = time.sleep,
     ) -> None:
         self._node = node
         self._clears = clears
-        self._barriers = barriers
         self._pinned = pinned
+        self._is_alone = is_alone
         self._pause = pause
         self._timeout_s = node.limits.meta_deadline_s
-        self._renew_s = (BARRIER_S if clears is None else min(clears.passing_s, BARRIER_S)) / 8
 
     def count(self, order: ClearOrder, progress: Progress) -> Cleared:
         """Counts what ``clear`` would delete; changes nothing."""
@@ -246,24 +256,32 @@ class NamespaceClear:
         def waiting() -> None:
             progress(0, 0)
 
-        if clears is None:
-            try:
-                self._obey_alone(order, waiting)
-                node.sweep_disk([order])
-                return self._behind_barrier(node.ids.fresh(), order, progress)
-            finally:  # also when cut short: a leftover order would keep the namespace out of memory permanently
-                node.obey([order], [order] if order.stands else [])
-        id, content = node.ids.fresh(), order.to_json()
-        lease = clears.publish(id, content, self._timeout_s, stands=order.stands)
-        clears.trim(self._timeout_s)  # now, not at the end: a call that is cut short never gets there
-        with self._kept(lambda: clears.renew(lease, self._timeout_s)):
-            silent = self._wait_for_answers(clears, id, waiting)
-            done = self._behind_barrier(id, order, progress)
+        silent = set[SessionId]()
+        published = clears.publish(node.ids.fresh(), order.to_json(), self._timeout_s)
+        with self._kept(published):
+            if not self._is_alone:
+                silent = self._wait_for_answers(published.id, waiting)
+                done = self._sweep(order, published, progress)
+            else:
+                try:
+                    self._obey_alone(order, waiting)
+                    node.sweep_disk([order])
+                    done = self._sweep(order, published, progress)
+                finally:  # also when cut short: a leftover order would keep the namespace out of memory permanently
+                    node.obey([order], [])
         node.forget()  # a look during the sweep may have remembered a chunk; other nodes forget when they read ``done``
-        if not clears.renew(lease, self._timeout_s):  # nodes that forgot it may have taken its chunks back
-            raise Unavailable("etcd forgot the order while the root was swept: clear again")
-        clears.done(id, content, self._timeout_s, stands=order.stands)
+        published.done(self._timeout_s)
+        clears.trim(self._timeout_s)
         return replace(done, unconfirmed=tuple(sorted(session.hex() for session in silent)))
+
+    def _sweep(self, order: ClearOrder, published: PublishedClear, progress: Progress) -> Cleared:
+        """Follows rule P5: the order, then pins, then deletions.
+
+        If the sweep fails, a lane may still be in the middle of a deletion: then the order ends by itself.
+        """
+        done = _Sweep(self._node, order, self._pinned(), published).run(progress)
+        published.check()
+        return done
 
     def _obey_alone(self, order: ClearOrder, waiting: Callable[[], None]) -> None:
         """Does what the followers of a cluster do: drops it, and waits for writes in progress.
@@ -276,31 +294,18 @@ class NamespaceClear:
             if deadline.passed:
                 raise Unavailable("writes to the root that may be of these chunks do not end: clear again")
 
-    def _behind_barrier(self, id: bytes, order: ClearOrder, progress: Progress) -> Cleared:
-        """Follows rule P5: barrier, then pins, then deletions; the barrier goes once all deletions have ended.
-
-        If the sweep fails, a lane may still be in the middle of a deletion: then the barrier expires by itself.
-        """
-        barrier = self._barriers.put_up(id, order.to_json(), self._timeout_s)
-        with self._kept(lambda: barrier.renew(self._timeout_s)):
-            done = _Sweep(self._node, order, self._pinned(), barrier).run(progress)
-            barrier.check()
-        barrier.take_down(self._timeout_s)
-        return done
-
     @contextmanager
-    def _kept(self, renew: Callable[[], object]) -> Iterator[None]:
-        """Renews a lease while the block runs, in a thread of its own: one call of the root may keep the sweep busy for
-        long.
+    def _kept(self, published: PublishedClear) -> Iterator[None]:
+        """Renews an order while the block runs, in a thread of its own: a call of the root may last.
 
         A node that forgets the order in between would take back what the sweep deletes.
         """
         ended = threading.Event()
 
         def renewing() -> None:
-            while not ended.wait(self._renew_s):
+            while not ended.wait(self._clears.passing_s / 8):
                 try:
-                    renew()
+                    published.renew(self._timeout_s)
                 except KVStoreError as error:
                     log.info("clear.not_renewed %s", error)
 
@@ -312,10 +317,10 @@ class NamespaceClear:
             ended.set()
             thread.join(self._timeout_s)
 
-    def _wait_for_answers(self, clears: Clears, id: bytes, waiting: Callable[[], None]) -> set[SessionId]:
+    def _wait_for_answers(self, id: bytes, waiting: Callable[[], None]) -> set[SessionId]:
         deadline = Deadline(self._node.clock, self._node.limits.clear_answer_s)
         while True:
-            silent = clears.silent(id, self._timeout_s)
+            silent = self._clears.silent(id, self._timeout_s)
             waiting()
             if not silent or deadline.passed:
                 return silent
@@ -323,14 +328,14 @@ class NamespaceClear:
 
 
 class _Sweep:
-    """One pass over all shards of the root, several in parallel. Without a ``barrier`` it only counts."""
+    """One pass over all shards of the root, several in parallel. Without an order ``published`` it only counts."""
 
-    def __init__(self, node: Engine, order: ClearOrder, pinned: Pinned, barrier: Barrier | None) -> None:
+    def __init__(self, node: Engine, order: ClearOrder, pinned: Pinned, published: PublishedClear | None) -> None:
         self._node = node
         self._order = order
         self._pinned = pinned
-        self._barrier = barrier
-        self._shards = sampled(node.identity.shard_bits)
+        self._published = published
+        self._shards = range(1 << node.identity.shard_bits)
         self._left = iter(self._shards)
         self._lock = threading.Lock()
         self._is_ended = False
@@ -377,15 +382,11 @@ class _Sweep:
 
     def _chunk(self, found: ChunkFile) -> None:
         try:
-            if self._order.needs_headers:
-                found = with_header(self._node.root, found)
-            if not self._order.takes(found):
-                return
             if found.address in self._pinned:
                 self._add(kept=1)
                 return
-            if self._barrier is not None:
-                self._barrier.check()
+            if self._published is not None:
+                self._published.check()
                 self._node.known.forget(found.address)
                 if not self._node.root.remove(found.name):
                     return
@@ -469,12 +470,11 @@ class HostClearing:
         chunks = walk(
             self._root,
             self._node.identity.shard_bits,
-            headers=order.needs_headers,
             quantum_s=self._node.limits.quantum_s,
             trouble=failures.append,
             shard_done=progress,
         )
-        return [one for one in chunks if order.means(one.namespace) and order.takes(one)], len(failures)
+        return [one for one in chunks if order.means(one.namespace)], len(failures)
 
 
 def _worth(found: ChunkFile) -> tuple[float, int]:

@@ -12,14 +12,13 @@ import os
 import socket
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
 from kvstore.census.selection import ClearOrder, Selection
 from kvstore.core.address import Address
-from kvstore.core.clock import Clock
 from kvstore.core.executor import Deadline
 from kvstore.core.metrics import NodeCount
 from kvstore.core.namespace import Namespace, NamespaceDigest
@@ -34,7 +33,7 @@ from kvstore.engine.settings import Limits, TierSettings
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, RootMismatch, Unavailable
 from kvstore.format.keyset import BlockKeys, ChunkKeys, KeySet
 from kvstore.host.pins import HostPins
-from kvstore.meta.clears import Barriers, Clears
+from kvstore.meta.clears import Clears
 from kvstore.meta.keys import ID_BYTES, Keys, PinId, parse_id
 from kvstore.meta.namespaces import Namespaces
 from kvstore.meta.pins import PinQuota, Pins
@@ -44,39 +43,6 @@ from kvstore.meta.store import MetadataStore
 from kvstore.root.fences import list_twins, read_twin, remove_twin, write_twin
 from kvstore.root.identity import newest_number
 from kvstore.root.posix import DiskFull
-from kvstore.tiers.memory import MemoryTier
-
-# The pins taken through this node: they keep their chunks in its memory for a while.
-
-
-class PinnedInMemory:
-    """Pins keep at most half of memory: the rest must go on serving callers that pin nothing. Thread-safe."""
-
-    def __init__(self, memory: MemoryTier, clock: Clock) -> None:
-        self._memory = memory
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._pins: dict[str, tuple[float, list[Address]]] = {}
-
-    def add(self, pin_id: str, addresses: Sequence[Address], seconds: float) -> None:
-        """Keeps a pin's chunks that are in memory there, until it is removed or ``seconds`` are over."""
-        self.expire()
-        kept = self._memory.pin(addresses, self._memory.size_bytes // 2)
-        with self._lock:
-            self._pins[pin_id] = (self._clock.monotonic_s() + seconds, kept)
-
-    def remove(self, pin_id: str) -> None:
-        with self._lock:
-            _, kept = self._pins.pop(pin_id, (0.0, []))
-        self._memory.unpin(kept)
-
-    def expire(self) -> None:
-        now_s = self._clock.monotonic_s()
-        with self._lock:
-            ended = [pin_id for pin_id, (ends_s, _) in self._pins.items() if ends_s <= now_s]
-        for pin_id in ended:
-            self.remove(pin_id)
-
 
 # One sync per second for everything published since the last one: the durability "everysec".
 
@@ -214,19 +180,14 @@ class ClusterMember:
         if host is not None:
             self._pins = HostPins(node.root, node.ids, node.clock, node.on_root, quota)
             self._host_clearing = HostClearing(node, host, self._all_pinned)
-        self._pinned = PinnedInMemory(node.memory, node.clock) if node.memory is not None else None
         self._pid = os.getpid()
         self._listing = threading.Lock()
         self.claimed: dict[NamespaceDigest, Namespace] = {}
         """The namespaces that were used here."""
-        self.clears = Clears(meta, self.keys) if shared else None
-        """Publishes clears by selection to the other nodes; None for a node alone."""
-        self._barriers = Barriers(meta, self.keys, node.clock)
+        self.clears = Clears(meta, self.keys, node.clock)
         self._follower: ClearsFollower | None = None
         self._syncing: Syncing | None = None
         """Syncs the root once a second, where that was asked for."""
-        self.on_cleared: list[Callable[[NamespaceDigest], None]] = []
-        """Called after a namespace was cleared here, to notify the other nodes."""
         presence.attach(lambda session: None, lambda session: node.counters.add(NodeCount.SESSIONS_LOST))
 
     def start(self, tiers: TierSettings) -> None:
@@ -235,12 +196,16 @@ class ClusterMember:
         Closes the node and raises if one of them fails: InvalidRequest, PermissionDenied, Unavailable.
         """
         node, limits, is_shared = self.node, self.node.limits, self.sharing is Coordination.CLUSTER
-        if self.clears is not None:
-            self._follower = ClearsFollower(self.clears, node.obey, node.sweep_disk, limits.meta_deadline_s)
+        if is_shared:
+            self._follower = ClearsFollower(
+                self.clears, node.obey, node.sweep_disk, node.refill, limits.meta_deadline_s
+            )
             self.presence.attach(self._follower.begin, self._follower.end)
         try:
             if node.tiers is not None and tiers.disk_folder:
                 node.tiers.add_disk(tiers.disk_folder, tiers.disk_bytes)
+                if not is_shared:
+                    node.refill(self._host_clearing.clears.orders() if self._host_clearing is not None else ())
             # Metadata in memory are as slow as a busy host: a session begins in the end.
             wait_s = limits.meta_deadline_s if is_shared else limits.write_deadline_s
             self.presence.start(wait_s=max(wait_s, limits.meta_deadline_s))
@@ -320,7 +285,7 @@ class ClusterMember:
             try:
                 # Still held: so the session that put the ref is the one that collectors have waited for all the time.
                 node.holds.check(hold)
-                self._check_barriers(namespace)
+                self._check_clears(namespace)
                 present = node.writer.present_leading(wanted)
             except KVStoreError:
                 self.unpin(_pin_id(ref))
@@ -330,18 +295,13 @@ class ClusterMember:
         if not present:
             self.unpin(_pin_id(ref))
             return _no_pin(owner, namespace, node.clock.now_s())
-        if self._pinned is not None:
-            self._pinned.add(_pin_id(ref), wanted.addresses[:present], seconds)
         tokens = present * namespace.layout.chunk_tokens
         return PinRecord(_pin_id(ref), owner, namespace.name, tokens, node.clock.now_s() + seconds)
 
     def unpin(self, pin_id: str) -> bool:
         """Releases a pin; False where there is none. Raises InvalidRequest for what is no pin id, Unavailable."""
         owner, pin = _parsed_pin_id(pin_id)
-        found = self._pins.unpin(owner, pin, self.node.limits.meta_deadline_s)
-        if self._pinned is not None:
-            self._pinned.remove(pin_id)
-        return found
+        return self._pins.unpin(owner, pin, self.node.limits.meta_deadline_s)
 
     def pins(self) -> list[PinRecord]:
         """All live pins of the store."""
@@ -374,7 +334,7 @@ class ClusterMember:
         order = resolved(self.node, selection)
         if (host := self._host_clearing) is not None:
             return (host.count if dry_run else host.clear)(order, progress, pinned=pinned)
-        clearing = NamespaceClear(self.node, self.clears, self._barriers, tuple if pinned else self._all_pinned)
+        clearing = self._clearing(tuple if pinned else self._all_pinned)
         return clearing.count(order, progress) if dry_run else clearing.clear(order, progress)
 
     def begin_clear(self, selection: Selection, *, dry_run: bool, pinned: bool, **who: Any) -> OperationRun:
@@ -414,22 +374,22 @@ class ClusterMember:
 
         Raises Unavailable also if it cannot publish the order to the nodes whose memory may have some: clear again.
         """
-        order = ClearOrder(frozenset({namespace.id}), None, 0.0, 0.0, 0.0, self.node.clock.now_s())
-
+        order = ClearOrder(frozenset({namespace.id}), self.node.clock.now_s())
         deadline = Deadline(self.node.clock, self.node.limits.clear_deadline_s)
 
         def within(done: int, total: int) -> None:
             if deadline.passed:
                 raise Unavailable(f"cleared {done} of {total} shards until the deadline: call again for the rest")
 
-        clearing = self._host_clearing or NamespaceClear(self.node, self.clears, self._barriers, self._all_pinned)
+        clearing = self._host_clearing or self._clearing(self._all_pinned)
         cleared = clearing.clear(order, within)
-        self.node.forget_namespace(namespace.digest)  # what was read until it was deleted is known as present
+        self.node.forget()  # what was read until it was deleted is known as present
         if cleared.failed:
             raise Unavailable(f"the root refused {cleared.failed} deletions or listings: clear again")
-        for tell in self.on_cleared:
-            tell(namespace.digest)
         return cleared
+
+    def _clearing(self, pinned: Callable[[], Container[Address]]) -> NamespaceClear:
+        return NamespaceClear(self.node, self.clears, pinned, is_alone=self.sharing is Coordination.ALONE)
 
     def adjust(self, limits: Limits) -> None:
         self.node.adjust(limits)
@@ -471,8 +431,6 @@ class ClusterMember:
 
     def expire(self) -> None:
         self.node.holds.expire()
-        if self._pinned is not None:
-            self._pinned.expire()
 
     def close(self) -> None:
         """Ends the node and the session; idempotent. Does nothing in a forked child: the session is its parent's."""
@@ -507,9 +465,9 @@ class ClusterMember:
                 refs = (*refs, *self._twins.unexpired())  # pins that etcd may have lost still count
             return {address for ref in refs for address in ref.addresses}
 
-    def _check_barriers(self, namespace: Namespace) -> None:
+    def _check_clears(self, namespace: Namespace) -> None:
         """Raises Unavailable while a clear deletes chunks of a namespace."""
-        for content in self._barriers.orders(self.node.limits.meta_deadline_s):
+        for content in self.clears.in_progress(self.node.limits.meta_deadline_s):
             try:
                 is_meant = ClearOrder.from_json(content).means(namespace.digest)
             except InvalidRequest:

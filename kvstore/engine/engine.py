@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy.typing as npt
 
-from kvstore.census.selection import ClearFilter, ClearOrder
+from kvstore.census.selection import ClearOrder
 from kvstore.codec.codec import KeyFile
 from kvstore.codec.encodings import Encodings
 from kvstore.core.address import TokenArray
@@ -30,7 +30,7 @@ from kvstore.core.results import LayerMemory, PutResult
 from kvstore.core.validate import TierName
 from kvstore.core.write_mode import Durability, WriteMode
 from kvstore.engine.blocks import Blocks
-from kvstore.engine.chunk_store import ChunkStore, Incarnations, PresenceCache, TouchQueue
+from kvstore.engine.chunk_store import ChunkStore, PresenceCache, TouchQueue
 from kvstore.engine.gc_state import ChunkHold, ClusterGcState, GcState, Holds
 from kvstore.engine.layers import LayerReader, MemoryOf
 from kvstore.engine.locate import ChunkLocator
@@ -127,12 +127,11 @@ class Engine:
         lanes: Executor | None = None,
         arena: SealedArena | None = None,
         settings: TierSettings = NO_TIERS,
-        label: str = "",
         keys: KeyFile | None = None,
         compress: bool = False,
         gc_state: Callable[[PresenceCache, Counters], GcState] | None = None,
     ) -> None:
-        """``label`` names this roll-out; ``keys`` (loaded) say whose chunks are encrypted, ``compress`` applies to all.
+        """``keys`` (loaded) say whose chunks are encrypted, ``compress`` applies to all.
 
         ``gc_state`` makes what the node asks of garbage collection; by default the view of a cluster.
         ``arena`` is open, and closed with the node; without one there are no tiers, whatever ``settings`` say.
@@ -156,7 +155,6 @@ class Engine:
         numbers = itertools.count()
         self._session = session = session or (lambda: self.id)
         self.encodings = Encodings(keys, self.counters, ids, compress=compress)
-        self.incarnations = Incarnations(root, session, self.id, clock, ids, label)
         self.store = ChunkStore(self, session, numbers)
         self._records = NamespaceRecords(root, ids, clock)
         self.staging = Staging(root, session)
@@ -388,25 +386,25 @@ class Engine:
     def forget(self) -> None:
         self.known.clear()
 
-    def forget_namespace(self, digest: NamespaceDigest) -> None:
-        """It was cleared: what memory and disk have of it goes, and what was known to be present is forgotten."""
-        if self.tiers is not None:
-            self.tiers.drop_namespace(digest)
-        self.known.clear()
-
     def obey(self, new: Sequence[ClearOrder], orders: Sequence[ClearOrder]) -> bool:
         """Drops from memory what ``new`` orders to clear name, and lets nothing back in that any of ``orders`` does
-        (rule P6); what is known to be present is forgotten. False where that is not done yet: call again.
+        (rule P5); what is known to be present is forgotten. False where that is not done yet: call again.
         """
         self.known.clear()
-        is_done = self.tiers is None or self.tiers.drop_ordered(new, ClearFilter(orders))
+        is_done = self.tiers is None or self.tiers.drop_ordered(ClearOrder.of_all(new), ClearOrder.of_all(orders))
         self.known.clear()
         return is_done
+
+    def refill(self, cleared: Sequence[ClearOrder]) -> None:
+        """Begins to use the local disk, except what orders named while it was away. Call it once."""
+        self.known.clear()
+        if self.tiers is not None:
+            self.tiers.refill(cleared)
 
     def sweep_disk(self, orders: Sequence[ClearOrder]) -> None:
         """Removes what orders to clear name from the local disk, as long as that takes."""
         if self.tiers is not None:
-            self.tiers.sweep_disk(orders)
+            self.tiers.sweep_disk(ClearOrder.of_all(orders))
 
     def stats(self) -> dict[str, int | float]:
         return {
@@ -454,17 +452,6 @@ class Engine:
 
     def _count_ended(self, state: OperationState) -> None:
         self.counters.add(_ENDED[state])
-
-    def record_writer(self) -> None:
-        """Soon, on a lane: for what no put on the root would bring there."""
-
-        def record(_: int) -> bool:
-            self.incarnations.record()
-            return True
-
-        if self.incarnations.owes_record:
-            with suppress(KVStoreError):
-                self.lanes.start(1, record)
 
     def _deadline(self, asked_s: float | None, default_s: float) -> Deadline:
         return Deadline(self.clock, default_s if asked_s is None else asked_s)

@@ -6,19 +6,16 @@ recency, sets nothing aside, and only looks at memory and peers.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvstore.census.walk import Fixed, read_fixed
 from kvstore.core import recency
 from kvstore.core.address import Address
 from kvstore.core.executor import Deadline
-from kvstore.core.results import ChunkPlace, Lineage, MemoryCopy, RootCopy
-from kvstore.format import header as lineage
-from kvstore.format.header import FIXED_BYTES, Encoding, Incarnation, Writers
+from kvstore.core.results import ChunkPlace, MemoryCopy, RootCopy
+from kvstore.format.header import FIXED_BYTES, Encoding
 from kvstore.format.keyset import ChunkKeys
-from kvstore.root.identity import read_writers
 from kvstore.root.interface import Stat
 
 if TYPE_CHECKING:
@@ -27,8 +24,6 @@ if TYPE_CHECKING:
 STEP = 256
 """Chunks looked at in one step."""
 ENCODINGS = Encoding.COMPRESSED | Encoding.ENCRYPTED
-WRITERS_S = 10.0
-"""Shortest time between two readings of all writers' records."""
 
 
 class ChunkLocator:
@@ -39,9 +34,6 @@ class ChunkLocator:
         self._lanes = node.lanes
         self._gc_view = node.gc_view
         self._tiers = node.tiers
-        self._clock = node.clock
-        self._writers: Writers = {}
-        self._read_again_s = -math.inf
 
     def places(self, chain: ChunkKeys, deadline: Deadline) -> Iterator[list[ChunkPlace]]:
         """Yields where a chain's leading chunks are, in steps, up to the first that is nowhere.
@@ -66,7 +58,6 @@ class ChunkLocator:
             return True
 
         self._lanes.each(stop - start, look, deadline)
-        self._learn_writers([header.incarnation for _, header in seen.values()], deadline)
         memory, tiers = self._in_memory(chain, start, stop), self._tiers.below if self._tiers is not None else []
         found = []
         for index in range(start, stop):
@@ -82,20 +73,6 @@ class ChunkLocator:
                 )
             )
         return found
-
-    def _learn_writers(self, found: Iterable[Incarnation], deadline: Deadline) -> None:
-        """Reads the writers' records again if one is unknown, but at most every ``WRITERS_S``."""
-        seen = {written.lineage for each in found if (written := lineage.written(each)) is not None}
-        if seen - self._writers.keys() and self._clock.monotonic_s() >= self._read_again_s:
-            self._writers = self._lanes.run(lambda: read_writers(self._chunks.root), deadline)
-            self._read_again_s = self._clock.monotonic_s() + WRITERS_S
-
-    def _lineage(self, found: Incarnation) -> Lineage | None:
-        written = lineage.written(found)
-        writer = self._writers.get(written.lineage) if written is not None else None
-        if written is None or writer is None:
-            return None
-        return Lineage(written.written_s, writer.session, writer.node, writer.host, writer.version, writer.label)
 
     def _on_root(self, chain: ChunkKeys, index: int) -> tuple[Stat, Fixed] | None:
         """Returns what the root and the header say of one file. The next reader finds a damaged one."""
@@ -116,7 +93,6 @@ class ChunkLocator:
             when.hints,
             encoding,
             header.key_id if Encoding.ENCRYPTED in encoding else b"",
-            self._lineage(header.incarnation),
             self._gc_view.condemns(address),
         )
 

@@ -64,7 +64,6 @@ def open_member(
     create: bool = True,
     shard_bits: int = SHARD_BITS_DEFAULT,
     settings: TierSettings = NO_TIERS,
-    label: str = "",
     keys: KeyFile | None = None,
     compress: bool = False,
     asked: AskedBound = NOT_BOUNDED,
@@ -74,7 +73,7 @@ def open_member(
     check_access(etcd, etcd_tls, etcd_user)
     if compress:
         codec.check_compression()  # before the root is made and memory is taken
-    options = NodeOptions(durability, settings, label, keys, compress)
+    options = NodeOptions(durability, settings, keys, compress)
     limits, clock, ids = limits or Limits(), SystemClock(), RandomIds()
     if etcd and asked.is_explicit:
         raise _not_bounded(url, "a cluster has collectors of its own")
@@ -192,7 +191,6 @@ def _node_of(
         ids=ids,
         arena=SealedArena(memory_bytes).open() if memory_bytes else None,
         settings=options.tiers,
-        label=options.label,
         keys=options.keys,
         compress=options.compress,
         gc_state=host.view if host is not None else None,

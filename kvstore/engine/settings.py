@@ -13,7 +13,6 @@ from kvstore.core.recency import QUANTUM_S
 from kvstore.core.validate import FLOAT_MAX, brief, check_limits, is_whole, number, parse_size, size
 from kvstore.core.write_mode import BOUND_BYTES_MIN, Durability, WriteMode
 from kvstore.errors import InvalidRequest
-from kvstore.format.header import check_label
 from kvstore.meta.session import TTL_S
 from kvstore.meta.store import TIMEOUT_S_MAX
 
@@ -231,12 +230,10 @@ NO_TIERS = TierSettings()
 
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
-    """What an operator chooses for one node. Raises InvalidRequest for an invalid label."""
+    """What an operator chooses for one node."""
 
     durability: Durability = Durability.NONE
     tiers: TierSettings = NO_TIERS
-    label: str = ""
-    """The name of the roll-out that this node belongs to."""
     keys: KeyFile | None = None
     """Says whose chunks are encrypted; loaded."""
     compress: bool = False
@@ -244,9 +241,6 @@ class NodeOptions:
     session_ttl_s: int = TTL_S
     """A session lives so long without etcd, from 2 to 3,600 s. Then the node protects nothing until it has a new one;
     sweeps wait as long for a node that is gone. The simulation has a longer one."""
-
-    def __post_init__(self) -> None:
-        check_label(self.label)
 
 
 AS_SHIPPED = NodeOptions()

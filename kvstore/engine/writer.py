@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.codec.image import Images
 from kvstore.core import recency
 from kvstore.core.buffers import Sections
 from kvstore.core.executor import Deadline, DeadlinePassed, IndexedWork, moved_on
@@ -829,7 +828,6 @@ class RootWrite:
             self._writer.durable,
             self._hints,
             self.wanted.depths()[index],
-            source.origin(index) if isinstance(source, Images) else None,
         )
         if not self._is_chain or self._chunks.root.traits.ordered_publish:
             self._completed({index: staged})

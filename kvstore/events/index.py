@@ -152,7 +152,7 @@ class PendingDeletions:
     def news(self) -> News:
         """Applies what happened since the last call. Raises Unavailable if a lost watch could not begin again."""
         news = News()
-        for prefix in (self._keys.gc, self._keys.barriers):
+        for prefix in (self._keys.gc, self._keys.clearing):
             try:
                 watch = self._watches.get(prefix) or self._begin(prefix, news)
                 while (events := watch.next(0.0)) is not None:
@@ -170,7 +170,7 @@ class PendingDeletions:
 
     def hides(self, namespace: bytes) -> bool:
         """True if a clear is deleting all of a namespace, by its id."""
-        return any(_takes_all(order) and order.means(NamespaceId(namespace)) for order in self._clears.values())
+        return any(order.means(NamespaceId(namespace)) for order in self._clears.values())
 
     def close(self) -> None:
         """Ends the watches. Idempotent."""
@@ -197,7 +197,7 @@ class PendingDeletions:
         shard = self._keys.parse_condemned(key)
         if shard is not None:
             self._apply_sweep(shard, kv, news)
-        elif key.startswith(self._keys.barriers):
+        elif key.startswith(self._keys.clearing):
             self._apply_clear(key, kv, news)
 
     def _apply_sweep(self, shard: int, kv: KeyValue | None, news: News) -> None:
@@ -223,10 +223,6 @@ class PendingDeletions:
         except InvalidRequest as error:
             log.warning("events.clear_unreadable %s", error)
             news.clear_ended = True
-
-
-def _takes_all(order: ClearOrder) -> bool:
-    return order.lineages is None and not order.unused_since_s
 
 
 # Claims of files about engine-hashed blocks, checked as far as possible.

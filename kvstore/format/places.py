@@ -33,8 +33,7 @@ HOST = Name("host")
 """How the processes of one host share the root without etcd (``kvstore.host``)."""
 RESERVE = Name("reserve")
 BOUND = Name("bound")
-LINEAGE = Name("lineage")
-FOLDERS = frozenset({CHUNKS, STAGING, QUARANTINE, NAMESPACES, LINEAGE, TRASH, PLANS, PINS, GENERATIONS, HOST})
+FOLDERS = frozenset({CHUNKS, STAGING, QUARANTINE, NAMESPACES, TRASH, PLANS, PINS, GENERATIONS, HOST})
 
 SHARD_BITS_MAX = 16
 NAMESPACE_ID_BYTES = 8
@@ -150,17 +149,6 @@ def parse_generation(file_name: str) -> int | None:
     if not (file_name.isascii() and file_name.isdecimal()) or file_name.startswith("0"):
         return None
     return int(file_name) if len(file_name) <= NUMBER_DIGITS_MAX else None
-
-
-def writer(session: bytes) -> Name:
-    """Returns the name of a session's record, which is written before its first chunk."""
-    return Name(f"{LINEAGE}/{session.hex()}.json")
-
-
-def parse_writer(file_name: str) -> bytes | None:
-    """Returns the session from the last part of the name of a writer's record; None for anything else."""
-    stem, dot, suffix = file_name.partition(".")
-    return _parse_id(stem, SESSION_BYTES) if dot and suffix == "json" else None
 
 
 def namespace_claim(key: bytes) -> Name:

@@ -23,7 +23,7 @@ from kvstore.core.recency import NS_PER_S, was_never_stamped
 from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch
 from kvstore.format import places
-from kvstore.format.header import Header, LineageId, written
+from kvstore.format.header import Header
 from kvstore.format.header import IdentityKind as HeaderKind
 from kvstore.format.places import Name
 from kvstore.meta.keys import parse_id
@@ -37,7 +37,6 @@ from kvstore.root.identity import (
     claim_key,
     claimed_layout,
     read_small,
-    read_writer,
 )
 from kvstore.root.inspect import Broken, Inspector
 from kvstore.root.interface import FolderEntry, Root
@@ -70,8 +69,6 @@ class FindingKind(enum.Enum):
     """Chunks whose parent is not there; no match reaches them, garbage collection takes them in time."""
     UNREADABLE = "unreadable"
     """The root refused to show it: an I/O error, or no permission."""
-    OLD_WRITER = "old_writer"
-    """The record of a session that ended long ago, and that has no chunk on the root any more."""
     LEFTOVER = "leftover"
     """The scratch folder of a ``check-root`` that was killed."""
 
@@ -83,7 +80,6 @@ HOUSEKEEPING = frozenset(
         FindingKind.QUARANTINED,
         FindingKind.NO_RECORD,
         FindingKind.UNREACHABLE,
-        FindingKind.OLD_WRITER,
         FindingKind.LEFTOVER,
     }
 )
@@ -181,10 +177,6 @@ STAGING_AGE_S = 3600.0
 STAGING_GRACE_S = 120.0
 """A session may have begun after the list of live ones was read; its staged files are younger than this."""
 REACH_MAX = 10_000_000
-WRITER_AGE_S = 30 * 86_400.0
-"""By this age, chunks that the root has lost are gone from every memory and local disk as well."""
-LINEAGES_MAX = 1_000_000
-"""The most writers that are distinguished; beyond it no record counts as old."""
 
 _FILES = frozenset({places.FORMAT, places.RESERVE, places.BOUND})
 
@@ -235,7 +227,6 @@ def fsck(
     walk.chunks()
     walk.staging()
     walk.quarantine()
-    walk.lineage()
     walk.reach()
     walk.report.read_bytes = inspector.read_bytes
     return walk.report
@@ -267,7 +258,6 @@ class _Walk:
         self._reach = ParentIndex()
         self._recorded: set[NamespaceId] = set()
         self._undescribed: set[NamespaceId] = set()
-        self._lineages: set[LineageId] = set()
         self._shards_done = 0
 
     def top(self) -> None:
@@ -360,27 +350,6 @@ class _Walk:
                 self._add(FindingKind.QUARANTINED, name, detail, partial(self._repairer.settle, name))
             self._progress(self._shards_done)
 
-    def lineage(self) -> None:
-        """Every record of a writer must be readable. Repair removes old ones that no chunk names any more."""
-        live = self._options.live_sessions
-        for entry in self._entries(places.LINEAGE):
-            name, session = Name(f"{places.LINEAGE}/{entry.name}"), places.parse_writer(entry.name)
-            if entry.stat is None or session is None:
-                self._add(FindingKind.FOREIGN, name)
-                continue
-            try:
-                writer = read_writer(self._root, name)
-            except KVStoreError as error:
-                self._add(FindingKind.UNREADABLE, name, str(error))
-                continue
-            is_old = self._now_s - entry.stat.mtime_ns / NS_PER_S >= WRITER_AGE_S and session not in (live or ())
-            if writer is None:
-                self._add(FindingKind.BAD_RECORD, name, "", partial(self._repairer.remove, name))
-            elif is_old and len(self._lineages) < LINEAGES_MAX and writer.lineage not in self._lineages:
-                self._add(
-                    FindingKind.OLD_WRITER, name, writer.label or writer.host, partial(self._repairer.remove, name)
-                )
-
     def reach(self) -> None:
         """Finds chunks without their parent."""
         lost = self._reach.unreachable(self._shard_bits)
@@ -413,9 +382,6 @@ class _Walk:
             return
         self.report.chunks_count += 1
         self.report.chunks_bytes += header.file_bytes
-        said = written(header.incarnation)
-        if said is not None and len(self._lineages) < LINEAGES_MAX:
-            self._lineages.add(said.lineage)
         parent = header.parent if header.kind is HeaderKind.TOKENS else None
         self._reach.add(header.address, parsed[1], parent)
         if parsed[1] not in self._recorded and parsed[1] not in self._undescribed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -18,13 +19,13 @@ from kvstore.census.selection import ClearOrder
 from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.host.tables import CLEARS, CLEARS_NONE, EVICTING, HoldTable, Number, Own, Shared, live_tables
-from kvstore.root.posix import FILE_MODE
+from kvstore.root.posix import FILE_MODE, translated
 
 log = logging.getLogger(__name__)
 
 ORDERS_MAX = 64
 PASSING_S = 60.0
-"""An order that does not stand is kept so long: it keeps chunks out of memory that are on their way there."""
+"""An order is kept so long: it keeps chunks out of memory that are on their way there."""
 POLL_S = 0.05
 ANSWER_S = 15.0
 """Time for other processes to drop what was cleared from their memory."""
@@ -50,11 +51,16 @@ class HostClears:
         self._table = table
         self._obey = obey
         self._sweep = sweep
-        self._obeyed = 0  # what a local disk keeps may be older than the last orders
+        self._obeyed = shared[Number.CLEARS]
         self._ended = threading.Event()
-        table.numbers[Own.CLEARS] = CLEARS_NONE if obey is None else 0
+        self._passes_s = math.inf
+        """The time at which chunks may come in again that an order named."""
         self._thread: threading.Thread | None = None
-        if obey is not None:
+        if obey is None:
+            table.numbers[Own.CLEARS] = CLEARS_NONE
+        else:
+            obey([], self._in_force(self._read()))
+            table.numbers[Own.CLEARS] = self._obeyed
             self._thread = threading.Thread(target=self._run, name="kvstore-clears", daemon=True)
             self._thread.start()
 
@@ -67,7 +73,7 @@ class HostClears:
             fcntl.flock(lock, fcntl.LOCK_EX)
             number = self._shared[Number.CLEARS] + 1
             lines = self._lines()[1 - ORDERS_MAX :]
-            lines.append(json.dumps({"number": number, "published_s": time.time(), "order": order.to_json().decode()}))
+            lines.append(json.dumps({"number": number, "order": order.to_json().decode()}))
             with open(f"{self._folder}/{CLEARS}.new", "w", opener=_private) as file:
                 file.write("\n".join(lines))
                 file.flush()
@@ -87,48 +93,50 @@ class HostClears:
         if self._thread is not None:
             self._thread.join(1.0)
 
+    def orders(self) -> list[ClearOrder]:
+        """Returns the orders that are kept, for a local disk that was away."""
+        return [order for _, order in self._read()]
+
     def _run(self) -> None:
-        """Obeys new orders; lets chunks in again that a passing order named, once it has passed."""
+        """Obeys new orders; lets chunks in again that an order named, once it has passed."""
         assert self._obey is not None
-        passes_s = 0.0
         while not self._ended.wait(POLL_S):
             number = self._shared[Number.CLEARS]
-            if number == self._obeyed and (not passes_s or time.time() < passes_s):
+            if number == self._obeyed and time.time() < self._passes_s:
                 continue
             try:
-                new, kept, passes_s = self._read(number)
-                if self._obey(new, kept):
+                kept = self._read()
+                new = [order for at, order in kept if self._obeyed < at <= number]
+                if self._obey(new, self._in_force(kept)):
                     self._obeyed = self._table.numbers[Own.CLEARS] = number
                     self._sweep(new)
             except (OSError, KVStoreError) as error:
                 log.info("clears.not_obeyed %s", error)
 
-    def _read(self, number: int) -> tuple[list[ClearOrder], list[ClearOrder], float]:
-        """Returns the orders that are new, those that are in force, and when the first of these passes (0: never)."""
-        new: list[ClearOrder] = []
-        kept: list[ClearOrder] = []
-        passes: list[float] = []
+    def _in_force(self, kept: list[tuple[int, ClearOrder]]) -> list[ClearOrder]:
+        orders = [order for _, order in kept if order.issued_s + PASSING_S > time.time()]
+        self._passes_s = min((order.issued_s + PASSING_S for order in orders), default=math.inf)
+        return orders
+
+    def _read(self) -> list[tuple[int, ClearOrder]]:
+        """Returns the orders that are kept, each after its number."""
+        kept: list[tuple[int, ClearOrder]] = []
         for line in self._lines():
             try:
                 fields = parse_json(line)
-                at, published_s = int(fields["number"]), float(fields["published_s"])
-                order = ClearOrder.from_json(fields["order"].encode())
+                kept.append((int(fields["number"]), ClearOrder.from_json(fields["order"].encode())))
             except (ValueError, KeyError, TypeError, InvalidRequest) as error:
                 log.warning("clears.not_understood %s", error)
-                continue
-            if self._obeyed < at <= number:
-                new.append(order)
-            if order.stands or published_s + PASSING_S > time.time():
-                kept.append(order)
-                passes += [] if order.stands else [published_s + PASSING_S]
-        return new, kept, min(passes, default=0.0)
+        return kept
 
     def _lines(self) -> list[str]:
-        try:
-            with open(f"{self._folder}/{CLEARS}") as file:
-                return file.read().splitlines()
-        except FileNotFoundError:
-            return []
+        path = f"{self._folder}/{CLEARS}"
+        with translated("read", path):
+            try:
+                with open(path) as file:
+                    return file.read().splitlines()
+            except FileNotFoundError:
+                return []
 
 
 def _private(path: str, flags: int) -> int:

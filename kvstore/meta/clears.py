@@ -1,9 +1,9 @@
-"""Orders to clear by selection, the answers of nodes that have dropped the chunks, and the barrier against pins.
+"""Orders to clear, and the answers of nodes that have dropped the chunks.
 
-    /kv/<root>/clears/<id>               an order; a standing one has no lease: a node that is away receives it later
+    /kv/<root>/clears/doing/<id>         an order in progress, under a lease that its clear renews: until it ends no
+                                         node pins what it may be about to delete (gc/PROTOCOL.md, P5)
+    /kv/<root>/clears/done/<id>          an order that is done, for nodes that are away
     /kv/<root>/cleared/<id>/<session>    a node has obeyed it; under its session's lease, until the order is done
-    /kv/<root>/clearing/<id>             the order of a clear that is deleting, under a lease that it renews: until
-                                         then no node pins what it may be about to delete (gc/PROTOCOL.md, P5)
 
 The content of an order is opaque here, because metadata know no chunks.
 """
@@ -12,153 +12,126 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.core.clock import Clock
-from kvstore.errors import PermissionDenied, Unavailable
+from kvstore.core.clock import Clock, SystemClock
+from kvstore.errors import Unavailable
 from kvstore.meta.keys import Keys, SessionId, parse_id
 from kvstore.meta.session import Session, live_sessions
-from kvstore.meta.store import NO_LEASE, KeyValue, LeaseGone, LeaseId, MetadataStore, Snapshot, Watch
+from kvstore.meta.store import Delete, KeyValue, LeaseGone, LeaseId, MetadataStore, Put, Snapshot, Watch
 
 ORDERS_MAX = 256
 """Limit on orders that are kept; beyond it, the oldest are removed."""
 PASSING_S = 60
-"""How long an order that does not stand is kept after it was issued, last renewed, or done."""
-BARRIER_S = 60
-"""A barrier ends this long after its clear has died."""
-LOST_LEASE = "etcd lost a lease that it gave a moment ago: clear again"
-_WAITING, _DONE = b"\x00", b"\x01"
+"""How long an order in progress is kept after it was issued or renewed. It forbids so long after its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedOrder:
-    """An order as read; its content is None if it is no longer kept. ``is_done`` when the root has nothing of it."""
+    """An order as read; its content is None if its key ended. ``is_done`` when the root has nothing of it."""
 
     id: bytes
     content: bytes | None
     is_done: bool
 
 
+class PublishedClear:
+    """An order in progress. Call ``check`` before each deletion."""
+
+    def __init__(self, clears: Clears, id: bytes, content: bytes, lease: LeaseId, sent_s: float) -> None:
+        self.id = id
+        self._clears = clears
+        self._content = content
+        self._lease = lease
+        self._sent_s = sent_s
+
+    def check(self) -> None:
+        """Raises Unavailable unless it certainly is in force: else nodes may pin, or take back, what is deleted.
+
+        Half of its time is left then, in which a running deletion can end.
+        """
+        if self._clears.clock.monotonic_s() >= self._sent_s + self._clears.passing_s / 2:
+            raise Unavailable("etcd did not keep the order while chunks were deleted: clear again")
+
+    def renew(self, timeout_s: float) -> None:
+        """Keeps it in force. Raises Unavailable."""
+        sent_s = self._clears.clock.monotonic_s()
+        if not self._clears.meta.keep_alive(self._lease, timeout_s):
+            sent_s = float("-inf")  # it ended, and cannot come back
+        self._sent_s = sent_s
+
+    def done(self, timeout_s: float) -> None:
+        """Announces to all nodes that the root has no chunk of the order any more. Raises Unavailable."""
+        keys, meta = self._clears.keys, self._clears.meta
+        self.check()
+        ends = Delete(keys.clear_in_progress(self.id)), Put(keys.clear_done(self.id), self._content)
+        meta.txn((), ends, timeout_s)
+        self._sent_s = float("-inf")
+
+
 class Clears:
     """The orders of one root."""
 
     def __init__(
-        self, meta: MetadataStore, keys: Keys, *, passing_s: int = PASSING_S, orders_max: int = ORDERS_MAX
+        self,
+        meta: MetadataStore,
+        keys: Keys,
+        clock: Clock | None = None,
+        *,
+        passing_s: int = PASSING_S,
+        orders_max: int = ORDERS_MAX,
     ) -> None:
-        self._meta = meta
-        self._keys = keys
+        self.meta = meta
+        self.keys = keys
+        self.clock = clock or SystemClock()
         self.passing_s = passing_s
         self._orders_max = orders_max
 
-    def publish(self, order: bytes, content: bytes, timeout_s: float, *, stands: bool) -> LeaseId:
-        """Publishes a new order, whose id is unused, to all nodes; returns the lease that ``renew`` takes.
+    def publish(self, id: bytes, content: bytes, timeout_s: float) -> PublishedClear:
+        """Publishes a new order, whose id is unused, to all nodes. Raises Unavailable: it may have been published."""
+        sent_s = self.clock.monotonic_s()
+        lease = self.meta.grant(self.passing_s, timeout_s)
+        try:
+            self.meta.put(self.keys.clear_in_progress(id), content, lease, timeout_s)
+        except LeaseGone as gone:
+            raise Unavailable("etcd lost a lease that it gave a moment ago: clear again") from gone
+        return PublishedClear(self, id, content, lease, sent_s)
 
-        Raises Unavailable: the order may have been published.
-        """
-        return self._put(order, _WAITING + content, timeout_s, stands=stands)
-
-    def renew(self, lease: LeaseId, timeout_s: float) -> bool:
-        """Keeps an order that does not stand for another ``passing_s``; False if it is over. Raises Unavailable."""
-        return lease == NO_LEASE or self._meta.keep_alive(lease, timeout_s)
-
-    def done(self, order: bytes, content: bytes, timeout_s: float, *, stands: bool) -> None:
-        """Announces to all nodes that the root has no chunk of the order any more. Raises Unavailable."""
-        self._put(order, _DONE + content, timeout_s, stands=stands)
+    def in_progress(self, timeout_s: float) -> list[bytes]:
+        """Returns the orders of clears that may be deleting. Raises Unavailable."""
+        return [kv.value for kv in self.meta.list(self.keys.clearing, timeout_s).items]
 
     def answer(self, session: Session, order: bytes, timeout_s: float) -> None:
         """Answers that this node has obeyed an order. Raises SessionLost, Unavailable."""
-        session.put(self._keys.clear_answer(order, session.id), b"", timeout_s)
+        session.put(self.keys.clear_answer(order, session.id), b"", timeout_s)
 
     def withdraw(self, session: Session, order: bytes, timeout_s: float) -> None:
         """Withdraws this session's answer to an order that is done, or no longer kept. Raises Unavailable."""
-        self._meta.delete(self._keys.clear_answer(order, session.id), timeout_s)
+        self.meta.delete(self.keys.clear_answer(order, session.id), timeout_s)
 
     def silent(self, order: bytes, timeout_s: float) -> set[SessionId]:
         """Returns the sessions of live nodes that have not answered. Raises Unavailable."""
         # Read the sessions last: one that begins in between has read the order at its start, and answers as well.
-        found = self._meta.list(self._keys.clear_answers(order), timeout_s).items
+        found = self.meta.list(self.keys.clear_answers(order), timeout_s).items
         answers = {SessionId(id) for kv in found if (id := parse_id(kv.key.rpartition("/")[2])) is not None}
-        return live_sessions(self._meta, self._keys, timeout_s) - answers
+        return live_sessions(self.meta, self.keys, timeout_s) - answers
 
     def snapshot(self, timeout_s: float) -> Snapshot:
-        return self._meta.list(self._keys.clears, timeout_s)
+        return self.meta.list(self.keys.clears, timeout_s)
 
     def watch(self, from_revision: int) -> Watch:
-        return self._meta.watch(self._keys.clears, from_revision)
+        return self.meta.watch(self.keys.clears, from_revision)
 
     def read(self, key: str, found: KeyValue | None) -> PublishedOrder | None:
         """Parses a key as found, None if it is gone; returns None for a key that this version does not know."""
-        order = parse_id(key.removeprefix(self._keys.clears))
-        if order is None or found is None:
-            return None if order is None else PublishedOrder(order, None, True)
-        return PublishedOrder(order, found.value[1:], found.value[:1] == _DONE)
-
-    def _put(self, order: bytes, value: bytes, timeout_s: float, *, stands: bool) -> LeaseId:
-        lease = NO_LEASE if stands else self._meta.grant(self.passing_s, timeout_s)
-        try:
-            self._meta.put(self._keys.clear_order(order), value, lease, timeout_s)
-        except LeaseGone as gone:
-            raise Unavailable(LOST_LEASE) from gone
-        return lease
+        state, _, text = key.removeprefix(self.keys.clears).partition("/")
+        order = parse_id(text)
+        if order is None:
+            return None
+        return PublishedOrder(order, None if found is None else found.value, state == "done")
 
     def trim(self, timeout_s: float) -> int:
-        """Removes the oldest orders beyond ``orders_max``; returns how many. Raises Unavailable."""
-        kept = sorted(self.snapshot(timeout_s).items, key=lambda kv: kv.create_revision)
+        """Removes the oldest orders that are done beyond ``orders_max``; returns how many. Raises Unavailable."""
+        done = self.meta.list(self.keys.clear_done(b""), timeout_s).items
+        kept = sorted(done, key=lambda kv: kv.create_revision)
         for kv in kept[: max(0, len(kept) - self._orders_max)]:
-            self._meta.delete(kv.key, timeout_s)
+            self.meta.delete(kv.key, timeout_s)
         return max(0, len(kept) - self._orders_max)
-
-
-class Barrier:
-    """A barrier that was put up. Call ``check`` before each deletion."""
-
-    def __init__(self, meta: MetadataStore, lease: LeaseId, sent_s: float, clock: Clock) -> None:
-        self._meta = meta
-        self._lease = lease
-        self._clock = clock
-        self._sent_s = sent_s
-
-    @property
-    def stands(self) -> bool:
-        """True while it certainly stands: half of its time is left, in which a running deletion can end."""
-        return self._clock.monotonic_s() < self._sent_s + BARRIER_S / 2
-
-    def check(self) -> None:
-        """Raises Unavailable unless it stands: then pins may be taken again, and nothing may be deleted."""
-        if not self.stands:
-            raise Unavailable("etcd did not keep the barrier against pins while chunks were deleted: clear again")
-
-    def renew(self, timeout_s: float) -> None:
-        """Keeps it up. Raises Unavailable."""
-        sent_s = self._clock.monotonic_s()
-        if not self._meta.keep_alive(self._lease, timeout_s):
-            sent_s = float("-inf")  # it went, and cannot come back
-        self._sent_s = sent_s
-
-    def take_down(self, timeout_s: float) -> None:
-        """Allows pins again, once nothing is being deleted any more. If etcd does not answer, the lease ends it."""
-        self._sent_s = float("-inf")
-        try:
-            self._meta.revoke(self._lease, timeout_s)
-        except (Unavailable, PermissionDenied):
-            pass
-
-
-class Barriers:
-    """The barriers of one root."""
-
-    def __init__(self, meta: MetadataStore, keys: Keys, clock: Clock) -> None:
-        self._meta = meta
-        self._keys = keys
-        self._clock = clock
-
-    def put_up(self, id: bytes, order: bytes, timeout_s: float) -> Barrier:
-        """Puts up a new barrier. Raises Unavailable: then it may be there until its time is over."""
-        sent_s = self._clock.monotonic_s()
-        lease = self._meta.grant(BARRIER_S, timeout_s)
-        try:
-            self._meta.put(self._keys.barrier(id), order, lease, timeout_s)
-        except LeaseGone as gone:
-            raise Unavailable(LOST_LEASE) from gone
-        return Barrier(self._meta, lease, sent_s, self._clock)
-
-    def orders(self, timeout_s: float) -> list[bytes]:
-        return [kv.value for kv in self._meta.list(self._keys.barriers, timeout_s).items]

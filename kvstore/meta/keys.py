@@ -14,10 +14,9 @@
     /kv/<root>/collectors/<session>              one per collector, under its session's lease
     /kv/<root>/peers/<session>/address           where others read from a worker's memory, under its session's lease
     /kv/<root>/peers/<session>/<shard>           what its memory holds, 64 of them; see ``workers.py``
-    /kv/<root>/peers/cleared/<digest>            one per namespace that was ever cleared: changes each time
-    /kv/<root>/clears/<order>                    what was cleared by selection; see ``clears.py``
+    /kv/<root>/clears/doing/<order>              a clear in progress, under a lease; see ``clears.py``
+    /kv/<root>/clears/done/<order>               what was cleared
     /kv/<root>/events/<name>                     the publisher of events that speaks, under its lease
-    /kv/<root>/clearing/<order>                  a clear is deleting, under its lease; see ``clears.py``
     /kv/<root>/cleared/<order>/<session>         a node has dropped it, under its session's lease
 
 Their number is O(nodes + pins + namespaces + sweeps in flight), never O(chunks). Nodes watch ``gc/`` as a whole, so
@@ -64,7 +63,7 @@ class Keys:
         self.collectors = f"{self.prefix}collectors/"
         self.peers = f"{self.prefix}peers/"
         self.clears = f"{self.prefix}clears/"
-        self.barriers = f"{self.prefix}clearing/"
+        self.clearing = f"{self.clears}doing/"
 
     def session(self, session: SessionId) -> str:
         return f"{self.sessions}{session.hex()}"
@@ -120,18 +119,15 @@ class Keys:
     def peer_digest(self, session: SessionId, shard: int) -> str:
         return f"{self.peers}{session.hex()}/{shard:02x}"
 
-    def peer_cleared(self, digest: NamespaceDigest) -> str:
-        return f"{self.peers}cleared/{digest.hex()}"
-
     def speaker(self, name: str) -> str:
         """Returns the key of the publisher that speaks under a name, which may be any text and so is hashed."""
         return f"{self.prefix}events/{blake2b(name.encode(), digest_size=16, person=b'kvstore.event.1').hexdigest()}"
 
-    def clear_order(self, order: bytes) -> str:
-        return f"{self.clears}{order.hex()}"
+    def clear_in_progress(self, order: bytes) -> str:
+        return f"{self.clearing}{order.hex()}"
 
-    def barrier(self, order: bytes) -> str:
-        return f"{self.barriers}{order.hex()}"
+    def clear_done(self, order: bytes) -> str:
+        return f"{self.clears}done/{order.hex()}"
 
     def clear_answers(self, order: bytes) -> str:
         return f"{self.prefix}cleared/{order.hex()}/"

@@ -52,7 +52,7 @@ class Capacity:
 
     Reports up to ``revision`` are counted. Each node may write ``credit_bytes`` beyond its last report among them;
     None: no limit, because the collector has not listed the root yet. ``is_full``: nothing can be evicted, so puts are
-    refused. Collectors keep ``headroom_bytes`` free.
+    refused.
     """
 
     revision: int
@@ -60,7 +60,6 @@ class Capacity:
     capacity_bytes: int | None = None
     credit_bytes: int | None = None
     is_full: bool = False
-    headroom_bytes: int | None = None
 
     def to_json(self) -> bytes:
         return _packed(
@@ -70,19 +69,17 @@ class Capacity:
                 "capacity": self.capacity_bytes,
                 "credit": self.credit_bytes,
                 "full": self.is_full,
-                "headroom": self.headroom_bytes,
             }
         )
 
     @classmethod
     def from_json(cls, value: bytes) -> Capacity:
         fields = _unpacked(value, "capacity")
-        used, capacity, credit, headroom = (
-            None if fields.get(name) is None else _count(fields, name)
-            for name in ("used", "capacity", "credit", "headroom")
+        used, capacity, credit = (
+            None if fields.get(name) is None else _count(fields, name) for name in ("used", "capacity", "credit")
         )
         is_full = fields.get("full") is True
-        return cls(_count(fields, "revision"), used, capacity, credit, is_full, headroom)
+        return cls(_count(fields, "revision"), used, capacity, credit, is_full)
 
 
 def _packed(fields: dict[str, Any]) -> bytes:

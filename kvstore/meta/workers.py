@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from kvstore.core.namespace import NamespaceDigest
 from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, SessionLost
 from kvstore.meta.keys import Keys, SessionId, parse_id
@@ -80,14 +79,13 @@ class WorkerRegistry:
         return found
 
 
-# The keys that nodes with memory share: where they serve it, digests of its content, cleared namespaces.
+# The keys that nodes with memory share: where they serve it, and digests of its content.
 #
 # Only the peers know what the bytes of a digest mean.
 
 
 SHARDS = 64
 """Parts of the address space, by the first six bits of an address."""
-DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +106,7 @@ class DigestTold:
     value: bytes | None
 
 
-@dataclass(frozen=True, slots=True)
-class ClearedTold:
-    """A namespace was cleared; ``mark`` differs each time."""
-
-    namespace: NamespaceDigest
-    mark: bytes
-
-
-PeerUpdate = AddressTold | DigestTold | ClearedTold
+PeerUpdate = AddressTold | DigestTold
 
 
 class Digests:
@@ -150,10 +140,6 @@ class Digests:
         """Stops other nodes from reading this worker's memory, before it stops. Raises Unavailable."""
         self._meta.delete(self._keys.peer_address(session.id), timeout_s)
 
-    def mark_cleared(self, namespace: NamespaceDigest, mark: bytes, timeout_s: float) -> None:
-        """Announces that a namespace was cleared. Without a lease, so that a node that is away receives it later."""
-        self._meta.put(self._keys.peer_cleared(namespace), mark, timeout_s=timeout_s)
-
     def snapshot(self, timeout_s: float) -> Snapshot:
         return self._meta.list(self._keys.peers, timeout_s)
 
@@ -163,9 +149,6 @@ class Digests:
     def read(self, key: str, found: KeyValue | None) -> PeerUpdate | None:
         """Parses a key as found, None if it is gone; returns None for a key that this version does not know."""
         owner, _, what = key.removeprefix(self._keys.peers).partition("/")
-        if owner == "cleared":
-            digest = _digest_of(what)
-            return None if digest is None or found is None else ClearedTold(digest, found.value)
         session = parse_id(owner)
         if session is None:
             return None
@@ -190,11 +173,3 @@ def _shard_of(text: str) -> int | None:
     except ValueError:
         return None
     return shard if 0 <= shard < SHARDS and f"{shard:02x}" == text else None
-
-
-def _digest_of(text: str) -> NamespaceDigest | None:
-    try:
-        digest = bytes.fromhex(text)
-    except ValueError:
-        return None
-    return NamespaceDigest(digest) if len(digest) == DIGEST_BYTES and digest.hex() == text else None

@@ -37,10 +37,6 @@ class PeerLimits:
     """Bulk connections to one peer, each for one fetch at a time; another fetch waits for one."""
     tries_max: int = 3
     """Peers that may fail, or lack what they reported, in one fetch."""
-    cleared_s: float = 30.0
-    """How long nothing of a cleared namespace is read from peers: until each has received the clear, or has lost its
-    session and with it its digests.
-    """
     aside_s_min: float = 1.0
     """How long a peer that failed is left alone; doubles with each failure in a row."""
     aside_s_max: float = 30.0

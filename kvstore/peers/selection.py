@@ -1,4 +1,4 @@
-"""This node's experience with its peers: how fast each is, which are left alone, and which one is asked next (P3)."""
+"""This node's experience with its peers: which are left alone, and which one is asked next (P3)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,6 @@ from kvstore.peers.limits import PeerLimits
 
 log = logging.getLogger(__name__)
 
-LATEST = 0.3
-"""Weight of the latest fetch in a peer's time per byte."""
-S_PER_BYTE_FIRST = 1 / (4 << 30)
-"""Starting value for a peer that was never asked: fast, so that it is asked."""
-S_PER_BYTE_MIN = 1 / (64 << 30)
-
 
 class Peer:
     """One peer. Its fields belong to the roster, under its lock; its callers use ``endpoint`` and ``turn``."""
@@ -31,7 +25,6 @@ class Peer:
         self.endpoint = Endpoint(address, Bulk.TCP, _client_limits(limits), credentials)
         self.turn = threading.BoundedSemaphore(limits.links_max)
         """One turn for each possible connection."""
-        self.s_per_byte = S_PER_BYTE_FIRST
         self.asked = 0
         """Fetches in progress or waiting."""
         self.failures = 0
@@ -56,8 +49,7 @@ class PeerSelector:
         self._closed = False
 
     def choose(self, covered: Mapping[str, int], without: Collection[str]) -> Peer | None:
-        """Chooses among the peers that cover most: draws two, with weights, and takes the one that is asked less at the
-        moment.
+        """Chooses among the peers that cover most: draws two, and takes the one that is asked less at the moment.
 
         ``covered`` says how many of the wanted chunks each address has. The caller must ``leave`` the returned peer.
         """
@@ -67,7 +59,7 @@ class PeerSelector:
                 return None
             most = max(free.values())
             able = [self._peer(each) for each, count in free.items() if 2 * count > most]
-            drawn = self._chance.choices(able, [1 / _cost(peer) for peer in able], k=2)
+            drawn = self._chance.choices(able, k=2)
             chosen = min(drawn, key=lambda peer: peer.asked)
             chosen.asked += 1
             chosen.endpoint.use()
@@ -79,13 +71,10 @@ class PeerSelector:
             peer.asked -= 1
         peer.endpoint.leave()
 
-    def praise(self, peer: Peer, size_bytes: int, took_s: float) -> None:
+    def praise(self, peer: Peer) -> None:
         """Notes that it gave what it was asked for."""
         with self._lock:
             peer.failures = 0
-            if size_bytes:
-                latest = max(took_s / size_bytes, S_PER_BYTE_MIN)
-                peer.s_per_byte += LATEST * (latest - peer.s_per_byte)
 
     def blame(self, address: str, why: str) -> None:
         """Leaves it alone for a while, because it failed or gave a wrong chunk."""
@@ -147,11 +136,6 @@ class PeerSelector:
                 log.info("peers.back peer=%s", peer.address)
             else:
                 peer.until_s = self._clock.monotonic_s() + self._limits.aside_s_min
-
-
-def _cost(peer: Peer) -> float:
-    """Returns the time per byte, and more for a peer that has failed since it last answered."""
-    return peer.s_per_byte * (1 << min(peer.failures, 16))
 
 
 def _is_well(answer: Any) -> bool:

@@ -5,27 +5,26 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from threading import Lock
 
 import grpc
 
+from kvstore.census.selection import NOTHING, ClearOrder
 from kvstore.client.failover import Endpoint
 from kvstore.client.pool import PLAIN, BulkRefused, Credentials, DataConnection
 from kvstore.core.address import Address
 from kvstore.core.clock import Clock
-from kvstore.core.executor import Deadline, Loop, Tasks
+from kvstore.core.executor import Deadline, Loop
 from kvstore.core.metrics import Counters, NodeCount, TierName
-from kvstore.core.namespace import NamespaceDigest
 from kvstore.errors import KVStoreError
 from kvstore.format.keyset import ChunkKeys, KeySet
 from kvstore.meta.session import Session, SessionManager
 from kvstore.meta.store import KeyValue, Watch, WatchLost
-from kvstore.meta.workers import ClearedTold, Digests, WorkerRecord
+from kvstore.meta.workers import Digests, WorkerRecord
 from kvstore.peers.limits import PeerLimits
 from kvstore.peers.reports import EMPTY, DigestPublisher, Directory, PeerReports, Source
 from kvstore.peers.selection import Peer, PeerSelector
@@ -46,8 +45,6 @@ class PeerAnswer:
 
     count: int
     trouble: str | None = None
-    took_s: float = 0.0
-    """Seconds since the request was sent; excludes making a new connection, which says nothing about the next fetch."""
 
 
 def ask(
@@ -57,12 +54,11 @@ def ask(
 
     Returns after ``idle_s`` without a byte, and after ``most_s`` in all.
     """
-    count, began_s = 0, time.monotonic()
+    count = 0
     try:
         with endpoint.calling(), endpoint.bulk.link(min(idle_s, most_s)) as link:
             if link is None:
                 return PeerAnswer(0)  # all its connections are in use, or it was closed
-            began_s = time.monotonic()
             link.channel.limit(idle_s, most_s)
             for count in _received(link, chain, first, images, most_s):  # noqa: B007  what came before it broke counts
                 pass
@@ -74,7 +70,7 @@ def ask(
         return PeerAnswer(count, f"gRPC: {error.code().name}")
     except (KVStoreError, grpc.FutureCancelledError, ValueError) as error:
         return PeerAnswer(count, str(error) or type(error).__name__)  # gRPC raises a ValueError for a closed channel
-    return PeerAnswer(count, took_s=time.monotonic() - began_s)
+    return PeerAnswer(count)
 
 
 def _received(
@@ -164,7 +160,7 @@ class PeerRead:
             finally:
                 peer.turn.release()
             if answer.trouble is None:
-                self._roster.praise(peer, sum(map(len, images[: answer.count])), answer.took_s)
+                self._roster.praise(peer)
             else:
                 self.failures += 1
                 self._roster.blame(peer.address, answer.trouble)
@@ -182,7 +178,7 @@ def runs(indexes: Sequence[int]) -> Iterator[tuple[int, int]]:
             start = at
 
 
-# Follows the peers' reports: one watch that feeds the directory, and receives the names of cleared namespaces.
+# Follows the peers' reports: one watch that feeds the directory.
 #
 # Depends on this node's session. When the session is lost, what was read from etcd may be outdated, so it is forgotten;
 # the next session begins by reading everything afresh. A lost watch alone is only a lag.
@@ -193,8 +189,6 @@ log = logging.getLogger(__name__)
 RETRY_S = 1.0
 BATCHES_MAX = 256
 """Batches of news taken in before the directory is built: a flood must not delay it for ever."""
-OWN_MARKS_MAX = 1024
-"""Limit on this node's own clears that its watch may still report."""
 REST = 4
 """Wait this multiple of the last build time before rebuilding: with many peers there is always news."""
 
@@ -202,9 +196,7 @@ REST = 4
 class PeerFollower:
     """``directory`` is always the newest there is. ``own`` is this node's address, whose digests are left out.
 
-    ``on_cleared`` is called for each namespace cleared since its last call, and at the start for all that ever were, in
-    the follower's thread: it must not raise, and while it runs no other event is received. The thread also calls
-    ``look_after`` of ``roster``.
+    Its thread also calls ``look_after`` of ``roster``.
     """
 
     def __init__(
@@ -214,7 +206,6 @@ class PeerFollower:
         limits: PeerLimits,
         counters: Counters,
         clock: Clock,
-        on_cleared: Callable[[NamespaceDigest], None],
         roster: PeerSelector,
     ) -> None:
         self.directory: Directory = EMPTY
@@ -223,14 +214,11 @@ class PeerFollower:
         self._limits = limits
         self._counters = counters
         self._clock = clock
-        self._on_cleared = on_cleared
         self._roster = roster
-        self._changed = threading.Condition()  # guards session, watch, directory and marks
+        self._changed = threading.Condition()  # guards session, watch and directory
         self._session: Session | None = None
         self._loop = Loop("kvstore-peers-follow", self._changed, lambda: self._turn)
         self._watch: Watch | None = None
-        self._marks: dict[NamespaceDigest, bytes] = {}
-        self._own_marks: deque[bytes] = deque(maxlen=OWN_MARKS_MAX)
         # Only the thread uses the fields below.
         self._followed: Session | None = None
         self._reports = PeerReports(own, limits.prints_max)
@@ -253,11 +241,6 @@ class PeerFollower:
             watch = self._watch
         if watch is not None:
             watch.close()  # wakes the thread
-
-    def expect_cleared(self, mark: bytes) -> None:
-        """Notes the mark of a clear that this node is about to report, so that its watch can ignore it."""
-        with self._changed:
-            self._own_marks.append(mark)
 
     def step(self, wait_s: float) -> bool:
         """Takes in new events, waiting up to ``wait_s`` for them; False if it cannot receive any at the moment."""
@@ -315,17 +298,8 @@ class PeerFollower:
     def _take(self, keys: Iterable[tuple[str, KeyValue | None]]) -> None:
         for key, found in keys:
             news = self._digests.read(key, found)
-            if isinstance(news, ClearedTold):
-                self._take_cleared(news)
-            elif news is not None:
+            if news is not None:
                 self._reports.hear(news)
-
-    def _take_cleared(self, news: ClearedTold) -> None:
-        with self._changed:
-            is_new = self._marks.get(news.namespace) != news.mark and news.mark not in self._own_marks
-            self._marks[news.namespace] = news.mark
-        if is_new:
-            self._on_cleared(news.namespace)
 
     def _show(self, session: Session) -> None:
         """Replaces the directory as a whole, unless the session has ended."""
@@ -363,8 +337,6 @@ class PeerFollower:
 # The tier of peers: chunks that other nodes have in memory, by their reports in etcd, read over bulk connections.
 
 
-CLEARED_MAX = 1 << 16
-"""Limit on cleared namespaces that wait to be dropped here; the next start drops the rest."""
 GIVEN_MAX = 4096
 """Limit on chunks whose giver is remembered, in case they prove wrong."""
 
@@ -372,9 +344,7 @@ GIVEN_MAX = 4096
 class Peers:
     """A ``kvstore.tiers.stack.Tier``. Knows nothing, and reports nothing, before ``start``. Thread-safe.
 
-    ``source`` is this node's memory. ``on_cleared`` is called when a namespace was cleared, mostly in a thread of this
-    tier's own: drop the namespace from memory and disk. After ``start`` it is called for every namespace that was ever
-    cleared: a refilled local disk may have chunks from before.
+    ``source`` is this node's memory.
     """
 
     name: TierName = "peers"
@@ -388,7 +358,6 @@ class Peers:
         counters: Counters,
         clock: Clock,
         limits: PeerLimits,
-        on_cleared: Callable[[NamespaceDigest], None],
     ) -> None:
         self.limits = limits
         self._digests = digests
@@ -396,21 +365,18 @@ class Peers:
         self._source = source
         self._counters = counters
         self._clock = clock
-        self._on_cleared = on_cleared
         self._roster = roster
+        self._standing = NOTHING
         self._publisher: DigestPublisher | None = None
         self._follower: PeerFollower | None = None
-        self._lock = Lock()  # guards who gave which chunk, and the cleared namespaces
+        self._lock = Lock()  # guards who gave which chunk
         self._given: OrderedDict[Address, str] = OrderedDict()
-        self._cleared: dict[NamespaceDigest, float] = {}
-        # Of its own: dropping a namespace may wait for a disk, and the follower must not.
-        self._clearing = Tasks("kvstore-peers-clear", 1, CLEARED_MAX)
 
     def start(self, address: str | None) -> None:
         """Starts to follow peers, and announces ``address`` as that of this node's memory; None: it is not served."""
         assert self._follower is None, "peers are started once"
         follower = self._follower = PeerFollower(
-            self._digests, address, self.limits, self._counters, self._clock, self._clear_soon, self._roster
+            self._digests, address, self.limits, self._counters, self._clock, self._roster
         )
         follower.start()
         self._presence.attach(follower.begin, follower.end)
@@ -472,21 +438,9 @@ class Peers:
         if address is not None:
             self._roster.blame(address, "a chunk from it was not right")
 
-    def drop_namespace(self, digest: bytes) -> None:
-        """See ``Tier``. Does nothing: prints do not name their namespace, so the peers' own digests have to change."""
-
-    def tell_cleared(self, namespace: NamespaceDigest) -> None:
-        """Announces that a namespace was cleared here, and drops the chunks that peers gave in the meantime.
-
-        Raises Unavailable if the announcement may not have reached etcd.
-        """
-        mark = os.urandom(16)
-        if self._follower is not None:
-            self._follower.expect_cleared(mark)
-        try:
-            self._digests.mark_cleared(namespace, mark, self.limits.meta_deadline_s)
-        finally:
-            self._apply_clear(namespace)
+    def forbid(self, standing: ClearOrder) -> None:
+        """See ``Tier``. A peer that has not dropped a cleared namespace yet must not give it back."""
+        self._standing = standing
 
     def stats(self) -> dict[str, int | float]:
         known = self._follower.directory if self._follower is not None else None
@@ -502,24 +456,10 @@ class Peers:
             self._publisher.close(timeout_s)
         if self._follower is not None:
             self._follower.close(timeout_s)
-        self._clearing.close(timeout_s)
         self._roster.close()
 
-    def _clear_soon(self, namespace: NamespaceDigest) -> None:
-        self._clearing.submit(lambda: self._apply_clear(namespace))
-
-    def _apply_clear(self, namespace: NamespaceDigest) -> None:
-        """Stops reads of a namespace, then drops it: a peer that has not seen the clear must not give it back."""
-        now_s = self._clock.monotonic_s()
-        with self._lock:
-            for old in [each for each, until_s in self._cleared.items() if until_s <= now_s]:
-                del self._cleared[old]
-            self._cleared[namespace] = now_s + self.limits.cleared_s
-        self._on_cleared(namespace)
-
     def _is_cleared(self, wanted: KeySet) -> bool:
-        until_s = self._cleared.get(wanted.namespace.digest)
-        return until_s is not None and self._clock.monotonic_s() < until_s
+        return self._standing.means(wanted.namespace.digest)
 
     def _note(self, chunk: Address, peer: str) -> None:
         with self._lock:
@@ -539,6 +479,6 @@ def join_peers(tiers: TierStack, digests: Digests, presence: SessionManager, cre
     """
     node, limits = tiers.node, PeerLimits(sync_interval_s=tiers.settings.sync_interval_s)
     selector = PeerSelector(limits, node.clock, Random(), credentials)
-    peers = Peers(digests, presence, tiers.memory, selector, node.counters, node.clock, limits, node.forget_namespace)
+    peers = Peers(digests, presence, tiers.memory, selector, node.counters, node.clock, limits)
     tiers.add_peers(peers)
     return peers

@@ -55,7 +55,6 @@ class CheckTimings:
 WRITERS_COUNT = 4
 RACES_COUNT = 20
 LINKS_COUNT = 100
-SMALL_FILES_COUNT = 100
 REMOVE_TRIES_MAX = 40
 STAMP_NS = 1_700_000_000_123_456_789
 WEAK_FENCES = frozenset({"fuse.glusterfs"})
@@ -110,11 +109,8 @@ def _probes(root: Root, scratch: Name, second: str | None, timings: CheckTimings
         tries.ranges,
         tries.listing,
         tries.deletion,
-        tries.open_while_deleted,
         tries.mtime,
-        tries.mapping,
         tries.space,
-        tries.speed,
     ]
     if not root.traits.fenced:  # where a folder fences a sweep, no conditional deletion is needed
         attempts.append(tries.conditional_deletion)
@@ -276,23 +272,6 @@ class _Tries:
             "garbage collection may lose newer chunks: do not run kvstore-gc here",
         )
 
-    def open_while_deleted(self) -> Probe:
-        content = b"held" * 1000
-        self.write("held", content)
-        reader = self._root.open(self.name("held"))
-        assert reader is not None
-        with reader:
-            self._root.remove(self.name("held"))
-            memory = bytearray(len(content))
-            count = reader.read([memoryview(memory)], 0, BufferLoan())
-        wrong = memory[:count] != content[:count]
-        return Probe(
-            "reading an open file that was deleted",
-            False if wrong else None,
-            f"gives {count} of {len(content)} bytes",
-            "other bytes were read. Do not use this root" if wrong else "",
-        )
-
     def mtime(self) -> Probe:
         name = "the mtime can be set"
         self.write("stamp", b"stamp")
@@ -315,37 +294,11 @@ class _Tries:
         weaker = "of chunks used at one time, parents may be evicted before children"
         return Probe(name, True, "to coarser than 1 µs", weaker)
 
-    def mapping(self) -> Probe:
-        name = "files can be mapped into memory"
-        if not self._root.traits.mapped:
-            return Probe(name, None, "they cannot", "view() reads a copy instead")
-        self.write("mapped", b"mapped" * 1000)
-        reader = self._root.open(self.name("mapped"))
-        assert reader is not None
-        with reader:
-            mapped = reader.map()
-        ok = mapped is not None and bytes(mapped) == b"mapped" * 1000
-        return _verdict(name, ok, "mapped", "not mapped", "view() fails: use read_into()")
-
     def space(self) -> Probe:
         name, space = "free space is reported", self._root.space()
         if space.total_bytes is None or space.free_bytes is None:
             return Probe(name, None, "it is not", "garbage collection needs --max-bytes or --ttl on this root")
         return Probe(name, True, f"{space.free_bytes / 2**30:.1f} of {space.total_bytes / 2**30:.1f} GiB free")
-
-    def speed(self) -> Probe:
-        start_s = time.perf_counter()
-        for number in range(SMALL_FILES_COUNT):
-            self.write(f"small/{number}", b"x" * 100)
-        published_s = time.perf_counter()
-        listed = len(list(self._root.list(self.name("small"))))
-        listed_s = time.perf_counter()
-        self.write("small/durable", b"durable" * 1000, durable=True)
-        synced_s = time.perf_counter()
-        published_per_s = SMALL_FILES_COUNT / max(published_s - start_s, 1e-9)
-        listed_per_s = listed / max(listed_s - published_s, 1e-9)
-        detail = f"{published_per_s:.0f} published/s, {listed_per_s:.0f} listed/s, {synced_s - listed_s:.4f} s for one "
-        return Probe("small files", None, f'{detail}with durability="fsync"')
 
 
 class _MountTries:

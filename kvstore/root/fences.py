@@ -8,12 +8,11 @@ from functools import partial
 from typing import TypeVar
 
 from kvstore.core.clock import Clock, Ids
-from kvstore.errors import KVStoreError, Unavailable
+from kvstore.errors import KVStoreError, StoreFull, Unavailable
 from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.root.identity import publish_small, read_small
 from kvstore.root.interface import Root
-from kvstore.root.posix import DiskFull
 
 # The folder of one sweep as a fence: chunks can be renamed into it while it exists, and never again afterwards.
 #
@@ -106,8 +105,6 @@ RESERVE_BYTES = 1 << 20
 FREE_SHARE = 1 / 16
 """A node takes no more of what is free; a disk too small for RESERVE_BYTES_MIN has none."""
 RESERVE_BYTES_MIN = 256 << 10
-LOG_BYTES = 640 << 10
-"""Room for what is written while a clear or a sweep begins."""
 
 
 def keep_reserve(root: Root, ids: Ids, size_bytes: int = RESERVE_BYTES) -> None:
@@ -138,31 +135,12 @@ def begin_reserve(root: Root, ids: Ids) -> None:
             keep_reserve(root, ids, size_bytes)
 
 
-def spend_reserve(root: Root) -> bool:
-    """Gives its room back to the root; False if it was spent before. Raises the root's errors."""
-    return root.remove(places.RESERVE)
-
-
-def make_room(root: Root) -> bool:
-    """Spends the reserve if a full disk has no room for what deleting writes first; True if there is room now.
-
-    Raises the root's errors.
-    """
-    return _has_room(root) or (spend_reserve(root) and _has_room(root))
-
-
-def _has_room(root: Root) -> bool:
-    free_bytes = root.space().free_bytes
-    return free_bytes is None or free_bytes >= LOG_BYTES
-
-
 def with_reserve(root: Root, work: Callable[[], T]) -> T:
     """Returns what ``work`` returns. If that fails on a full disk, spends the reserve and tries once more."""
     try:
         return work()
-    except DiskFull:
-        free_bytes = root.space().free_bytes
-        if free_bytes is None or free_bytes >= RESERVE_BYTES or not spend_reserve(root):
+    except StoreFull:
+        if not root.remove(places.RESERVE):
             raise
         return work()
 

@@ -1,4 +1,4 @@
-"""The identity of a root, and the other small records on it: generations, capacity limit, writers and namespaces.
+"""The identity of a root, and the other small records on it: generations, capacity limit and namespaces.
 
 ``FORMAT``, made once and never changed, guards against a file system that is not mounted, one mounted in another's
 place, and a version that this code does not know: each would otherwise look like an empty or a damaged cache.
@@ -20,7 +20,7 @@ from kvstore.core.recency import NS_PER_S
 from kvstore.core.validate import brief, parse_json
 from kvstore.errors import InvalidRequest, LayoutMismatch, Overloaded, RootMismatch, Unavailable
 from kvstore.format import places
-from kvstore.format.header import RECORD_BYTES_MAX, Generation, LineageId, WriterRecord
+from kvstore.format.header import RECORD_BYTES_MAX, Generation
 from kvstore.format.places import GENERATIONS, Name
 from kvstore.root.interface import Root
 
@@ -47,7 +47,6 @@ _OURS = frozenset(
         places.HOST,
         places.RESERVE,
         places.BOUND,
-        places.LINEAGE,
     }
 )
 FILE_SYSTEMS_OWN = frozenset({"lost+found", ".snapshot", ".snapshots", ".zfs", ".glusterfs", ".trashcan"})
@@ -308,36 +307,6 @@ def _read_bound(root: Root) -> int | None:
             "correct it, or remove it for a new default"
         )
     return max_bytes
-
-
-# The records of writers on a root: who wrote under each lineage. Written once, like ``FORMAT``; never changed.
-
-
-def publish_writer(root: Root, writer: WriterRecord, *, ids: Ids, clock: Clock) -> None:
-    """Publishes the record of a session, unless it is there. Synced. Raises the root's errors."""
-    publish_small(root, places.writer(bytes.fromhex(writer.session)), writer.to_json(), ids=ids, clock=clock)
-
-
-def read_writers(root: Root) -> dict[LineageId, WriterRecord]:
-    """Returns all writers that the root knows, except unreadable records. Raises the root's errors."""
-    found: dict[LineageId, WriterRecord] = {}
-    for entry in root.list(places.LINEAGE):
-        writer = read_writer(root, Name(f"{places.LINEAGE}/{entry.name}")) if entry.stat is not None else None
-        if writer is not None:
-            found[writer.lineage] = writer
-    return found
-
-
-def read_writer(root: Root, name: Name) -> WriterRecord | None:
-    """Returns the writer of a record; None if it is gone, damaged, or another session's. Raises the root's errors."""
-    content = read_small(root, name, RECORD_BYTES_MAX)
-    if content is None:
-        return None
-    try:
-        writer = WriterRecord.from_json(content)
-    except InvalidRequest:
-        return None
-    return writer if places.writer(bytes.fromhex(writer.session)) == name else None
 
 
 # The namespaces: which layout each name has, and what each digest in a chunk file means.

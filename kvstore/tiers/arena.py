@@ -58,11 +58,6 @@ class Extents:
         """Bytes that are not taken, in however many pieces."""
         return self._free_pages * PAGE_BYTES
 
-    @property
-    def largest_bytes(self) -> int:
-        """The most that one call can take."""
-        return self._sizes[-1][0] * PAGE_BYTES if self._sizes else 0
-
     def take(self, size_bytes: int) -> int | None:
         """Takes ``size_bytes`` bytes (1 or more); returns their offset, or None if no free run is long enough."""
         if size_bytes < 1:

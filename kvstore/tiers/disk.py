@@ -19,27 +19,27 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.census.selection import NOTHING, ClearFilter, ClearOrder
+from kvstore.census.selection import NOTHING, ClearOrder
 from kvstore.codec.encodings import Encodings, NotDecodable
 from kvstore.core import recency
 from kvstore.core.address import Address
 from kvstore.core.buffers import BufferLoan, byte_length
 from kvstore.core.clock import Clock, Ids
-from kvstore.core.executor import Deadline, moved_on, within
+from kvstore.core.executor import Deadline, moved_on
 from kvstore.core.metrics import Counters, NodeCount, TierName
 from kvstore.core.namespace import NamespaceDigest, NamespaceId
 from kvstore.core.recency import DEFAULT, NS_PER_S, QUANTUM_S, Hints
 from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, PermissionDenied, Unavailable
 from kvstore.format import places
-from kvstore.format.header import FIXED_BYTES, Damage, Damaged, Expected, Header, IdentityKind, decode, incarnation_at
+from kvstore.format.header import Damage, Damaged, Expected, Header, IdentityKind, decode
 from kvstore.format.keyset import ChunkIdentity, KeySet
 from kvstore.format.places import Name
 from kvstore.root.identity import FILE_SYSTEMS_OWN, FORMAT_BYTES_MAX, TOP, read_small
 from kvstore.root.inspect import Inspector, Whole
-from kvstore.root.interface import Root
+from kvstore.root.interface import Root, Stat
 from kvstore.root.posix import FULL_ERRORS, REFUSED_ERRORS, PosixRoot
-from kvstore.tiers.inventory import DROP_COUNT, TierEntry, TierInventory
+from kvstore.tiers.inventory import TierEntry, TierInventory
 
 # The folder of a local disk tier: locked by one node at a time, and never mistaken for a root, nor a root for it.
 
@@ -63,8 +63,6 @@ class DiskFolder:
         self._ids = ids
         self._make_root = make_root
         self._lock_fd = -1
-        self.block_bytes = 0
-        """Block size of the file system, in bytes; 0 until the folder is open."""
 
     def open(self) -> Root:
         """Makes the folder if it is missing, locks it, and returns access to its files, which are then this node's.
@@ -81,7 +79,6 @@ class DiskFolder:
         is_marked = self._is_marked(root)  # check first: leave no lock file in another program's folder
         self._lock()
         try:
-            self.block_bytes = self._find_block_bytes()
             if not is_marked and not self._is_marked(root):
                 self._mark(root)
         except BaseException:
@@ -103,12 +100,6 @@ class DiskFolder:
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             os.close(fd)
-
-    def _find_block_bytes(self) -> int:
-        try:
-            return os.statvfs(self.path).f_frsize
-        except OSError as cause:
-            raise _refusal(self.path, "could not be looked at", cause) from cause
 
     def _lock(self) -> None:
         path = f"{self.path}/{LOCK}"
@@ -271,19 +262,6 @@ class DiskFile:
     address: Address
     namespace: NamespaceId
 
-    @property
-    def name(self) -> Name:
-        return places.chunk(self.address, self.namespace, SHARD_BITS)
-
-
-@dataclass(frozen=True, slots=True)
-class DiskClaim:
-    """Room for a file that is being written."""
-
-    entry: TierEntry
-    clears_count: int
-    """Number of namespaces cleared before it was claimed."""
-
 
 @dataclass(frozen=True, slots=True)
 class PendingDelete:
@@ -345,9 +323,8 @@ class DiskShelf:
         """Bytes charged for the leaving entries, and for those whose files are being removed."""
         self._is_whole = False
         """True once all files of the folder are taken in: before that nothing is written."""
-        self._cleared: set[bytes] = set()
-        """Namespaces cleared before that; nothing of them is taken in."""
-        self._clears_count = 0
+        self._unused_since_s: dict[NamespaceId, float] = {}
+        """Until then: files of cleared namespaces that were last used before this time are not taken in."""
         self._standing = NOTHING
 
     def set_block_bytes(self, block_bytes: int) -> None:
@@ -362,12 +339,6 @@ class DiskShelf:
     def has(self, address: Address) -> bool:
         with self._lock:
             return self._inventory.find(address) is not None
-
-    def has_file(self, found: DiskFile) -> bool:
-        """True if the file is that of an entry."""
-        with self._lock:
-            entry = self._inventory.find(found.address)
-            return entry is not None and name_of(entry) == found.name
 
     def refer(self, address: Address) -> TierEntry | None:
         """Returns the entry, whose room is not given back until ``unrefer``; None if there is none."""
@@ -414,7 +385,7 @@ class DiskShelf:
             self._counters.add(NodeCount.DISK_EVICTED, len(victims))
             return True
 
-    def claim(self, place: ChunkIdentity, size_bytes: int, hints: Hints) -> DiskClaim | None:
+    def claim(self, place: ChunkIdentity, size_bytes: int, hints: Hints) -> TierEntry | None:
         """Claims room for a file; None if there is none, or if the address is taken.
 
         Never evicts: the caller would not remove the evicted file.
@@ -422,16 +393,13 @@ class DiskShelf:
         with self._lock:
             if self._room.charge(size_bytes) > self._room.free_bytes:
                 return None
-            entry = self._inventory.claim(place, size_bytes, self._clock.now_s(), hints)
-            return None if entry is None else DiskClaim(entry, self._clears_count)
+            return self._inventory.claim(place, size_bytes, self._clock.now_s(), hints)
 
-    def ready(self, claimed: DiskClaim) -> bool:
-        """Notes that the file is there; False if a namespace, perhaps the file's own, was cleared since the claim."""
+    def ready(self, entry: TierEntry) -> None:
+        """Notes that the file is there."""
         with self._lock:
-            if claimed.clears_count != self._clears_count or not self._inventory.ready(claimed.entry):
-                return False
-            self._inventory.unrefer(claimed.entry)
-            return True
+            self._inventory.ready(entry)
+            self._inventory.unrefer(entry)
 
     def leave(self, entry: TierEntry, *names: Name) -> None:
         """Takes away an entry that the caller refers to. It keeps its room until its file, or ``names``, are gone."""
@@ -458,11 +426,11 @@ class DiskShelf:
         was = recency.decode(found.mtime_ns, QUANTUM_S)
         place = ChunkIdentity(header.namespace, header.address, header.parent)
         with self._lock:
-            if header.namespace in self._cleared or self._standing.forbids(header.namespace, header.incarnation):
+            used_s = min(float(was.last_use_s), self._clock.now_s())
+            if used_s < self._unused_since_s.get(found.namespace, 0.0) or self._standing.means(found.namespace):
                 return False
             if self._room.charge(found.size_bytes) > self._room.free_bytes:
                 return False
-            used_s = min(float(was.last_use_s), self._clock.now_s())
             entry = self._inventory.claim(place, found.size_bytes, used_s, was.hints)
             if entry is None:
                 return False
@@ -471,43 +439,39 @@ class DiskShelf:
             self._inventory.unrefer(entry)
         return True
 
-    def charge(self, found: DiskFile) -> None:
+    def charge(self, size_bytes: int) -> None:
         """Charges a file that the disk refused to show or to remove."""
         with self._lock:
-            self._room.held_bytes += self._room.charge(found.size_bytes)
+            self._room.held_bytes += self._room.charge(size_bytes)
 
     def whole(self) -> None:
         with self._lock:
             self._is_whole = True
-            self._cleared.clear()
+            self._unused_since_s.clear()
 
-    def drop_namespace(self, digest: NamespaceDigest) -> None:
-        """Makes all chunks of the namespace leave, also those that are being written or taken in."""
+    def cleared(self, order: ClearOrder) -> None:
+        """Notes what must not be taken in."""
         with self._lock:
-            self._clears_count += 1
             if not self._is_whole:
-                self._cleared.add(digest)
-            entries = self._inventory.of_namespace(digest)
-        for start in range(0, len(entries), DROP_COUNT):
-            with self._lock:
-                for entry in entries[start : start + DROP_COUNT]:
-                    if entry.is_ready:  # if not, it is gone, or its writer removes it in ``ready``
-                        self._inventory.refer(entry)
-                        self._leave(entry)
+                for namespace in order.namespaces:
+                    since_s = self._unused_since_s.get(namespace, 0.0)
+                    self._unused_since_s[namespace] = max(since_s, order.unused_since_s)
 
-    def forbid(self, standing: ClearFilter) -> None:
-        """Sets what must not come here from now on (rule P6)."""
+    def named(self, order: ClearOrder) -> list[TierEntry]:
+        """Returns the entries that an order names."""
+        with self._lock:
+            entries = [entry for entry in self._inventory.entries() if entry.is_ready]
+        return [entry for entry in entries if order.means(entry.namespace)]
+
+    def forbid(self, standing: ClearOrder) -> None:
+        """Sets what must neither come here nor be read from now on (rule P5)."""
         with self._lock:
             self._standing = standing
 
-    def forbids(self, header: Header) -> bool:
-        """True if a chunk must not come here."""
+    def forbids(self, namespace: NamespaceDigest) -> bool:
+        """True if chunks of a namespace must neither come here nor be read."""
         with self._lock:
-            return self._standing.forbids(header.namespace, header.incarnation)
-
-    def entries(self) -> list[TierEntry]:
-        with self._lock:
-            return [entry for entry in self._inventory.entries() if entry.is_ready]
+            return self._standing.means(namespace)
 
     def stats(self) -> dict[str, int | float]:
         with self._lock:
@@ -545,123 +509,18 @@ def name_of(chunk: ChunkIdentity | TierEntry) -> Name:
     return places.chunk(chunk.address, NamespaceId(chunk.namespace[: places.NAMESPACE_ID_BYTES]), SHARD_BITS)
 
 
-# Takes in what a local disk tier finds in its folder at the start, in the order of the folder.
-
-
-RETRY_S = 5.0
-"""Wait after an error of the disk."""
-
-
-class Refill:
-    """One thread that runs from ``start`` until all files are taken in, or until ``stop``.
-
-    It calls ``failed`` for each error of the disk, and ``ended`` when it is done with the folder.
-    """
-
-    def __init__(
-        self,
-        root: Root,
-        shelf: DiskShelf,
-        encodings: Encodings,
-        failed: Callable[[KVStoreError], None],
-        ended: Callable[[], None],
-        retry_s: float,
-    ) -> None:
-        self._retry_s = retry_s
-        self._encodings = encodings
-        self._root = root
-        self._shelf = shelf
-        self._failed = failed
-        self._ended = ended
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="kvstore-disk-refill", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stopped.set()
-
-    def _serve(self) -> None:
-        try:
-            while not self._stopped.is_set():
-                try:
-                    self._take_in()
-                    return
-                except KVStoreError as error:  # of a listing: begin again
-                    self._failed(error)
-                    self._stopped.wait(self._retry_s)
-        finally:
-            self._ended()
-
-    def _take_in(self) -> None:
-        """Takes in all files with names of chunks. Removes files with other names, and cut-off writes."""
-        for session in self._entries(places.STAGING):
-            folder = Name(f"{places.STAGING}/{session}")
-            for part in self._entries(folder):
-                self._root.remove(Name(f"{folder}/{part}"))
-            self._root.remove_folder(folder)
-        inspector = Inspector(self._root, verify_payload=False)
-        for shard in self._entries(places.CHUNKS):
-            folder = Name(f"{places.CHUNKS}/{shard}")
-            for entry in list(self._root.list(folder)):
-                if self._stopped.is_set():
-                    return
-                if entry.stat is None:
-                    continue
-                chunk = places.parse_chunk(entry.name)
-                name = Name(f"{folder}/{entry.name}")
-                if chunk is not None and places.chunk(*chunk, SHARD_BITS) == name:
-                    self._take(inspector, DiskFile(entry.stat.mtime_ns, entry.stat.size_bytes, *chunk))
-                else:
-                    self._root.remove(name)
-        if not self._stopped.is_set():
-            self._shelf.whole()
-
-    def _entries(self, folder: Name) -> list[str]:
-        return [] if self._stopped.is_set() else [entry.name for entry in self._root.list(folder)]
-
-    def _take(self, inspector: Inspector, found: DiskFile) -> None:
-        if self._shelf.has_file(found):
-            return  # taken in before a listing failed
-        try:
-            verdict = inspector.look(found.name)
-            if isinstance(verdict, Whole) and _is_of(verdict.header, found):
-                header = self._opened(found, verdict.header)
-                if header is not None and self._shelf.admit(found, header):
-                    return
-            self._root.remove(found.name)
-        except KVStoreError as error:
-            self._shelf.charge(found)
-            self._failed(error)
-            self._stopped.wait(self._retry_s)
-
-    def _opened(self, found: DiskFile, header: Header) -> Header | None:
-        """Returns a header whose tokens can be read; None if it is encrypted and its key is no longer known."""
-        reader = self._root.open(found.name) if header.encoding else None
-        if reader is None:
-            return None if header.encoding else header
-        with reader:
-            try:
-                opened = self._encodings.header_of(reader)
-            except (NotDecodable, Damaged):
-                return None
-        return opened and opened[0]
-
-
 def _is_of(header: Header, found: DiskFile) -> bool:
     return header.address == found.address and header.namespace[: places.NAMESPACE_ID_BYTES] == found.namespace
 
 
 log = logging.getLogger(__name__)
 
-CLEAR_S = 10.0
 SWEEP_MAX = 64
-"""Files removed by one call: a caller that drops one chunk must not also remove all files of a cleared namespace."""
+"""Files removed by one call: a caller that drops one chunk must not also remove all those that leave."""
 
 
 class DiskTier:
-    """Implements ``Tier``. Thread-safe. ``open`` it first; it is empty until the folder's files are taken in."""
+    """Implements ``Tier``. Thread-safe. ``open`` it first; it is empty until ``refill`` has taken in the files."""
 
     name: TierName = "disk"
 
@@ -675,11 +534,7 @@ class DiskTier:
         *,
         encodings: Encodings | None = None,
         make_root: Callable[[str], Root] = PosixRoot,
-        clear_s: float = CLEAR_S,
-        retry_s: float = RETRY_S,
     ) -> None:
-        self._clear_s = clear_s
-        self._retry_s = retry_s
         self._folder = DiskFolder(path, clock, ids, make_root)
         self._encodings = encodings or Encodings(None, counters, ids)
         self._counters = counters
@@ -695,28 +550,30 @@ class DiskTier:
         """Running calls that use the folder, and the refill."""
 
     def open(self) -> None:
-        """Locks the folder and begins to take in its files.
+        """Locks the folder.
 
         Raises InvalidRequest if another node has it, or if it holds anything but a disk tier; PermissionDenied,
         Overloaded, Unavailable.
         """
         self._root = self._folder.open()
-        self._shelf.set_block_bytes(self._folder.block_bytes)
-        self._refill = Refill(
-            self._root,
-            self._shelf,
-            self._encodings,
-            lambda error: self._failed(self._reads, error),
-            self._end_use,
-            self._retry_s,
-        )
+        with suppress(OSError):
+            self._shelf.set_block_bytes(os.statvfs(self._folder.path).f_frsize)
         self._is_open = True
-        self._users_count = 1
-        self._refill.start()
+
+    def refill(self, cleared: Sequence[ClearOrder] = ()) -> None:
+        """Begins to take in the folder's files, except those last used before they were ``cleared``. Call it once."""
+        for order in cleared:
+            self._shelf.cleared(order)
+        with self._changed:
+            if self._is_open:
+                self._users_count += 1
+                threading.Thread(target=self._take_all, name="kvstore-disk-refill", daemon=True).start()
 
     def leading(self, wanted: KeySet, first: int) -> int:
         """Returns how many consecutive chunks from index ``first`` on are there. No I/O."""
         if not self._is_open or self._reads.is_on or self._readers.is_stuck:
+            return 0
+        if self._shelf.forbids(wanted.namespace.digest):
             return 0
         return self._shelf.leading(wanted.addresses, first)
 
@@ -732,7 +589,7 @@ class DiskTier:
         """
         came = [False] * len(indexes)
         with self._inside() as is_open:
-            if not is_open or not self._readers.enter(deadline):
+            if not is_open or self._shelf.forbids(wanted.namespace.digest) or not self._readers.enter(deadline):
                 return came
             try:
                 for at, (index, image) in enumerate(zip(indexes, images, strict=True)):
@@ -786,38 +643,18 @@ class DiskTier:
         if self.drop(wanted.addresses[index]):
             self._counters.add(NodeCount.DISK_DAMAGED)
 
-    def drop_namespace(self, digest: bytes) -> None:
-        """Removes all chunks of a namespace: first none of them is found any more, then the files go.
-
-        Waits at most ``clear_s`` for the files. Those left by then are removed in the background; a file that still
-        exists when the process ends is found again at the next start.
-        """
-        with self._inside() as is_open:
-            if is_open:
-                self._shelf.drop_namespace(NamespaceDigest(digest))
-                within(self._clear_s, self._sweep_all)
-
-    def forbid(self, standing: ClearFilter) -> None:
-        """Sets what must not come here from now on (rule P6). What is there already is checked when it is read."""
+    def forbid(self, standing: ClearOrder) -> None:
+        """Sets what must neither come here nor be read from now on (rule P5)."""
         self._shelf.forbid(standing)
 
-    def drop_ordered(self, orders: Sequence[ClearOrder]) -> None:
-        """Removes all chunks that orders name, which takes a look at each file of their namespaces.
-
-        Runs in the calling thread for as long as that takes. Never raises KVStoreError: a file that the disk refuses to
-        show stays, and is checked when it is read.
-        """
-        for entry in self._shelf.entries():
-            if not any(order.means(entry.namespace) for order in orders):
-                continue
+    def drop_ordered(self, order: ClearOrder) -> None:
+        """Removes all chunks that an order names, in the calling thread. Never raises KVStoreError."""
+        self._shelf.cleared(order)  # before the entries are listed: the refill checks what it takes in later
+        for entry in self._shelf.named(order):
             with self._inside() as is_open:
                 held = self._shelf.refer(entry.address) if is_open else None
-                if held is None:
-                    continue
-                if self._is_ordered(held, orders):
+                if held is not None:
                     self._remove(held)
-                else:
-                    self._shelf.unrefer(held, used=False)
 
     def stats(self) -> dict[str, int | float]:
         """Returns disk_entries; disk_held_bytes, as the file system counts them; disk_bytes_max; disk_refilling, which
@@ -831,12 +668,67 @@ class DiskTier:
             if not self._is_open:
                 return
             self._is_open = False
-            self._refill.stop()
             if not self._users_count:
                 self._folder.unlock()
             # A thread that hangs in the disk keeps the folder locked: it may still write there.
             elif not self._changed.wait_for(lambda: not self._users_count, timeout_s):
                 log.warning("disk.in_use %s: it stays locked until the disk answers", self._folder.path)
+
+    # What the folder has at the start is taken in, in its order.
+
+    def _take_all(self) -> None:
+        """Takes in all files with names of chunks; removes files with other names, and cut-off writes.
+
+        An error of a listing ends it: then nothing is written until the next start.
+        """
+        try:
+            for session in self._names(places.STAGING):
+                folder = Name(f"{places.STAGING}/{session}")
+                for part in self._names(folder):
+                    self._root.remove(Name(f"{folder}/{part}"))
+                self._root.remove_folder(folder)
+            inspector = Inspector(self._root, verify_payload=False)
+            for shard in self._names(places.CHUNKS):
+                for entry in list(self._root.list(Name(f"{places.CHUNKS}/{shard}"))):
+                    if self._is_open and entry.stat is not None:
+                        self._take(inspector, Name(f"{places.CHUNKS}/{shard}/{entry.name}"), entry.name, entry.stat)
+            if self._is_open:
+                self._shelf.whole()
+        except KVStoreError as error:
+            log.warning("disk.not_read %s: nothing is written to it until the next start: %s", self._folder.path, error)
+        finally:
+            self._end_use()
+
+    def _names(self, folder: Name) -> list[str]:
+        return [entry.name for entry in self._root.list(folder)] if self._is_open else []
+
+    def _take(self, inspector: Inspector, name: Name, file_name: str, stat: Stat) -> None:
+        chunk = places.parse_chunk(file_name)
+        try:
+            if chunk is not None and places.chunk(*chunk, SHARD_BITS) == name:
+                found, verdict = DiskFile(stat.mtime_ns, stat.size_bytes, *chunk), inspector.look(name)
+                if isinstance(verdict, Whole) and _is_of(verdict.header, found):
+                    header = self._opened(name, verdict.header)
+                    if header is not None and self._shelf.admit(found, header):
+                        return
+            self._root.remove(name)
+        except KVStoreError as error:
+            self._shelf.charge(stat.size_bytes)
+            self._failed(self._reads, error)
+
+    def _opened(self, name: Name, header: Header) -> Header | None:
+        """Returns a header whose tokens can be read; None if it is encrypted and its key is no longer known."""
+        if not header.encoding:
+            return header
+        reader = self._root.open(name)
+        if reader is None:
+            return None
+        with reader:
+            try:
+                opened = self._encodings.header_of(reader)
+            except (NotDecodable, Damaged):
+                return None
+        return opened and opened[0]
 
     @contextmanager
     def _inside(self) -> Iterator[bool]:
@@ -879,15 +771,6 @@ class DiskTier:
             self._remove(entry)
         return whole
 
-    def _is_ordered(self, entry: TierEntry, orders: Sequence[ClearOrder]) -> bool:
-        try:
-            seen = self._root.look(name_of(entry), FIXED_BYTES)
-        except KVStoreError as error:
-            self._failed(self._reads, error)
-            return False
-        found = incarnation_at(b"" if seen is None else seen.prefix)
-        return any(order.forbids(entry.namespace, found, entry.used_s) for order in orders)
-
     def _read(self, entry: TierEntry, expected: Expected, image: memoryview) -> bool | None:
         """Fills the image from the file; True if the file gave exactly the image, False if it is missing or wrong.
 
@@ -918,7 +801,7 @@ class DiskTier:
 
     def _add(self, place: ChunkIdentity, image: memoryview, hints: Hints) -> bool:
         header = _header_of(place, image)
-        if header is None or self._shelf.forbids(header):
+        if header is None or self._shelf.forbids(header.namespace):
             return False
         pieces = self._encodings.pieces_of_image(header, image)
         if pieces is None:
@@ -940,11 +823,12 @@ class DiskTier:
                 self._root.stage(staged, pieces, stamp_ns=stamp_ns, durable=False)
                 won = self._root.publish(staged, name, durable=False)
         except BaseException:
-            self._remove(claimed.entry, staged, name)
+            self._remove(claimed, staged, name)
             raise
-        if not won or not self._shelf.ready(claimed):
-            self._remove(claimed.entry)
+        if not won:
+            self._remove(claimed)
             return False
+        self._shelf.ready(claimed)
         self._writes.succeeded()
         self._counters.add(NodeCount.DISK_WRITES)
         self._counters.add(NodeCount.DISK_WRITE_BYTES, size_bytes)
@@ -954,29 +838,23 @@ class DiskTier:
         self._shelf.leave(entry, *names)
         self._sweep()
 
-    def _sweep(self) -> bool:
-        """Removes some of the leaving files; True if there may be more. Never raises KVStoreError.
+    def _sweep(self) -> None:
+        """Removes some of the leaving files. Never raises KVStoreError.
 
         Files that the disk refuses to remove keep their room. The next removal tries them again.
         """
         for _ in range(SWEEP_MAX):
             leaving = self._shelf.take_leaving()
             if leaving is None:
-                return False
+                return
             try:
                 for name in leaving.names:
                     self._root.remove(name)
             except KVStoreError as error:
                 self._shelf.put_back(leaving)
                 self._failed(self._writes, error)
-                return False
+                return
             self._shelf.left(leaving)
-        return True
-
-    def _sweep_all(self) -> None:
-        with self._inside() as is_open:
-            while is_open and self._is_open and self._sweep():
-                pass
 
     def _failed(self, pause: Pause, error: KVStoreError) -> None:
         self._counters.add(NodeCount.DISK_FAILED)

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.address import NO_PARENT, Address
-from kvstore.core.namespace import NamespaceDigest
 from kvstore.core.recency import DEFAULT, PRIORITY_DEFAULT, Hints
 from kvstore.format.keyset import ChunkIdentity
 
@@ -347,7 +346,6 @@ class TierInventory:
         """Numbers of children, by the address of their missing parent."""
         self._queues = Queues(self._is_evictable)
         self._prints = Prints()
-        self._pins: dict[Address, int] = {}
         # The latest time that a caller gave: ages of entries count up to it.
         self._now_s = 0.0
         self.held_bytes = 0
@@ -355,10 +353,8 @@ class TierInventory:
         self.dirty_bytes = 0
         self.referenced_bytes = 0
         """Bytes of entries with references, gone or not; a claimant has one."""
-        self.pinned_bytes = 0
         self.evicted_count = 0
         """Number of entries evicted since the beginning."""
-        self.evicted_bytes = 0
 
     @property
     def entries_count(self) -> int:
@@ -402,7 +398,6 @@ class TierInventory:
         self.held_bytes += size_bytes
         self.referenced_bytes += size_bytes
         self.dirty_bytes += size_bytes if dirty else 0
-        self.pinned_bytes += size_bytes if entry.address in self._pins else 0
         self._queues.enter(entry)
         return entry
 
@@ -424,7 +419,6 @@ class TierInventory:
         if entry.is_ready:
             self._prints.remove(entry.address)
         self.dirty_bytes -= entry.size_bytes if entry.is_dirty else 0
-        self.pinned_bytes -= entry.size_bytes if entry.address in self._pins else 0
         self._queues.leave(entry)
         self._forget(entry)
         if not entry.references:
@@ -448,31 +442,6 @@ class TierInventory:
             self._give(entry)
         else:
             self._queues.offer(entry)
-
-    def pin(self, address: Address) -> bool:
-        """Keeps a ready chunk from being evicted, until as many ``unpin``. False if it is not ready here.
-
-        The address is pinned: the pin also keeps the entry that replaces one dropped as damaged.
-        """
-        entry = self.find(address)
-        if entry is None:
-            return False
-        count = self._pins.get(address, 0)
-        self._pins[address] = count + 1
-        self.pinned_bytes += 0 if count else entry.size_bytes
-        return True
-
-    def unpin(self, address: Address) -> None:
-        """Undoes one ``pin``; does nothing if there is none."""
-        count = self._pins.pop(address, 0)
-        if count > 1:
-            self._pins[address] = count - 1
-        elif count and (entry := self._entries.get(address)) is not None:
-            self.pinned_bytes -= entry.size_bytes
-            self._queues.offer(entry)
-
-    def is_pinned(self, address: Address) -> bool:
-        return address in self._pins
 
     def clean(self, entry: TierEntry) -> None:
         """Notes that an entry need not reach the root any more (E3)."""
@@ -511,10 +480,6 @@ class TierInventory:
             self._queues.put_back(entry)
         return found
 
-    def of_namespace(self, namespace: NamespaceDigest) -> list[TierEntry]:
-        """Returns the entries of a namespace, claimed ones too. Looks at every entry of the tier."""
-        return [entry for entry in self.entries() if entry.namespace == namespace]
-
     def entries(self) -> list[TierEntry]:
         """Returns all entries, claimed ones too."""
         return list(self._entries.values())
@@ -529,13 +494,7 @@ class TierInventory:
 
     def _is_evictable(self, entry: TierEntry) -> bool:
         """True if rules E1 and E2 allow its eviction."""
-        return (
-            not entry.references
-            and not entry.children_count
-            and entry.is_ready
-            and not entry.is_dirty
-            and entry.address not in self._pins
-        )
+        return not entry.references and not entry.children_count and entry.is_ready and not entry.is_dirty
 
     def _make_room(self, size_bytes: int) -> int | None:
         """Takes room and evicts no more than it needs; evicts nothing if that would not make the room."""
@@ -554,7 +513,6 @@ class TierInventory:
                 self.drop(entry)
             self.evicted_count += len(found)
             offset = self._room.take(size_bytes)
-        self.evicted_bytes += evicted_bytes
         return offset
 
     def _plan(self, bytes_wanted: int) -> list[TierEntry]:

@@ -15,15 +15,13 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.census.selection import NOTHING, ClearFilter, ClearOrder
+from kvstore.census.selection import NOTHING, ClearOrder
 from kvstore.codec.image import Images, ImagesIn, Mask, take_images, verify_images
 from kvstore.core.address import Address
 from kvstore.core.buffers import BufferLoan, Sections
 from kvstore.core.clock import Clock
 from kvstore.core.metrics import Counters, NodeCount
-from kvstore.core.namespace import NamespaceDigest
 from kvstore.core.recency import DEFAULT, Hints
-from kvstore.format.header import FIXED_BYTES, incarnation_at
 from kvstore.format.keyset import KeySet, leading
 from kvstore.tiers.arena import Extents, SealedArena
 from kvstore.tiers.inventory import DROP_COUNT, Admission, TierEntry, TierInventory
@@ -289,12 +287,12 @@ class MemoryTier:
     def ready(self, slots: Sequence[Slot], *, fetched: bool = False) -> None:
         """Notes that they are complete: from now on they are found, and never change again (rule I2).
 
-        Drops those ``fetched`` from elsewhere that were cleared during the fetch (rule P6).
+        Drops those ``fetched`` from elsewhere that were cleared during the fetch (rule P5).
         """
         with self._lock:
             for slot in slots:
                 self._filling.pop(slot.entry.address, None)
-                if fetched and self._standing.forbids(slot.entry.namespace, incarnation_at(slot.memory)):
+                if fetched and self._standing.means(slot.entry.namespace):
                     self._inventory.drop(slot.entry)
                 self._inventory.ready(slot.entry)
                 self._inventory.unrefer(slot.entry)
@@ -337,23 +335,6 @@ class MemoryTier:
         with self._lock:
             return self._admission.asked(wanted.addresses[index], self._clock.monotonic_s())
 
-    def pin(self, addresses: Sequence[Address], bytes_max: int) -> list[Address]:
-        """Keeps chunks in memory until they are unpinned, until ``bytes_max`` are pinned in all; returns which."""
-        pinned: list[Address] = []
-        with self._lock:
-            for address in addresses:
-                if self._inventory.pinned_bytes >= bytes_max:
-                    break
-                if self._inventory.pin(address):
-                    pinned.append(address)
-        return pinned
-
-    def unpin(self, addresses: Sequence[Address]) -> None:
-        """Undoes ``pin`` for those that it returned."""
-        with self._lock:
-            for address in addresses:
-                self._inventory.unpin(address)
-
     def clean(self, entries: Sequence[TierEntry]) -> None:
         """Marks them as no longer kept for the root (rule E3): it has them, or will not get them."""
         with self._lock:
@@ -377,40 +358,34 @@ class MemoryTier:
             return Victims(self._readable, entries, self._let_go)
 
     def evict(self, entries: Sequence[TierEntry]) -> None:
-        """Evicts victims before their release, except those that are in use again, dirty or pinned (rule E2)."""
+        """Evicts victims before their release, except those that are in use again, or dirty (rule E2)."""
         evicted_count = 0
         with self._lock:
             self._collect()
             for entry in entries:
-                is_needed = entry.references > 1 or entry.is_dirty or self._inventory.is_pinned(entry.address)
-                if not entry.is_gone and not is_needed and not entry.children_count:
+                is_needed = entry.references > 1 or entry.is_dirty or entry.children_count
+                if not entry.is_gone and not is_needed:
                     self._inventory.drop(entry)
                     evicted_count += 1
         self._counters.add(NodeCount.MEMORY_EVICTED, evicted_count)
 
-    def drop_namespace(self, digest: bytes) -> int:
-        """Drops all chunks of a namespace, also those that are being brought; returns how many."""
-        with self._lock:
-            entries = self._inventory.of_namespace(NamespaceDigest(digest))
-        for start in range(0, len(entries), DROP_COUNT):
-            with self._lock:
-                for entry in entries[start : start + DROP_COUNT]:
-                    self._inventory.drop(entry)
-        return len(entries)
+    def forbid(self, standing: ClearOrder) -> None:
+        """Sets what must not be fetched any more.
 
-    def drop_ordered(self, orders: Sequence[ClearOrder], standing: ClearFilter) -> int:
-        """Drops all chunks that orders name; returns how many. ``standing`` is what must not be fetched any more."""
+        Call it before ``drop_ordered``: a chunk that is being fetched is then either listed, or checked in ``ready``.
+        """
         with self._lock:
-            # Set it before the entries are listed: a chunk that is being fetched is then either listed, or checked in
-            # ``ready``.
             self._standing = standing
-            entries = self._inventory.entries()
+
+    def drop_ordered(self, order: ClearOrder, *, even_dirty: bool = True) -> int:
+        """Drops all chunks that an order names; returns how many."""
+        with self._lock:
+            entries = self._inventory.entries() if order.namespaces else []
         dropped_count = 0
         for start in range(0, len(entries), DROP_COUNT):
             with self._lock:
-                since_s = self._clock.now_s() - self._clock.monotonic_s()  # converts one clock to the other
                 for entry in entries[start : start + DROP_COUNT]:
-                    if entry.is_ready and self._is_ordered(entry, orders, entry.used_s + since_s):
+                    if entry.is_ready and order.means(entry.namespace) and (even_dirty or not entry.is_dirty):
                         self._inventory.drop(entry)
                         dropped_count += 1
         return dropped_count
@@ -458,7 +433,6 @@ class MemoryTier:
                 "memory_held_bytes": inventory.held_bytes,
                 "memory_dirty_bytes": inventory.dirty_bytes,
                 "memory_referenced_bytes": inventory.referenced_bytes,
-                "memory_pinned_bytes": inventory.pinned_bytes,
                 "memory_leased_bytes": self._leased_bytes,
             }
 
@@ -493,10 +467,6 @@ class MemoryTier:
             if not self._leases[entry]:
                 del self._leases[entry]
                 self._leased_bytes -= entry.size_bytes
-
-    def _is_ordered(self, entry: TierEntry, orders: Sequence[ClearOrder], last_use_s: float) -> bool:
-        image = self._memory[entry.offset : entry.offset + FIXED_BYTES]
-        return any(order.forbids(entry.namespace, incarnation_at(image), last_use_s) for order in orders)
 
     def _found(self, wanted: KeySet, index: int) -> TierEntry | None:
         entry = None if self._is_closed else self._inventory.find(wanted.addresses[index])

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.census.selection import ClearFilter, ClearOrder
+from kvstore.census.selection import ClearOrder
 from kvstore.codec.image import make_images, seal_images
 from kvstore.core.address import ADDRESS_BYTES, Address
 from kvstore.core.buffers import Sections, address_of
 from kvstore.core.executor import Deadline, Decision, Executor, IndexedWork, Loop
 from kvstore.core.metrics import NodeCount, TierName
-from kvstore.core.namespace import NamespaceDigest
 from kvstore.core.recency import Hints
 from kvstore.core.write_mode import Durability, WriteMode
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
@@ -72,7 +71,9 @@ class Tier(Protocol):
         """Notes that a chunk it gave was not right: it does not give it again."""
         ...
 
-    def drop_namespace(self, digest: NamespaceDigest) -> None: ...
+    def forbid(self, standing: ClearOrder) -> None:
+        """Sets what it must not give or take from now on (rule P5)."""
+        ...
 
     def stats(self) -> dict[str, int | float]:
         """Returns its gauges, whose names begin with the tier's name."""
@@ -233,20 +234,6 @@ class WriteBehind:
         self._lost(job, "the node was closed")  # closed after room was reserved for it
         self._done(job)
 
-    def forget(self, digest: NamespaceDigest, timeout_s: float) -> None:
-        """Gives up the queued chunks of a namespace, and waits for those that are being written."""
-        ends_s = self._clock.monotonic_s() + timeout_s
-        with self._changed:
-            given_up = [job for job in self._waiting if job.wanted.namespace.digest == digest]
-            self._waiting = deque(job for job in self._waiting if job.wanted.namespace.digest != digest)
-        for job in given_up:
-            self._done(job)
-        with self._changed:
-            self._changed.wait_for(
-                lambda: all(job.wanted.namespace.digest != digest for job in self._writing),
-                ends_s - self._clock.monotonic_s(),
-            )
-
     def pass_by(self, timeout_s: float) -> bool:
         """Waits for the writes of this moment; True if each was done, or failed, within the time."""
         with self._changed:
@@ -395,12 +382,11 @@ class Reservation:
         """Makes the chunks ready; ``sums`` are the checksums of their sections, in the order of ``bases``."""
         slots, tiers = self._slots, self._tiers
         tables = sums.reshape(-1, len(slots)).T
-        seal_images(self._keys, self.first, [slot.memory for slot in slots], tables, tiers.node.incarnations)
+        seal_images(self._keys, self.first, [slot.memory for slot in slots], tables, tiers.node.ids)
         self._slots = []
         tiers.memory.ready(slots)
         stop = self.first + len(slots)
         tiers.behind.add(self._keys.needed(stop), self.first, len(slots), self._hints, self.size_bytes)
-        tiers.node.record_writer()
 
     def __enter__(self) -> Reservation:
         return self
@@ -437,7 +423,10 @@ class TierStack:
         self._demoting = Loop("kvstore-demote", self._changed, lambda: self._turn)
 
     def add_disk(self, folder: str, size_bytes: int) -> None:
-        """Puts a local disk below the memory. Raises InvalidRequest, PermissionDenied, Unavailable."""
+        """Puts a local disk below the memory, empty until ``refill``.
+
+        Raises InvalidRequest, PermissionDenied, Unavailable.
+        """
         disk = self.disk = DiskTier(
             folder, size_bytes, self._counters, self._clock, self.node.ids, encodings=self.encodings
         )
@@ -475,7 +464,6 @@ class TierStack:
             and self.behind.wait_for_room(put.keys.image_bytes(put.first + at), patience.left_s())
         ):
             kept = kept.then(at, self._absorb(put.rest(at)))
-        self.node.record_writer()
         return kept
 
     def reserve(self, keys: KeySet, first: int, count: int, hints: Hints) -> Reservation | None:
@@ -568,7 +556,7 @@ class TierStack:
         def copy(number: int) -> bool:
             part = slots[number * size : (number + 1) * size]
             images = [slot.memory for _, slot in part]
-            make_images(put.keys, [index for index, _ in part], put.source, images, self.node.incarnations)
+            make_images(put.keys, [index for index, _ in part], put.source, images, self.node.ids)
             return True
 
         batch: IndexedWork | None = None
@@ -595,31 +583,31 @@ class TierStack:
                 self._is_filled = True
                 self._changed.notify_all()
 
-    def drop_namespace(self, digest: NamespaceDigest) -> None:
-        self.behind.forget(digest, FORGET_S)
-        self.memory.drop_namespace(digest)
-        for tier in self.below:
-            tier.drop_namespace(digest)
-        # A read may have brought some from there since; one that claims room from now on finds none there.
-        self.memory.drop_namespace(digest)
+    def refill(self, cleared: Sequence[ClearOrder]) -> None:
+        """Begins to use the local disk, except what orders named while it was away (rule P6). Call it once.
 
-    def drop_ordered(self, orders: Sequence[ClearOrder], standing: ClearFilter) -> bool:
-        """Drops from memory what orders name, and keeps it from coming back there from below (rule P6).
-
-        False where something is still being written to the root that may be named by them.
+        Memory drops that too if the root has it: this process may have read it while the order was carried out.
         """
+        self.memory.drop_ordered(ClearOrder.of_all(cleared), even_dirty=False)
         if self.disk is not None:
-            self.disk.forbid(standing)
-        self.memory.drop_ordered(orders, standing)
+            self.disk.refill(cleared)
+
+    def drop_ordered(self, order: ClearOrder, standing: ClearOrder) -> bool:
+        """Drops from memory what ``order`` names, and keeps what ``standing`` names from coming back there (rule P5).
+
+        False where something is still being written to the root that may be named by it.
+        """
+        self.memory.forbid(standing)
+        for tier in self.below:
+            tier.forbid(standing)
+        self.memory.drop_ordered(order)
         # What waited to be written finds its images gone; what is being written has read them already.
         return self.behind.pass_by(min(FORGET_S, self.node.limits.clear_answer_s))
 
-    def sweep_disk(self, orders: Sequence[ClearOrder]) -> None:
-        """Removes from the local disk what orders name: as long as that takes, since what is read from there is looked
-        at. Never raises KVStoreError.
-        """
+    def sweep_disk(self, order: ClearOrder) -> None:
+        """Removes from the local disk what an order names, as long as that takes. Never raises KVStoreError."""
         if self.disk is not None:
-            self.disk.drop_ordered(orders)
+            self.disk.drop_ordered(order)
 
     def stats(self) -> dict[str, int | float]:
         found: dict[str, int | float] = {

@@ -42,7 +42,7 @@ class ChunkPlace(_message.Message):
     def __init__(self, index: _Optional[int] = ..., address: _Optional[bytes] = ..., root: _Optional[_Union[RootCopy, _Mapping]] = ..., memory: _Optional[_Union[MemoryCopy, _Mapping]] = ..., disk: bool = ..., peers: _Optional[_Iterable[str]] = ..., pins: _Optional[int] = ...) -> None: ...
 
 class RootCopy(_message.Message):
-    __slots__ = ("bytes", "last_use_s", "uses", "hints", "compressed", "encrypted", "key_id", "lineage", "condemned")
+    __slots__ = ("bytes", "last_use_s", "uses", "hints", "compressed", "encrypted", "key_id", "condemned")
     BYTES_FIELD_NUMBER: _ClassVar[int]
     LAST_USE_S_FIELD_NUMBER: _ClassVar[int]
     USES_FIELD_NUMBER: _ClassVar[int]
@@ -50,7 +50,6 @@ class RootCopy(_message.Message):
     COMPRESSED_FIELD_NUMBER: _ClassVar[int]
     ENCRYPTED_FIELD_NUMBER: _ClassVar[int]
     KEY_ID_FIELD_NUMBER: _ClassVar[int]
-    LINEAGE_FIELD_NUMBER: _ClassVar[int]
     CONDEMNED_FIELD_NUMBER: _ClassVar[int]
     bytes: int
     last_use_s: int
@@ -59,25 +58,8 @@ class RootCopy(_message.Message):
     compressed: bool
     encrypted: bool
     key_id: bytes
-    lineage: Lineage
     condemned: bool
-    def __init__(self, bytes: _Optional[int] = ..., last_use_s: _Optional[int] = ..., uses: _Optional[int] = ..., hints: _Optional[_Union[_kvstore_pb2.Hints, _Mapping]] = ..., compressed: bool = ..., encrypted: bool = ..., key_id: _Optional[bytes] = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ..., condemned: bool = ...) -> None: ...
-
-class Lineage(_message.Message):
-    __slots__ = ("written_s", "session", "node", "host", "version", "label")
-    WRITTEN_S_FIELD_NUMBER: _ClassVar[int]
-    SESSION_FIELD_NUMBER: _ClassVar[int]
-    NODE_FIELD_NUMBER: _ClassVar[int]
-    HOST_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    LABEL_FIELD_NUMBER: _ClassVar[int]
-    written_s: int
-    session: str
-    node: str
-    host: str
-    version: str
-    label: str
-    def __init__(self, written_s: _Optional[int] = ..., session: _Optional[str] = ..., node: _Optional[str] = ..., host: _Optional[str] = ..., version: _Optional[str] = ..., label: _Optional[str] = ...) -> None: ...
+    def __init__(self, bytes: _Optional[int] = ..., last_use_s: _Optional[int] = ..., uses: _Optional[int] = ..., hints: _Optional[_Union[_kvstore_pb2.Hints, _Mapping]] = ..., compressed: bool = ..., encrypted: bool = ..., key_id: _Optional[bytes] = ..., condemned: bool = ...) -> None: ...
 
 class MemoryCopy(_message.Message):
     __slots__ = ("bytes", "dirty", "users")
@@ -90,22 +72,14 @@ class MemoryCopy(_message.Message):
     def __init__(self, bytes: _Optional[int] = ..., dirty: bool = ..., users: _Optional[int] = ...) -> None: ...
 
 class Selection(_message.Message):
-    __slots__ = ("namespace", "tenant", "fingerprint", "older_than_s", "written_by", "since_s", "until_s")
+    __slots__ = ("namespace", "tenant", "fingerprint")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    OLDER_THAN_S_FIELD_NUMBER: _ClassVar[int]
-    WRITTEN_BY_FIELD_NUMBER: _ClassVar[int]
-    SINCE_S_FIELD_NUMBER: _ClassVar[int]
-    UNTIL_S_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     tenant: str
     fingerprint: str
-    older_than_s: float
-    written_by: str
-    since_s: float
-    until_s: float
-    def __init__(self, namespace: _Optional[bytes] = ..., tenant: _Optional[str] = ..., fingerprint: _Optional[str] = ..., older_than_s: _Optional[float] = ..., written_by: _Optional[str] = ..., since_s: _Optional[float] = ..., until_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, namespace: _Optional[bytes] = ..., tenant: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class PrefetchRequest(_message.Message):
     __slots__ = ("namespace", "tokens", "tier")
@@ -307,12 +281,11 @@ class EtcdHealth(_message.Message):
     def __init__(self, used: bool = ..., answers: bool = ..., look_s: _Optional[float] = ..., session_alive: bool = ..., protected: bool = ..., lease_margin_s: _Optional[float] = ...) -> None: ...
 
 class MemoryHealth(_message.Message):
-    __slots__ = ("size_bytes", "held_bytes", "dirty_bytes", "referenced_bytes", "pinned_bytes", "disk_held_bytes", "disk_bytes_max", "peers", "peers_aside")
+    __slots__ = ("size_bytes", "held_bytes", "dirty_bytes", "referenced_bytes", "disk_held_bytes", "disk_bytes_max", "peers", "peers_aside")
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
     DIRTY_BYTES_FIELD_NUMBER: _ClassVar[int]
     REFERENCED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
     DISK_HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
     DISK_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
@@ -321,12 +294,11 @@ class MemoryHealth(_message.Message):
     held_bytes: int
     dirty_bytes: int
     referenced_bytes: int
-    pinned_bytes: int
     disk_held_bytes: int
     disk_bytes_max: int
     peers: int
     peers_aside: int
-    def __init__(self, size_bytes: _Optional[int] = ..., held_bytes: _Optional[int] = ..., dirty_bytes: _Optional[int] = ..., referenced_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., disk_held_bytes: _Optional[int] = ..., disk_bytes_max: _Optional[int] = ..., peers: _Optional[int] = ..., peers_aside: _Optional[int] = ...) -> None: ...
+    def __init__(self, size_bytes: _Optional[int] = ..., held_bytes: _Optional[int] = ..., dirty_bytes: _Optional[int] = ..., referenced_bytes: _Optional[int] = ..., disk_held_bytes: _Optional[int] = ..., disk_bytes_max: _Optional[int] = ..., peers: _Optional[int] = ..., peers_aside: _Optional[int] = ...) -> None: ...
 
 class QueueHealth(_message.Message):
     __slots__ = ("calls", "calls_max", "bytes_in_flight", "bytes_in_flight_max", "root_queue", "behind_bytes", "behind_bytes_max", "holds", "operations_running", "operations_waiting")

@@ -132,7 +132,6 @@ def _memory_health(gauges: Mapping[str, float]) -> pb.MemoryHealth:
         held_bytes=int(gauges["memory_held_bytes"]),
         dirty_bytes=int(gauges["memory_dirty_bytes"]),
         referenced_bytes=int(gauges["memory_referenced_bytes"]),
-        pinned_bytes=int(gauges["memory_pinned_bytes"]),
         disk_held_bytes=int(gauges.get("disk_held_bytes", 0)),
         disk_bytes_max=int(gauges.get("disk_bytes_max", 0)),
         peers=int(gauges.get("peers_known", 0)),
@@ -279,17 +278,6 @@ def _place_message(place: ChunkPlace, pins: int | None) -> pb.ChunkPlace:
 
 
 def _root_message(copy: RootCopy) -> pb.RootCopy:
-    by = copy.lineage
-    lineage = None
-    if by is not None:
-        lineage = pb.Lineage(
-            written_s=by.written_s,
-            session=by.session,
-            node=by.node,
-            host=by.host,
-            version=by.version,
-            label=by.label,
-        )
     return pb.RootCopy(
         bytes=copy.size_bytes,
         last_use_s=copy.last_use_s,
@@ -298,7 +286,6 @@ def _root_message(copy: RootCopy) -> pb.RootCopy:
         compressed=Encoding.COMPRESSED in copy.encoding,
         encrypted=Encoding.ENCRYPTED in copy.encoding,
         key_id=copy.key_id,
-        lineage=lineage,
         condemned=copy.is_condemned,
     )
 
@@ -488,8 +475,4 @@ def _selection_of(message: pb.Selection) -> Selection:
         namespace=message.namespace or None,
         tenant=message.tenant if message.HasField("tenant") else None,
         fingerprint=message.fingerprint,
-        older_than_s=message.older_than_s,
-        written_by=message.written_by,
-        since_s=message.since_s,
-        until_s=message.until_s,
     )

@@ -268,6 +268,7 @@ def test_r1_chunks_of_the_local_disk_alone_are_read(on_files: Served, tmp_root: 
     chain, node = filled(on_files, TOKENS, KV, MEDIUM), on_files.member.node
     assert node.tiers is not None
     node.tiers.add_disk(str(tmp_path / "disk"), 64 << 20)
+    node.refill(())
     disk, memory = node.tiers.disk, memory_of(on_files)
     assert disk is not None
     eventually(lambda: not disk.stats()["disk_refilling"], "its folder is taken in")

@@ -1,4 +1,4 @@
-"""One clear deletes the chunks of a bad roll-out everywhere, and nothing else (rule P6)."""
+"""One clear deletes the chunks of a namespace everywhere, and nothing else (rule P5)."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.census.selection import Selection
+from kvstore.census.selection import CLOCKS_DIFFER_S, ClearOrder, Selection
 from kvstore.census.walk import walk
 from kvstore.core.address import Address
+from kvstore.core.clock import Clock, SystemClock
 from kvstore.core.operations import Cancelled, unwatched
 from kvstore.engine.clear import NamespaceClear, resolved
-from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.errors import Unavailable
 from kvstore.meta.memory import MemoryStore
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.tiers.disk import DiskTier
-from tests.kit.census import RolledOut, closing, tokens
+from tests.kit.census import ModelNode, closing, tokens
 from tests.kit.etcd import eventually
 from tests.kit.faulty_root import EIO, FaultyRoot, Hang, Rule
-from tests.kit.patience import PATIENCE_S, slowness
+from tests.kit.patience import PATIENCE_S
 from tests.kit.tiers import Acting, quick
-
-BAD_ONE = Selection(written_by="label=canary")
 
 
 @pytest.fixture(params=["memory", "posix"])
@@ -37,10 +36,10 @@ def roots(request: pytest.FixtureRequest, tmp_root: Path) -> Iterator[list[Root]
 
 
 @pytest.fixture
-def nodes(roots: list[Root], tmp_root: Path) -> Iterator[tuple[RolledOut, RolledOut]]:
+def nodes(roots: list[Root], tmp_root: Path) -> Iterator[tuple[ModelNode, ModelNode]]:
     store = MemoryStore()
     good, bad = (
-        RolledOut(root, store, label, tmp_root / label)
+        ModelNode(root, store, label, tmp_root / label)
         for root, label in zip(roots, ("stable", "canary"), strict=False)
     )
     with closing(good, bad):
@@ -48,22 +47,22 @@ def nodes(roots: list[Root], tmp_root: Path) -> Iterator[tuple[RolledOut, Rolled
         yield good, bad
 
 
-def disk_of(node: RolledOut) -> DiskTier:
+def disk_of(node: ModelNode) -> DiskTier:
     assert node.node.tiers is not None and node.node.tiers.disk is not None
     return node.node.tiers.disk
 
 
-def to_disk(node: RolledOut, number: int) -> None:
+def to_disk(node: ModelNode, number: int, wrote: ModelNode) -> None:
     """Copies a prompt from memory to the local disk, as when memory gives it up."""
     memory = node.node.memory
     assert memory is not None
-    with memory.refer(node.chain(number), 0, 4) as slots:
+    with memory.refer(wrote.chain(number), 0, 4) as slots:
         for entry, image in zip(slots.referred, slots.images(0, 4), strict=True):
             assert disk_of(node).add(entry.place, image)
 
 
 def test_after_one_clear_nobody_serves_what_it_wrote_and_everybody_what_others_wrote(
-    nodes: tuple[RolledOut, RolledOut],
+    nodes: tuple[ModelNode, ModelNode],
 ) -> None:
     good, bad = nodes
     for number in range(8):
@@ -73,43 +72,43 @@ def test_after_one_clear_nobody_serves_what_it_wrote_and_everybody_what_others_w
     for number in range(8):  # twice, so that each has all of it in memory
         for node in (good, bad, good, bad):
             assert node.serves(number, good if number % 2 else bad) == 4
-    assert good.in_memory(0) == 4
-    cleared = good.member.clear_selected(BAD_ONE)
+    assert good.in_memory(0, bad) == 4
+    cleared = good.member.clear_selected(bad.selection)
     assert (cleared.chunks, cleared.pinned, cleared.failed, cleared.unconfirmed) == (16, 0, 0, ())
     for node in (good, bad):
         for number in range(8):
-            expected = 4 if number % 2 else 0
-            assert node.in_memory(number) == expected, (node.label, number)
-            assert node.serves(number, good) == node.match(number) == expected, (node.label, number)
-    assert len(good.on_root()) == 16 and all(map(good.wrote, good.on_root()))
-    assert good.member.clear_selected(BAD_ONE).chunks == 0  # twice is harmless
+            wrote, expected = (good, 4) if number % 2 else (bad, 0)
+            assert node.in_memory(number, wrote) == expected, (node.model, number)
+            assert node.serves(number, wrote) == node.match(number, wrote) == expected, (node.model, number)
+    assert {each.namespace for each in good.on_root()} == {good.cache.namespace.id} and len(good.on_root()) == 16
+    assert good.member.clear_selected(bad.selection).chunks == 0  # twice is harmless
 
 
-def test_what_it_wrote_and_another_would_write_again_is_written_again(nodes: tuple[RolledOut, RolledOut]) -> None:
+def test_cleared_chunks_that_are_put_again_are_stored(nodes: tuple[ModelNode, ModelNode]) -> None:
     good, bad = nodes
     bad.put(1)
     bad.drain()
     assert good.serves(1, bad) == 4
-    bad.member.clear_selected(BAD_ONE)
-    good.put(1)
-    good.drain()
-    assert bad.serves(1, good) == good.serves(1, good) == 4
+    good.member.clear_selected(bad.selection)
+    bad.put(1)
+    bad.drain()
+    assert bad.serves(1, bad) == good.serves(1, bad) == 4
 
 
-def test_what_its_queue_still_had_never_reaches_the_root(nodes: tuple[RolledOut, RolledOut]) -> None:
+def test_what_its_queue_still_had_never_reaches_the_root(nodes: tuple[ModelNode, ModelNode]) -> None:
     good, bad = nodes
     bad.put(1)
     bad.drain()
     for number in range(2, 10):
         bad.put(number)  # behind, and not waited for
-    good.member.clear_selected(BAD_ONE)
+    good.member.clear_selected(bad.selection)
     bad.drain()
     assert good.on_root() == [] and bad.node.stats()["behind_bytes"] == 0
     for number in range(10):
-        assert bad.serves(number, bad) == 0 and bad.in_memory(number) == 0
+        assert bad.serves(number, bad) == 0 and bad.in_memory(number, bad) == 0
 
 
-def test_what_was_demoted_to_a_local_disk_goes_too(nodes: tuple[RolledOut, RolledOut]) -> None:
+def test_what_was_demoted_to_a_local_disk_goes_too(nodes: tuple[ModelNode, ModelNode]) -> None:
     good, bad = nodes
     for node, number in ((good, 1), (bad, 2)):
         node.put(number)
@@ -117,88 +116,91 @@ def test_what_was_demoted_to_a_local_disk_goes_too(nodes: tuple[RolledOut, Rolle
         assert good.serves(number, node) == good.serves(number, node) == 4
     disk = disk_of(good)
     for number in (1, 2):
-        to_disk(good, number)
-    assert disk.leading(good.chain(2), 0) == 4
-    bad.member.clear_selected(BAD_ONE)
-    eventually(lambda: disk.leading(good.chain(2), 0) == 0)
+        to_disk(good, number, good if number == 1 else bad)
+    assert disk.leading(bad.chain(2), 0) == 4
+    bad.member.clear_selected(bad.selection)
+    eventually(lambda: disk.leading(bad.chain(2), 0) == 0)
     assert disk.leading(good.chain(1), 0) == 4
     assert good.serves(2, bad) == 0 and good.serves(1, good) == 4
 
 
-def test_a_disk_that_was_away_forgets_when_it_is_back(roots: list[Root], tmp_root: Path) -> None:
+class LaterClock(SystemClock):
+    """A clock past the time within which those of two nodes may differ."""
+
+    def now_s(self) -> float:
+        return super().now_s() + 5 * CLOCKS_DIFFER_S
+
+
+def test_a_disk_that_was_away_has_only_what_was_put_after_a_clear(roots: list[Root], tmp_root: Path) -> None:
     store = MemoryStore()
-    good, bad = RolledOut(roots[0], store, "stable"), RolledOut(roots[1], store, "canary")
-    with closing(good, bad):
-        for node, number in ((good, 1), (bad, 2)):
-            node.put(number)
-            node.drain()
-        away = RolledOut(roots[2], store, "stable", tmp_root / "away")
-        with closing(away):
-            eventually(lambda: not away.node.stats()["disk_refilling"])
-            assert away.serves(1, good) == away.serves(2, bad) == away.serves(1, good) == away.serves(2, bad) == 4
-            for number in (1, 2):
-                to_disk(away, number)
-        good.member.clear_selected(BAD_ONE)
-        back = RolledOut(roots[1], store, "stable", tmp_root / "away")
-        with closing(back):
-            disk = disk_of(back)
-            eventually(lambda: not back.node.stats()["disk_refilling"] and disk.leading(back.chain(2), 0) == 0)
-            assert back.serves(2, bad) == 0 and disk.leading(back.chain(1), 0) == 4 and back.serves(1, good) == 4
+    bad = ModelNode(roots[0], store, "canary")
+    with closing(bad):
+        with reader_with_disk(roots[1], store, tmp_root, SystemClock()) as good:
+            bad.put(1)
+            bad.drain()
+            assert good.serves(1, bad) == good.serves(1, bad) == 4
+            to_disk(good, 1, bad)
+        bad.member.clear_selected(bad.selection)
+        with reader_with_disk(roots[1], store, tmp_root, LaterClock()) as good:
+            assert good.match(1, bad) == good.serves(1, bad) == disk_of(good).leading(bad.chain(1), 0) == 0
+            bad.put(1)
+            bad.drain()
+            assert good.serves(1, bad) == good.serves(1, bad) == 4
+            to_disk(good, 1, bad)
+        with reader_with_disk(roots[1], store, tmp_root, LaterClock()) as good:
+            assert disk_of(good).leading(bad.chain(1), 0) == good.serves(1, bad) == 4
 
 
-def test_pinned_chunks_stay_and_are_told_of_unless_they_are_meant_too(nodes: tuple[RolledOut, RolledOut]) -> None:
+@contextlib.contextmanager
+def reader_with_disk(root: Root, store: MemoryStore, folder: Path, clock: Clock) -> Iterator[ModelNode]:
+    node = ModelNode(root, store, "stable", folder / "disk", clock=clock)
+    with closing(node):
+        eventually(lambda: not node.node.stats()["disk_refilling"])
+        yield node
+
+
+def test_a_put_before_the_orders_were_read_stays() -> None:
+    """A process that begins has nothing in memory from before a clear that was done."""
+    hang = Hang()
+    alone = Acting(FaultyRoot(MemoryRoot(MemoryFiles())), limits=quick(write_deadline_s=30.0, stall_s=30.0))
+    with contextlib.closing(alone.member):
+        assert isinstance(alone.root, FaultyRoot)
+        alone.root.set_rules([Rule("publish", hang)])
+        alone.put(1, 2)
+        assert hang.reached.wait(PATIENCE_S)
+        alone.node.refill([ClearOrder(frozenset({alone.cache.namespace.id}), alone.node.clock.now_s())])
+        assert all(alone.in_memory(1, 2))
+        hang.release.set()
+        alone.drain()
+        assert alone.get(1, 2) == 2
+
+
+def test_pinned_chunks_stay_and_are_told_of_unless_they_are_meant_too(nodes: tuple[ModelNode, ModelNode]) -> None:
     good, bad = nodes
     bad.put(1)
     bad.put(2)
     bad.drain()
-    with good.cache.pin(tokens(1), ttl=60):
-        seen = good.member.clear_selected(BAD_ONE, dry_run=True)
+    with good.cache_of(bad).pin(tokens(1), ttl=60):
+        seen = good.member.clear_selected(bad.selection, dry_run=True)
         assert (seen.chunks, seen.pinned) == (4, 4) and len(good.on_root()) == 8
-        cleared = good.member.clear_selected(BAD_ONE)
+        cleared = good.member.clear_selected(bad.selection)
         assert (cleared.chunks, cleared.pinned) == (4, 4)
         assert good.serves(1, bad) == 4 and good.serves(2, bad) == 0
-        cleared = good.member.clear_selected(BAD_ONE, pinned=True)
+        cleared = good.member.clear_selected(bad.selection, pinned=True)
         assert (cleared.chunks, cleared.pinned) == (4, 0) and good.serves(1, bad) == 0
 
 
-def test_nobody_remembers_as_present_what_was_cleared(nodes: tuple[RolledOut, RolledOut]) -> None:
+def test_nobody_remembers_as_present_what_was_cleared(nodes: tuple[ModelNode, ModelNode]) -> None:
     """Also not of a node that has none of it in memory: a match would promise what no get finds."""
     good, bad = nodes
     bad.put(1)
     bad.drain()
-    assert good.match(1) == 4 and good.in_memory(1) == 0
-    bad.member.clear_selected(BAD_ONE)
-    eventually(lambda: good.match(1) == 0)
+    assert good.match(1, bad) == 4 and good.in_memory(1, bad) == 0
+    bad.member.clear_selected(bad.selection)
+    eventually(lambda: good.match(1, bad) == 0)
 
 
-def test_chunks_written_from_an_image_keep_who_wrote_them(nodes: tuple[RolledOut, RolledOut]) -> None:
-    """The root lost them, and a put behind them brings them back (rule W5): from a good node, but not its own."""
-    good, bad = nodes
-    bad.put(1)
-    bad.drain()
-    assert good.serves(1, bad) == good.serves(1, bad) == 4 and good.in_memory(1) == 4
-    for found in good.on_root():
-        good.root.remove(found.name)
-    good.node.forget()
-    good.put(1, 6)
-    good.drain()
-    by = [good.wrote(each) for each in sorted(good.on_root(), key=lambda each: each.recency.depth)]
-    assert by == [False] * 4 + [True] * 2
-
-
-def test_an_age_means_what_was_not_used_for_so_long(nodes: tuple[RolledOut, RolledOut]) -> None:
-    good, _ = nodes
-    good.put(1)
-    good.drain()
-    assert good.member.clear_selected(Selection(older_than_s=600)).chunks == 0
-    for found in good.on_root():
-        good.root.touch(found.name, int(found.recency.last_use_s - 1200) * 1_000_000_000)
-    if good.root.traits.touch:
-        assert good.member.clear_selected(Selection(older_than_s=600)).chunks == 4
-        assert good.on_root() == []
-
-
-def test_a_clear_that_is_cancelled_may_be_repeated(nodes: tuple[RolledOut, RolledOut]) -> None:
+def test_a_clear_that_is_cancelled_may_be_repeated(nodes: tuple[ModelNode, ModelNode]) -> None:
     good, bad = nodes
     bad.put(1)
     bad.drain()
@@ -207,53 +209,24 @@ def test_a_clear_that_is_cancelled_may_be_repeated(nodes: tuple[RolledOut, Rolle
         raise Cancelled("by its operator")
 
     with pytest.raises(Cancelled):
-        good.member.clear_selected(BAD_ONE, cancel)
-    assert good.member.clear_selected(BAD_ONE).unconfirmed == ()
-    assert good.on_root() == [] and bad.in_memory(1) == 0
+        good.member.clear_selected(bad.selection, cancel)
+    assert good.member.clear_selected(bad.selection).unconfirmed == ()
+    assert good.on_root() == [] and bad.in_memory(1, bad) == 0
 
 
-def test_a_writer_that_never_was_is_refused_before_anything_is_told(nodes: tuple[RolledOut, RolledOut]) -> None:
-    good, _ = nodes
-    good.put(1)
-    good.drain()
-    with pytest.raises(InvalidRequest, match="stable"):
-        good.member.clear_selected(Selection(written_by="label=nobody"))
-    assert good.serves(1, good) == 4
-
-
-def test_a_node_that_does_not_answer_is_named(roots: list[Root]) -> None:
-    store = MemoryStore()
-    good = RolledOut(roots[0], store, "stable", clear_answer_s=0.5 * slowness())
-    bad = RolledOut(roots[1], store, "canary")
-    with closing(good, bad):
-        bad.put(1)
-        bad.drain()
-        follower = bad.member._follower
-        assert follower is not None
-        follower.close(1.0)  # as one that hangs, or is of a version that knows no orders
-        cleared = good.member.clear_selected(BAD_ONE)
-        assert cleared.chunks == 4 and cleared.unconfirmed == (bad.session.hex(),)
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_namespace_goes_from_the_memory_of_nodes_that_know_no_peers(
-    nodes: tuple[RolledOut, RolledOut], whole: bool
-) -> None:
-    """Such as engines that open the root themselves; by its name, or by a selection."""
+def test_namespace_leaves_memory_of_nodes_without_peers(nodes: tuple[ModelNode, ModelNode]) -> None:
+    """Such as engines that open the root themselves."""
     good, bad = nodes
     bad.put(1)
     bad.drain()
-    assert good.serves(1, bad) == good.serves(1, bad) == 4 and good.in_memory(1) == 4
-    if whole:
-        assert bad.cache.clear().chunks == 4
-    else:
-        assert bad.member.clear_selected(Selection(tenant="")).chunks == 4
-    assert good.in_memory(1) == bad.in_memory(1) == 0
-    assert good.match(1) == good.serves(1, bad) == 0
-    good.put(1)
-    assert bad.member.pins() == [] and good.serves(1, good) == 4
-    good.drain()
-    assert bad.serves(1, good) == 4
+    assert good.serves(1, bad) == good.serves(1, bad) == 4 and good.in_memory(1, bad) == 4
+    assert bad.cache.clear().chunks == 4
+    assert good.in_memory(1, bad) == bad.in_memory(1, bad) == 0
+    assert good.match(1, bad) == good.serves(1, bad) == 0
+    bad.put(1)
+    assert bad.member.pins() == [] and bad.serves(1, bad) == 4
+    bad.drain()
+    assert good.serves(1, bad) == 4
 
 
 def test_a_node_alone_waits_for_what_it_is_writing_or_refuses() -> None:
@@ -286,7 +259,7 @@ def test_a_node_alone_whose_clear_was_cut_short_keeps_in_memory_what_it_reads_af
     with contextlib.closing(alone.member):
         alone.put(1, 2)
         alone.drain()
-        clearing = NamespaceClear(alone.node, None, alone.member._barriers, cut)
+        clearing = NamespaceClear(alone.node, alone.member.clears, cut, is_alone=True)
         with pytest.raises(Cancelled):
             clearing.clear(resolved(alone.node, Selection(tenant="")), unwatched)
         assert not any(alone.in_memory(1, 2))
@@ -320,7 +293,7 @@ def test_a_clear_of_a_namespace_that_the_root_refuses_or_that_takes_too_long_say
 def test_what_is_being_written_when_it_is_ordered_is_waited_for(roots: list[Root]) -> None:
     """Its node has dropped the image, but read it before: it would come to the root after that was swept."""
     store, hang = MemoryStore(), Hang()
-    good, bad = RolledOut(roots[0], store, "stable"), RolledOut(FaultyRoot(roots[1]), store, "canary")
+    good, bad = ModelNode(roots[0], store, "stable"), ModelNode(FaultyRoot(roots[1]), store, "canary")
     with closing(good, bad):
         bad.put(1)
         bad.drain()
@@ -328,7 +301,7 @@ def test_what_is_being_written_when_it_is_ordered_is_waited_for(roots: list[Root
         bad.root.set_rules([Rule("publish", hang)])
         bad.put(2, 1)
         assert hang.reached.wait(PATIENCE_S)
-        clearing = threading.Thread(target=good.member.clear_selected, args=(BAD_ONE,))
+        clearing = threading.Thread(target=good.member.clear_selected, args=(bad.selection,))
         clearing.start()
         clearing.join(0.7)
         assert clearing.is_alive()

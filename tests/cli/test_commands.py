@@ -84,7 +84,6 @@ def test_a_missing_package_is_a_sentence(package: str) -> None:
         (("match", "model", "1,-3", "--root", "ROOT"), "item 1 is -3"),
         (("match", "model", "--root", "ROOT"), "no tokens are given"),
         (("match", "model", "--tokens-file", "/missing", "--root", "ROOT"), "from '/missing': No such file"),
-        (("clear", "--written-by", "label=x", "--yes", "--root", "ROOT"), "nothing was written by 'label=x'"),
         (("clear", "model", "--root", "ROOT", "--ignore-pins"), "give --yes"),
         (("fsck", "/"), "is not a kvstore root"),
         (("fsck", "ROOT", "--rate", "0"), "--rate is 0"),

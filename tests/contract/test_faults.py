@@ -161,7 +161,7 @@ CALLS: dict[str, Call] = {
     "hold warm": Call(hold, stored_warm, release, lambda held: held.tokens > 0, ends_with_session=True),
     "pin": Call(pin, stored_warm, release, lambda pinned: pinned.tokens > 0),
     "pin of blocks": Call(pin_blocks, blocks_stored, release, lambda pinned: pinned.tokens > 0),
-    "unpin": Call(unpin, pinned, may_leave=("pins", "memory_pinned_bytes")),
+    "unpin": Call(unpin, pinned, may_leave=("pins",)),
     "put of blocks": Call(put_blocks, succeeds=all),
     "get of blocks": Call(get_blocks, blocks_stored, succeeds=all),
     # A deletion may still be in progress: the barrier against pins expires by itself.

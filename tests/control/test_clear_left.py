@@ -8,25 +8,22 @@ from collections.abc import Iterator
 import pytest
 from click.testing import CliRunner, Result
 
-from kvstore.census.selection import Selection
 from kvstore.cli.app import app
 from kvstore.meta.memory import MemoryStore
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.worker.server import Worker
-from tests.kit.census import RolledOut, closing
+from tests.kit.census import ModelNode, closing
 from tests.kit.faulty_root import EIO, FaultyRoot, Rule
 from tests.kit.patience import slowness
 from tests.kit.workers import WAIT_S, connected
 
-BY_CANARY = ("--written-by", "label=canary")
-
 
 @pytest.fixture
-def nodes() -> Iterator[tuple[RolledOut, RolledOut, Worker]]:
+def nodes() -> Iterator[tuple[ModelNode, ModelNode, Worker]]:
     files, store = MemoryFiles(), MemoryStore()
     good, bad = (
-        RolledOut(root, store, label, clear_answer_s=0.5 * slowness())
-        for root, label in ((FaultyRoot(MemoryRoot(files)), "stable"), (MemoryRoot(files), "canary"))
+        ModelNode(root, store, model, clear_answer_s=0.5 * slowness())
+        for root, model in ((FaultyRoot(MemoryRoot(files)), "stable"), (MemoryRoot(files), "canary"))
     )
     with closing(good, bad):
         worker = Worker(good.member, "127.0.0.1:0")
@@ -39,7 +36,7 @@ def nodes() -> Iterator[tuple[RolledOut, RolledOut, Worker]]:
             worker.stop()
 
 
-def silence(node: RolledOut) -> None:
+def silence(node: ModelNode) -> None:
     """Makes a node ignore orders, like one that hangs."""
     follower = node.member._follower
     assert follower is not None
@@ -50,26 +47,26 @@ def clear(worker: Worker, *arguments: str) -> Result:
     return CliRunner().invoke(app, ["clear", *arguments, "--yes", "--connect", worker.address, "--json"])
 
 
-def test_a_node_that_did_not_answer_makes_exit_code_1(nodes: tuple[RolledOut, RolledOut, Worker]) -> None:
+def test_a_node_that_did_not_answer_makes_exit_code_1(nodes: tuple[ModelNode, ModelNode, Worker]) -> None:
     _, bad, worker = nodes
     silence(bad)
-    result = clear(worker, *BY_CANARY)
+    result = clear(worker, "canary")
     said = json.loads(result.stdout)
     assert (said["chunks"], said["unconfirmed"]) == (4, 1)
     assert bad.session.hex() in said["message"] and result.exit_code == 1
     with connected(worker.address) as store:
-        operation = store.clear(Selection(written_by="label=canary"))
+        operation = store.clear(bad.selection)
         assert operation.wait(WAIT_S) and operation.counts["unconfirmed"] == 1
 
 
 def test_chunks_that_could_not_be_deleted_make_exit_code_1_and_the_next_one_0(
-    nodes: tuple[RolledOut, RolledOut, Worker],
+    nodes: tuple[ModelNode, ModelNode, Worker],
 ) -> None:
     good, _, worker = nodes
     assert isinstance(good.root, FaultyRoot)
     good.root.set_rules([Rule("remove", EIO)])
-    result = clear(worker, *BY_CANARY)
+    result = clear(worker, "canary")
     assert json.loads(result.stdout)["failed"] == 4 and result.exit_code == 1
     good.root.set_rules([])
-    result = clear(worker, *BY_CANARY)
+    result = clear(worker, "canary")
     assert json.loads(result.stdout)["chunks"] == 4 and result.exit_code == 0

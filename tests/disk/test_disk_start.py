@@ -102,6 +102,7 @@ def add_for_ever(path: str) -> None:
     clock = SystemClock()
     tier = DiskTier(path, 20 * FILE_BYTES, Counters(), clock, RandomIds(), make_root=_dying)
     tier.open()
+    tier.refill()
     while tier.stats()["disk_refilling"]:
         time.sleep(0.001)
     for seed in range(10_000):
@@ -157,6 +158,7 @@ def test_nothing_is_written_before_all_files_are_taken_in(folder: Path) -> None:
     reading = Hang()
     disk = Disk(folder, 10, rules=[Rule("read", reading, lambda name: "chunks/" in name)])
     disk.tier.open()
+    disk.tier.refill()
     try:
         assert reading.reached.wait(PATIENCE_S)
         assert disk.add(new, 0) == [False], "nobody knows yet how much is there"

@@ -13,7 +13,7 @@ from kvstore.core.executor import Deadline
 from kvstore.core.metrics import Counters
 from kvstore.format.header import expected_block
 from kvstore.root.posix import PosixRoot
-from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk import PAUSE_S, DiskTier
 from kvstore.tiers.inventory import ChunkIdentity
 from tests.kit.descriptors import open_before, open_now
 from tests.kit.disks import (
@@ -33,7 +33,7 @@ from tests.kit.disks import (
     is_right,
 )
 from tests.kit.faulty_root import EIO, Hang, Rule
-from tests.kit.patience import PATIENCE_S, eventually, returns
+from tests.kit.patience import PATIENCE_S, eventually
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What goes in comes out
@@ -81,6 +81,7 @@ def test_the_bound_holds_between_two_system_calls(folder: Path) -> None:
         make_root=lambda path: PosixRoot(path, step=look),
     )
     tier.open()
+    tier.refill()
     try:
         until_s = time.monotonic() + PATIENCE_S
         while tier.stats()["disk_refilling"] and time.monotonic() < until_s:
@@ -125,7 +126,7 @@ def test_a_cleared_namespace_is_gone_files_too(disk: Disk) -> None:
     chain, other = chain_of(), chain_of(namespace=OTHER)
     disk.add(chain, *range(5))
     disk.add(other, 0)
-    disk.tier.drop_namespace(NAMESPACE.digest)
+    disk.clear()
     assert disk.tier.leading(chain, 0) == 0 and disk.fetch(chain, 0) == [None]
     assert disk.has(other, 0) and len(files_under(disk.path)) == 1
     assert disk.tier.stats()["disk_held_bytes"] == FILE_BYTES
@@ -136,28 +137,16 @@ def test_a_cleared_namespace_is_not_found_even_where_its_files_cannot_be_removed
     chain = chain_of()
     disk.add(chain, *range(5))
     disk.rules(Rule("remove", EIO))
-    disk.tier.drop_namespace(NAMESPACE.digest)
+    disk.clear()
     assert disk.tier.leading(chain, 0) == 0 and disk.fetch(chain, 0) == [None]
     assert disk.tier.stats()["disk_held_bytes"] == 5 * FILE_BYTES, "they still take room"
     disk.rules()
-    disk.tier.drop_namespace(NAMESPACE.digest)
-    assert not files_under(disk.path) and disk.tier.stats()["disk_held_bytes"] == 0
+    disk.clock.pass_s(PAUSE_S + 1)
+    assert disk.add(chain_of(1), 0) == [True]
+    assert len(files_under(disk.path)) == 1 and disk.tier.stats()["disk_held_bytes"] == FILE_BYTES
 
 
-def test_a_clear_waits_for_a_disk_that_hangs_within_its_time_alone(folder: Path) -> None:
-    chain, other, hang = chain_of(), chain_of(namespace=OTHER), Hang()
-    with disk_on(folder, clear_s=0.05) as disk:
-        disk.add(chain, *range(5))
-        disk.add(other, 0)
-        disk.rules(Rule("remove", hang))
-        returns(lambda: disk.tier.drop_namespace(NAMESPACE.digest))
-        assert hang.reached.is_set()
-        assert disk.tier.leading(chain, 0) == 0 and disk.has(other, 0)
-        hang.release.set()
-        eventually(lambda: len(files_under(disk.path)) <= 1)
-
-
-def test_what_is_taken_in_or_written_while_its_namespace_is_cleared_goes_too(folder: Path) -> None:
+def test_what_is_taken_in_while_its_namespace_is_cleared_goes_too(folder: Path) -> None:
     chain, other = chain_of(), chain_of(namespace=OTHER)
     with disk_on(folder) as disk:
         disk.add(chain, *range(3))
@@ -165,9 +154,10 @@ def test_what_is_taken_in_or_written_while_its_namespace_is_cleared_goes_too(fol
     hang = Hang()
     disk = Disk(folder, rules=[Rule("read", hang, lambda name: "chunks/" in name)])
     disk.tier.open()
+    disk.tier.refill()
     try:
         assert hang.reached.wait(PATIENCE_S)
-        disk.tier.drop_namespace(NAMESPACE.digest)
+        disk.clear()
         hang.release.set()
         disk.wait_refilled()
         assert disk.tier.stats()["disk_entries"] == 1 == len(files_under(folder)) and disk.has(other, 0)
@@ -175,16 +165,6 @@ def test_what_is_taken_in_or_written_while_its_namespace_is_cleared_goes_too(fol
     finally:
         hang.release.set()
         disk.tier.close()
-    with disk_on(folder) as disk:
-        staging = Hang()
-        disk.rules(Rule("publish", staging))
-        adding = threading.Thread(target=disk.add, args=(chain, 1))
-        adding.start()
-        assert staging.reached.wait(PATIENCE_S)
-        disk.tier.drop_namespace(NAMESPACE.digest)
-        staging.release.set()
-        adding.join(PATIENCE_S)
-        assert disk.tier.leading(chain, 1) == 0 and len(files_under(folder)) == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -208,7 +188,7 @@ def test_added_fetched_evicted_and_dropped_at_once(folder: Path) -> None:
                     case 0:
                         disk.tier.damaged(chain, index)
                     case 1 if rng.random() < 0.1:
-                        disk.tier.drop_namespace(NAMESPACE.digest)
+                        disk.clear()
                     case drawn if drawn < 11:
                         disk.add(chain, min(index, disk.tier.leading(chain, 0)))
                     case _:
@@ -251,15 +231,15 @@ def test_no_descriptor_and_no_thread_is_left(folder: Path) -> None:
     eventually(lambda: "kvstore-disk-refill" not in {each.name for each in threading.enumerate()}, "no thread is left")
 
 
-def test_a_listing_that_fails_is_tried_again(folder: Path) -> None:
+def test_a_listing_that_fails_leaves_the_disk_as_it_is(folder: Path) -> None:
     chain = chain_of()
     with disk_on(folder) as disk:
         disk.add(chain, 0, 1)
-    rules = [Rule("list", EIO, lambda name: "chunks" in name, times=2), Rule("remove", EIO, times=1)]
-    disk = Disk(folder, rules=rules, retry_s=0.01)
+    disk = Disk(folder, rules=[Rule("list", EIO, lambda name: "chunks" in name)])
     disk.tier.open()
-    try:
-        disk.wait_refilled()
-        assert disk.has(chain, 0, 1) and disk.tier.stats()["disk_held_bytes"] == 2 * FILE_BYTES
-    finally:
-        disk.tier.close()
+    disk.tier.refill()
+    eventually(lambda: not disk.tier._users_count)
+    assert not disk.has(chain, 0) and disk.add(chain, 2) == [False]
+    disk.tier.close()
+    with disk_on(folder) as again:
+        assert again.has(chain, 0, 1)

@@ -22,7 +22,6 @@ from kvstore.format.keyset import BlockKeys, ChunkKeys
 from kvstore.root.posix import PosixRoot
 from kvstore.transport.messages import pack_keys, sealed
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.server import Worker
 from tests.kit.clusters import SPACE, Cluster, cluster, eventually, looking
 from tests.kit.patience import PATIENCE_S
@@ -104,15 +103,6 @@ def test_a_sweep_waits_for_a_look_that_goes_on(c: Cluster) -> None:
     hold.release()
 
 
-def test_a_hold_past_its_time_holds_nothing(c: Cluster, cache: Cache) -> None:
-    cache.blocks.put(KEYS, BLOCKS)
-    hold = cache.blocks.hold(KEYS, ttl=0.2)
-    eventually(lambda: c.collector().sweep(c.plans(AS_CHAIN)).reaped.count == 4)
-    assert cache.blocks.present(KEYS) == [False] * 4
-    with pytest.raises(HoldBroken):
-        hold.get(KEYS, [bytearray(5000) for _ in KEYS])
-
-
 def test_blocks_that_were_condemned_before_the_hold_are_not_present(c: Cluster, cache: Cache) -> None:
     """Rule H2: the hold is taken before the look, so unprotected blocks are not found either."""
     cache.blocks.put(KEYS, BLOCKS)
@@ -151,21 +141,6 @@ def test_a_hold_whose_worker_died_is_broken(c: Cluster, path: str) -> None:
         lost = cache.blocks.hold(KEYS)
         assert lost.present == [False] * 4
         assert lost.get(KEYS, [bytearray(5000) for _ in KEYS]) == [False] * 4
-
-
-def test_a_worker_lets_go_of_blocks_that_a_client_does_not_renew(c: Cluster) -> None:
-    """Rule H4: a client that was killed holds nothing for longer than a lease."""
-    worker = Worker(c.node(), "127.0.0.1:0", WorkerLimits(hold_lease_s=0.5))
-    worker.start()
-    try:
-        with connected(worker.address) as store:
-            store.namespace(SPACE.name, TINY).blocks.put(KEYS, BLOCKS)
-            endpoint = store._port.endpoints.every()[0]  # type: ignore[attr-defined]
-            held = pb.HoldRequest(namespace=SPACE.digest, keys=pack_keys(KEYS))
-            assert pb.HoldResponse.FromString(endpoint.unary("Hold")(sealed(held), timeout=PATIENCE_S)).hold
-            eventually(lambda: c.collector().sweep(c.plans(AS_CHAIN)).reaped.count == 4)
-    finally:
-        worker.stop()
 
 
 @pytest.mark.parametrize("path", PATHS[1:])

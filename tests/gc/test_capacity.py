@@ -15,7 +15,7 @@ from kvstore.meta.session import Session
 from kvstore.meta.usage import Capacity, UsageReport
 from kvstore.root.interface import StorageSpace
 from kvstore.root.memory import MemoryRoot
-from kvstore_gc.capacity import LATE_S, RATE_S, STALE_S, TICK_S, Accounts, Level, Pressure
+from kvstore_gc.capacity import GROWTH_S, LATE_S, STALE_S, TICK_S, Accounts, Level, Pressure
 from kvstore_gc.membership import TTL_S, Collectors
 from tests.kit.clusters import site_of
 from tests.kit.fake_meta import FakeClock
@@ -129,18 +129,6 @@ def test_the_headroom_is_a_share_of_the_capacity_or_two_puts() -> None:
     assert accounts.level == Level(0, 1000 * MIB, 250 * MIB), "a quarter at most"
 
 
-def test_the_headroom_follows_the_write_rate_and_the_latency() -> None:
-    clock = FakeClock()
-    accounts = Accounts(1000 * MIB, clock)
-    scanned(accounts, 0)
-    accounts.reported(ONE, UsageReport(0, 0))
-    accounts.deleted(0, 0.5)
-    clock.advance(RATE_S)
-    accounts.reported(ONE, UsageReport(100 * MIB, 0))
-    accounts.measured(StorageSpace(None, None))
-    assert accounts.level is not None and accounts.level.headroom_bytes == int(2 * 100 * MIB * 0.4)
-
-
 def test_the_headroom_grows_while_nodes_lack_credit() -> None:
     clock = FakeClock()
     accounts = Accounts(1000, clock)
@@ -149,12 +137,12 @@ def test_the_headroom_grows_while_nodes_lack_credit() -> None:
     for _ in range(10):
         assert accounts.record(0, 1).credit_bytes == 0 and accounts.level is not None
         sizes.append(accounts.level.headroom_bytes)
-        clock.advance(RATE_S)
+        clock.advance(GROWTH_S)
         accounts.measured(StorageSpace(None, None))
     assert sizes[0] == 50 and sizes == sorted(sizes) and sizes[-1] == 250
     scanned(accounts, 0)
     for _ in range(20):
-        clock.advance(RATE_S)
+        clock.advance(GROWTH_S)
         accounts.measured(StorageSpace(None, None))
     assert accounts.level is not None and accounts.level.headroom_bytes == 50
 
@@ -221,7 +209,7 @@ def test_a_record_has_a_credit_once_the_root_was_listed() -> None:
     assert cluster.record is not None and cluster.record.credit_bytes is None
     scanned(accounts, 100)
     cluster.later(publisher)
-    assert cluster.record == Capacity(cluster.record.revision, 100, 1000, 12, headroom_bytes=50)
+    assert cluster.record == Capacity(cluster.record.revision, 100, 1000, 12)
 
 
 def test_a_record_counts_the_reports_up_to_its_revision() -> None:
@@ -232,13 +220,13 @@ def test_a_record_counts_the_reports_up_to_its_revision() -> None:
     publisher.tick()
     revision = cluster.report(node, 300)
     cluster.later(publisher)
-    assert cluster.record == Capacity(revision, 300, 1000, 25, headroom_bytes=50)
+    assert cluster.record == Capacity(revision, 300, 1000, 25)
     revision = cluster.report(node, 970)
     cluster.later(publisher)
-    assert cluster.record == Capacity(revision, 970, 1000, 5, headroom_bytes=50)
+    assert cluster.record == Capacity(revision, 970, 1000, 5)
     accounts.deleted(400)
     cluster.later(publisher)
-    assert cluster.record == Capacity(revision, 570, 1000, 25, headroom_bytes=50), "a deletion is news without a report"
+    assert cluster.record == Capacity(revision, 570, 1000, 25), "a deletion is news without a report"
     cluster.meta.revoke(node.lease)
     cluster.later(publisher)
     assert used(accounts) == 570

@@ -151,10 +151,9 @@ def test_a_dry_run_changes_neither_the_root_nor_etcd(up: Running, at: tuple[str,
     finally:
         meta.close()
     assert as_json["dry_run"] and as_json["chosen"]["over capacity"]["chunks"] == 16
-    assert as_json["namespaces"][0]["name"] == "model" and len(as_json["examples"]) == 10
+    assert as_json["namespaces"][0]["name"] == "model"
     assert shown.returncode == 0
     assert "would delete 16 chunks" in shown.stdout and "over capacity" in shown.stdout
-    assert as_json["examples"][0]["namespace"] not in shown.stdout, "tables have names"
 
     done = line(ended(*at, "--once", *limit, "--json"))
     assert done["reaped"]["chunks"] in (16, 17), "in slices"
@@ -180,7 +179,7 @@ def test_rounds_go_on_until_sigterm(up: Running, at: tuple[str, ...], module_roo
     with collecting(module_root, *at, *arguments) as (child, said):
         assert child.stdout is not None
         rounds = [json.loads(child.stdout.readline()) for _ in range(3)]
-        assert rounds[0]["shards"]["mine"] == 4
+        assert rounds[0]["shards"] == 4
         eventually(lambda: chunks(module_root) <= 20, "the root is within its bound")
         where = said().split("metrics=")[1].split()[0]
         with urllib.request.urlopen(f"http://{where}/metrics", timeout=PATIENCE_S) as page:

@@ -14,22 +14,19 @@ from typing import Any
 
 import pytest
 
-from kvstore.core.clock import SystemClock
 from kvstore.errors import PermissionDenied, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
 from kvstore.meta.keys import Keys
-from kvstore.meta.memory import MemoryMetadata, MemoryStore
+from kvstore.meta.memory import MemoryMetadata
 from kvstore.meta.store import Compare, Delete, Put, TxnResult
 from kvstore.meta.sweeps import Condemned
-from kvstore.root.fences import LOG_BYTES
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
-from kvstore_gc.membership import Collectors
 from kvstore_gc.threads import Stopped
 from tests.kit.abandoned import in_flight, leave_in_flight
-from tests.kit.clusters import Cluster, cluster, eventually, looking, prompt, put, site_of
+from tests.kit.clusters import Cluster, cluster, eventually, looking, prompt, put
 from tests.kit.faulty_root import EIO, ENOSPC, Fails, FaultyRoot, Rule
 from tests.kit.object_root import MemoryObjectRoot
 from tests.kit.patience import PATIENCE_S
@@ -293,21 +290,6 @@ def test_with_the_reserve_spent_the_plans_for_which_there_was_room_are_swept() -
         assert c.collector().sweep(c.plans(chain)).reaped.count == 30 - report.reaped.count
 
 
-def test_plans_leave_room_for_the_log_of_the_metadata_that_name_them() -> None:
-    """A folder of one host has both on one disk: a collector that fills it with plans deletes nothing."""
-    files = MemoryFiles()
-    with cluster(MemoryRoot(files), shard_bits=2) as c:
-        node, chain = c.node(), prompt(1, 30)
-        put(node, chain)
-        plans = c.plans(chain)
-        assert len(plans) > 2
-        files.capacity_bytes = files.used_bytes + LOG_BYTES - 1
-        report = c.collector().sweep(plans)
-        assert report.sweeps["begun"] == 1 and report.reaped.count == len(plans[0].victims)
-        files.capacity_bytes = files.used_bytes + 2 * LOG_BYTES
-        assert c.collector().sweep(c.plans(chain)).reaped.count == 30 - report.reaped.count
-
-
 # Two runs of one sweep
 
 
@@ -370,30 +352,6 @@ def test_g2_a_transaction_that_has_begun_sweeps_is_never_repeated(c: Cluster, re
 
 
 # Keys that are not ours, or not there
-
-
-def test_a_collector_whose_key_was_deleted_joins_again() -> None:
-    meta, keys = MemoryMetadata(MemoryStore(SystemClock())), Keys(b"r" * 16)
-    collectors = Collectors(site_of(meta, keys.root_id))
-    collectors.beat()
-    before = collectors.me
-    assert before is not None and collectors.shards(4) == [0, 1, 2, 3]
-    meta.delete(keys.collector(before[0]))
-    with pytest.raises(Unavailable, match="joins again"):
-        collectors.shards(4)
-    collectors.beat()
-    after = collectors.me
-    assert collectors.shards(4) == [0, 1, 2, 3] and after is not None and after[0] != before[0]
-    assert not meta.keep_alive(before[1]), "its old lease was given back"
-
-
-def test_a_collector_without_a_lease_has_no_shards() -> None:
-    meta, keys = MemoryMetadata(MemoryStore(SystemClock())), Keys(b"r" * 16)
-    collectors = Collectors(site_of(meta, keys.root_id))
-    collectors.beat()
-    for number in range(4):
-        meta.put(f"{keys.collectors}{bytes([number] * 16).hex()}", b"{}")
-    assert collectors.shards(16) == list(range(16))
 
 
 def test_c1_a_chain_that_is_garbage_is_named(c: Cluster) -> None:

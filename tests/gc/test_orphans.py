@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from kvstore.core.namespace import NamespaceDigest
-from kvstore.core.recency import AHEAD_MAX_S
 from kvstore.errors import RootMismatch
 from kvstore.format import places
 from kvstore.format.places import Name
@@ -99,25 +98,12 @@ def test_a_live_session_keeps_what_it_staged_however_old(scene: Scene) -> None:
     assert scene.names(places.staging_folder(alive)) == ["1.part"]
 
 
-def test_a_collector_that_has_just_begun_clears_leftovers_a_minute_after_it_noticed_them(scene: Scene) -> None:
-    """Whatever time they carry: that of a file's writer may be wrong."""
-    scene.write(places.staged(DEAD, 1), age_s=-10_000)
-    scene.write(plan_of(2)[1], age_s=-10_000)
-    assert not scene.orphans.remove()
-    scene.clock.time_s += 59
-    assert not scene.orphans.remove()
-    scene.write(places.staged(DEAD, 2), age_s=-10_000)
-    scene.clock.time_s += 6
-    assert scene.orphans.remove() == {"staging": 1, "plans": 1}
-    assert scene.names(places.staging_folder(DEAD)) == ["2.part"] and scene.names(places.PLANS) == []
-
-
 def test_a_staged_file_that_was_never_stamped_goes_at_once(scene: Scene) -> None:
     """On NFS, if its writer was killed between creating it and stamping it."""
     alive = scene.session()
-    scene.write(places.staged(alive, 1), age_s=-10 * AHEAD_MAX_S)
-    scene.write(places.staged(DEAD, 1), age_s=-10 * AHEAD_MAX_S)
-    scene.write(places.staged(DEAD, 2), age_s=-0.9 * AHEAD_MAX_S)
+    scene.write(places.staged(alive, 1), age_s=-2 * TIMINGS.staging_age_s)
+    scene.write(places.staged(DEAD, 1), age_s=-2 * TIMINGS.staging_age_s)
+    scene.write(places.staged(DEAD, 2), age_s=-0.9 * TIMINGS.staging_age_s)
     assert scene.again().remove() == {"staging": 1}
     assert scene.names(places.staging_folder(DEAD)) == ["2.part"]
     assert scene.names(places.staging_folder(alive)) == ["1.part"]
@@ -135,14 +121,6 @@ def test_a_session_that_begins_while_staging_is_listed_is_seen_alive(scene: Scen
     orphans = Orphans(scene.site(root))
     assert not orphans.remove(), "its folder was seen, so its key must be: sessions are read after the folders"
     assert scene.names(places.staging_folder(begun[0])) == ["1.part"]
-
-
-def test_an_empty_folder_goes_only_when_it_was_empty_before(scene: Scene) -> None:
-    scene.root.make_folder(places.staging_folder(DEAD))
-    scene.orphans.remove()
-    assert scene.names(places.STAGING) == [DEAD.hex()], "somebody may be about to stage there"
-    scene.orphans.remove()
-    assert scene.names(places.STAGING) == []
 
 
 # Quarantine

@@ -27,10 +27,10 @@ QUOTAS = (
 )
 
 
-def ranked(chunks: list[Chunk], goals: Goals, pinned: Marks = NO_MARKS, *, share: float = 1.0) -> Ranking:
+def ranked(chunks: list[Chunk], goals: Goals, pinned: Marks = NO_MARKS) -> Ranking:
     ranking = Ranking(goals, NOW_S, SHARD_BITS, pinned)
     ranking.read(root_of(chunks), SHARDS)
-    ranking.rank(share)
+    ranking.rank()
     return ranking
 
 
@@ -73,7 +73,7 @@ def test_counts_and_bytes_are_exact(chunks: list[Chunk], ttl_s: float | None, sp
     ranking.read(root, SHARDS[:split])
     ranking.read(root, SHARDS[split:])
     ranking.rank()
-    assert ranking.total == tally(chunks) and ranking.shards_count == len(SHARDS)
+    assert ranking.total == tally(chunks)
     for space in SPACES:
         assert ranking.namespaces.get(space, CountAndBytes()) == tally(
             [one for one in chunks if one.namespace == space]
@@ -196,12 +196,6 @@ def test_quotas_apply_to_their_namespaces() -> None:
     left = Counter(chunk.namespace for chunk in chunks if chunk.address not in gone)
     assert left[SPACES[0]] + left[SPACES[1]] <= 95 and left[SPACES[1]] <= 19
     assert left[SPACES[2]] == left[SPACES[3]] == 100, "below its quota, and without one"
-
-
-def test_a_share_of_the_shards_has_a_share_of_each_quota() -> None:
-    chunks, quota = loose(100), NamespaceQuota("namespace a", frozenset(SPACES[:1]), 8_000)
-    ranking = ranked(chunks, Goals(quotas=(quota,)), share=0.5)
-    assert ranking.due == CountAndBytes(62, 6200)
 
 
 def test_a_tenants_quota_counts_without_a_namespaces_own_quota() -> None:

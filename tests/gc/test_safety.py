@@ -17,7 +17,7 @@ from tests.kit.cases import for_each
         ({"plan_age_s": 120.0}, "condemn_s_max"),
         ({"condemn_s_max": 90.0}, "condemn_s_max"),
         ({"quarantine_share": 1.5}, "quarantine_share"),
-        ({"noticed_s": 0.0}, "noticed_s"),
+        ({"poll_s_min": 0.0}, "poll_s_min"),
     ],
 )
 def test_a_relation_that_makes_no_sense_is_refused(wrong: dict[str, float], said: str) -> None:

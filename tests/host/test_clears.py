@@ -13,6 +13,7 @@ import kvstore
 from kvstore.census.selection import Selection
 from tests.kit.host_parts import SPACE
 from tests.kit.host_process import LAYOUT, TOKENS_COUNT, kv, tokens
+from tests.kit.patience import eventually
 
 OTHER = """
 import sys, kvstore
@@ -49,3 +50,18 @@ def test_a_clear_drops_memory_of_other_processes(tmp_path: Path, pinned: bool) -
         assert cache.match(tokens(1)) == 0 and cache.match(tokens(2)) == kept
         if kept:
             assert (np.asarray(cache.get(tokens(2))[1]) == 2).all()
+
+
+def test_a_disk_that_was_away_serves_nothing_of_what_was_cleared(tmp_path: Path) -> None:
+    root, disk = tmp_path / "root", (str(tmp_path / "disk"), 64 << 20)
+    with kvstore.open(root, memory=16 << 20, disk=disk, write="through") as store:
+        cache = store.namespace("model", LAYOUT)
+        cache.put(tokens(1), kv(1))
+        eventually(lambda: not store.stats()["disk_refilling"])
+        assert cache.prefetch(tokens(1), tier="disk").wait() and store.stats()["disk_entries"] == 4
+    with kvstore.open(root) as store:
+        store.namespace("model", LAYOUT).clear()
+    with kvstore.open(root, memory=16 << 20, disk=disk) as store:
+        eventually(lambda: not store.stats()["disk_refilling"])
+        cache = store.namespace("model", LAYOUT)
+        assert cache.match(tokens(1)) == cache.get(tokens(1))[0] == store.stats()["disk_entries"] == 0

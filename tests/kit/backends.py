@@ -56,7 +56,7 @@ LIMITS = Limits(announce_s=0.01, follow_s=0.01, lanes=4, width=2)
 TIMINGS = Timings(poll_s_min=0.01, poll_s_max=0.02, announce_lag_max_s=330.0, grace_max_s=400.0)
 MEMORY_BYTES = 16 << 20
 LEFT = (
-    "holds client_holds leases memory_referenced_bytes memory_leased_bytes memory_pinned_bytes memory_dirty_bytes "
+    "holds client_holds leases memory_referenced_bytes memory_leased_bytes memory_dirty_bytes "
     "behind_bytes bytes_in_flight lane_queue"
 ).split()
 """Gauges that are 0 when nothing is in progress, held or pinned."""
@@ -283,14 +283,14 @@ class Backend:
     # Inspection
 
     def leftovers(self) -> dict[str, Any]:
-        """All that an idle store without holds and pins should not have: gauges, staged files, barriers, sweeps."""
+        """All that an idle store without holds and pins should not have: gauges, staged files, orders, sweeps."""
         stats = self.store.stats()
         found: dict[str, Any] = {name: stats[name] for name in LEFT if stats.get(name)}
         for name in self.listing():
             if name.startswith(("staging/", "trash/", "plans/", "quarantine/")) and not name.endswith("/"):
                 found.setdefault(name.partition("/")[0], []).append(name)
         prefix = f"/kv/{self.identity.root.hex()}"
-        for part in ("clearing", "gc/condemned", "pins"):
+        for part in ("clears/doing", "gc/condemned", "pins"):
             keys = [kv.key for kv in self._meta.list(f"{prefix}/{part}/").items]
             if keys:
                 found[part] = keys

@@ -1,4 +1,4 @@
-"""Nodes of two roll-outs on one root and one metadata store, all in this process.
+"""Nodes with a model each on one root and one metadata store, all in this process.
 
 Separate from the tests, which say what must be left.
 """
@@ -14,19 +14,20 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import Layout
+from kvstore.census.selection import Selection
 from kvstore.census.walk import ChunkFile, walk
+from kvstore.client.cache import Cache
 from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
-from kvstore.core.clock import RandomIds, SystemClock
+from kvstore.core.clock import Clock, RandomIds, SystemClock
 from kvstore.engine.coordination import Coordination
 from kvstore.engine.open import join
 from kvstore.engine.settings import NodeOptions, TierSettings
-from kvstore.format.header import lineage_id, written
 from kvstore.format.keyset import ChunkKeys
 from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
-from tests.kit.patience import PATIENCE_S, eventually, stretched
+from tests.kit.patience import PATIENCE_S, stretched
 from tests.kit.stores import kv_of
 from tests.kit.tiers import QUICK
 
@@ -34,22 +35,23 @@ LAYOUT = Layout(layers=2, kv_heads=2, head_dim=32, dtype="float16", chunk_tokens
 SIZE = LAYOUT.chunk_tokens
 
 
-class RolledOut:
-    """One node of a roll-out: its KV differs from that of others for the same tokens."""
+class ModelNode:
+    """One node, which writes the KV of its own model and reads that of all."""
 
     def __init__(
         self,
         root: Root,
         store: MemoryStore,
-        label: str,
+        model: str,
         disk: Path | None = None,
         clear_answer_s: float = PATIENCE_S,
+        clock: Clock | None = None,
     ) -> None:
-        clock, ids = SystemClock(), RandomIds()
+        clock, ids = clock or SystemClock(), RandomIds()
         limits = stretched(QUICK, "match_deadline_s", "read_deadline_s", "write_deadline_s", "stall_s")
         limits = replace(limits, clear_answer_s=clear_answer_s)
         self.root = root
-        self.label = label
+        self.model = model
         settings = TierSettings(16 << 20, str(disk) if disk else "", (64 << 20) if disk else 0)
         self.member = join(
             root,
@@ -59,18 +61,19 @@ class RolledOut:
             clock=clock,
             ids=ids,
             sharing=Coordination.CLUSTER,
-            options=NodeOptions(tiers=settings, label=label),
+            options=NodeOptions(tiers=settings),
         )
         self.node = self.member.node
-        self.cache = Store(LocalTransport(self.member)).namespace("m", LAYOUT)
+        self._store = Store(LocalTransport(self.member))
+        self.cache = self._store.namespace(model, LAYOUT)
+        self.selection = Selection(namespace=self.cache.namespace.digest)
 
     @property
     def session(self) -> bytes:
         return self.member.presence.current().id
 
     def kv(self, number: int, chunks: int) -> npt.NDArray[np.float16]:
-        """Another roll-out has other bytes: which are right is the engine's affair, never the store's."""
-        made = kv_of(LAYOUT, tokens(number, chunks)).view(np.uint16) ^ np.uint16(len(self.label))
+        made = kv_of(LAYOUT, tokens(number, chunks)).view(np.uint16) ^ np.uint16(len(self.model))
         return made.view(np.float16)
 
     def put(self, number: int, chunks: int = 4) -> None:
@@ -78,32 +81,28 @@ class RolledOut:
 
     def drain(self) -> None:
         self.node.drain()
-        # One lane writes the record; another one may publish, and end the put, before it has.
-        eventually(lambda: not self.node.incarnations.owes_record)
 
-    def match(self, number: int, chunks: int = 4) -> int:
-        return self.cache.match(tokens(number, chunks)) // SIZE
+    def cache_of(self, wrote: ModelNode) -> Cache:
+        return self._store.namespace(wrote.model, LAYOUT)
 
-    def serves(self, number: int, wrote: RolledOut, chunks: int = 4) -> int:
+    def match(self, number: int, wrote: ModelNode, chunks: int = 4) -> int:
+        return self.cache_of(wrote).match(tokens(number, chunks)) // SIZE
+
+    def serves(self, number: int, wrote: ModelNode, chunks: int = 4) -> int:
         """Returns the number of leading chunks that a get finds, all as ``wrote`` wrote them."""
-        count, kv = self.cache.get(tokens(number, chunks))
+        count, kv = self.cache_of(wrote).get(tokens(number, chunks))
         assert kv.tobytes() == np.ascontiguousarray(wrote.kv(number, chunks)[:, :, :count]).tobytes(), "another's bytes"
         return count // SIZE
 
     def chain(self, number: int, chunks: int = 4) -> ChunkKeys:
         return ChunkKeys.of(self.cache.namespace, np.asarray(tokens(number, chunks), np.uint32))
 
-    def in_memory(self, number: int, chunks: int = 4) -> int:
+    def in_memory(self, number: int, wrote: ModelNode, chunks: int = 4) -> int:
         assert self.node.memory is not None
-        return self.node.memory.leading(self.chain(number, chunks))
+        return self.node.memory.leading(wrote.chain(number, chunks))
 
     def on_root(self) -> list[ChunkFile]:
-        return list(walk(self.root, self.node.identity.shard_bits, headers=True))
-
-    def wrote(self, found: ChunkFile) -> bool:
-        assert found.header is not None
-        said = written(found.header.incarnation)
-        return said is not None and said.lineage == lineage_id(self.session)
+        return list(walk(self.root, self.node.identity.shard_bits))
 
     def close(self) -> None:
         self.member.close()
@@ -114,7 +113,7 @@ def tokens(number: int, chunks: int = 4) -> npt.NDArray[np.int64]:
 
 
 @contextmanager
-def closing(*nodes: RolledOut) -> Iterator[None]:
+def closing(*nodes: ModelNode) -> Iterator[None]:
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.census.selection import ClearOrder
 from kvstore.core.clock import RandomIds
 from kvstore.core.executor import Deadline
 from kvstore.core.metrics import Counters
@@ -19,7 +20,7 @@ from kvstore.format.header import Expected, Incarnation, checksum, encode
 from kvstore.format.keyset import ChunkKeys
 from kvstore.root.interface import Root
 from kvstore.root.posix import PosixRoot
-from kvstore.tiers.disk import CLEAR_S, RETRY_S, DiskTier
+from kvstore.tiers.disk import DiskTier
 from tests.kit.faulty_root import FaultyRoot, Rule
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import TINY
@@ -84,8 +85,6 @@ class Disk:
         *,
         size_bytes: int | None = None,
         rules: Sequence[Rule] = (),
-        clear_s: float = CLEAR_S,
-        retry_s: float = RETRY_S,
     ) -> None:
         self.path = path
         self._rules = rules
@@ -99,8 +98,6 @@ class Disk:
             self.clock,
             RandomIds(),
             make_root=self._faulty,
-            clear_s=clear_s,
-            retry_s=retry_s,
         )
 
     def _faulty(self, path: str) -> Root:
@@ -123,6 +120,9 @@ class Disk:
         pairs = zip(found, indexes, strict=True)
         return all(image is not None and is_right(image, chain, index) for image, index in pairs)
 
+    def clear(self, namespace: Namespace = NAMESPACE) -> None:
+        self.tier.drop_ordered(ClearOrder(frozenset({namespace.id}), self.clock.now_s()))
+
     def count(self, name: str) -> int:
         return self.counters.snapshot()[name]
 
@@ -141,6 +141,7 @@ class Disk:
 def disk_on(path: Path, files: int = 100, *, refilled: bool = True, **settings: Any) -> Iterator[Disk]:
     disk = Disk(path, files, **settings)
     disk.tier.open()
+    disk.tier.refill()
     try:
         if refilled:
             disk.wait_refilled()

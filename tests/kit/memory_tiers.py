@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.census.selection import ClearOrder
 from kvstore.codec.image import make_images
 from kvstore.core.buffers import BufferLoan, planes_of
 from kvstore.core.clock import RandomIds
@@ -24,6 +25,11 @@ SPACE = Namespace.of("m", SMALL)
 
 UNIT = 8_192
 """What one chunk of SMALL takes: a header of 4 KiB and 3 KiB of payload, in whole pages."""
+
+
+def empty(memory: MemoryTier) -> int:
+    """Drops all chunks; returns how many."""
+    return memory.drop_ordered(ClearOrder(frozenset({SPACE.id})))
 
 
 class StoppedClock:

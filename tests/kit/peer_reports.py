@@ -10,7 +10,6 @@ import numpy.typing as npt
 from kvstore.core.address import Address
 from kvstore.core.clock import Clock, RandomIds
 from kvstore.core.metrics import Counters
-from kvstore.core.namespace import NamespaceDigest
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.meta.session import Session
@@ -77,12 +76,9 @@ class Node:
         self.held = Held()
         self.counters = Counters()
         self.limits = limits or PeerLimits()
-        self.cleared: list[NamespaceDigest] = []
         self.digests = Digests(meta, KEYS)
         roster = PeerSelector(self.limits, clock, Random())
-        self.follower = PeerFollower(
-            self.digests, address, self.limits, self.counters, clock, self.cleared.append, roster
-        )
+        self.follower = PeerFollower(self.digests, address, self.limits, self.counters, clock, roster)
         self.publisher = DigestPublisher(
             self.digests,
             self.held,

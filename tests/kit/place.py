@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvstore.core.clock import SystemClock
@@ -42,19 +42,6 @@ class Place:
         config = config or Config()
         site = self.cluster.site(root, meta, timings=timings, pause=self.stop.pause)
         return Cycle(site, config, pressure or Pressure(site, config.max_bytes), collectors)
-
-    def part(self, shards: Callable[[int], Sequence[int]]) -> Collectors:
-        """Other collectors, which leave these shards to this one."""
-
-        class Part(Collectors):
-            def shards(self, count: int) -> list[int]:
-                return list(shards(count))
-
-        return Part(self.cluster.site())
-
-    def half(self, odd: int) -> Collectors:
-        """One other collector, which has half of the shards."""
-        return self.part(lambda count: range(odd, count, 2))
 
     def age(self, chain: ChunkKeys, age_s: float = LONG_S) -> None:
         """Sets the last use back by this long."""

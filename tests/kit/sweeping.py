@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from kvstore_gc.capacity import Pressure
 from kvstore_gc.deletion import SweepPlan
@@ -25,11 +25,11 @@ class WholeSweeper(Sweeper):
             self._finish(report)
         return report
 
-    def adopt(self, shards: Iterable[int] | None = None) -> SweepReport:
-        """Finishes the sweeps in flight (of these shards) that others have begun and perhaps left (rule G7)."""
+    def adopt(self) -> SweepReport:
+        """Finishes the sweeps in flight, which others have begun and perhaps left (rule G7)."""
         report = SweepReport()
         with self.abandoning(report):
-            self.recover(report, shards)
+            self.recover(report)
             self._finish(report)
         return report
 

@@ -60,7 +60,7 @@ def source(kind: str, folder: Path, count: int = 6, missing: int = 2) -> Iterato
             presence.start(PATIENCE_S)
             roster = PeerSelector(LIMITS, CLOCK, Random(1))
             digests = Digests(MemoryMetadata(store), KEYS)
-            peers = Peers(digests, presence, Held(), roster, counters, CLOCK, LIMITS, lambda digest: None)
+            peers = Peers(digests, presence, Held(), roster, counters, CLOCK, LIMITS)
             peers.start(None)
             try:
                 _report(store, speaker.address, chain, count)
@@ -79,6 +79,7 @@ def source(kind: str, folder: Path, count: int = 6, missing: int = 2) -> Iterato
     disk = DiskTier(str(folder / "disk"), 64 << 20, counters, CLOCK, ids, encodings=encodings)
     encodings.learn(chain.namespace)
     disk.open()
+    disk.refill()
     try:
         eventually(lambda: not disk.stats()["disk_refilling"], "what the disk held is taken in")
         for index in range(count):

@@ -22,8 +22,8 @@ from kvstore.tiers.inventory import (
 from tests.kit.memory import NAMESPACES, Bytes, block, chain
 
 STEPS = (
-    *(["claim"] * 6 + ["finish"] * 5 + ["refer"] * 2 + ["unrefer"] * 3 + ["clean"] * 2 + ["unpin"] * 2),
-    *("pin", "used", "retire", "victims", "drop"),
+    *(["claim"] * 6 + ["finish"] * 5 + ["refer"] * 2 + ["unrefer"] * 3 + ["clean"] * 2),
+    *("used", "retire", "victims", "drop"),
 )
 
 
@@ -39,7 +39,6 @@ class Model:
     entries: list[TierEntry] = field(default_factory=list)
     references: dict[TierEntry, int] = field(default_factory=dict)
     claimed: set[TierEntry] = field(default_factory=set)
-    pins: dict[Address, int] = field(default_factory=dict)
     now_s: float = 0.0
 
     def there(self) -> dict[Address, TierEntry]:
@@ -47,13 +46,7 @@ class Model:
 
     def is_kept(self, entry: TierEntry) -> bool:
         """True if E2 keeps it."""
-        return bool(
-            self.references.get(entry)
-            or self.pins.get(entry.address)
-            or entry.is_dirty
-            or not entry.is_ready
-            or entry in self.claimed
-        )
+        return bool(self.references.get(entry) or entry.is_dirty or not entry.is_ready or entry in self.claimed)
 
     def evictable(self) -> set[TierEntry]:
         """Returns what may be evicted, in order: not kept entries, nor their ancestors."""
@@ -133,17 +126,6 @@ class Model:
         self.inventory.unrefer(entry)
         self.references[entry] -= 1
 
-    def do_pin(self) -> None:
-        address = self.choose.choice(self.places).address
-        if self.inventory.pin(address):
-            self.pins[address] = self.pins.get(address, 0) + 1
-
-    def do_unpin(self) -> None:
-        address = self.choose.choice([*self.pins, self.places[0].address])
-        self.inventory.unpin(address)
-        if self.pins.get(address):
-            self.pins[address] -= 1
-
     def do_clean(self) -> None:
         dirty = [entry for entry in self.entries if entry.is_dirty]
         if dirty:
@@ -174,7 +156,7 @@ class Model:
     def do_clear(self) -> None:
         namespace = self.choose.choice(NAMESPACES)
         expected = [entry for entry in self.there().values() if entry.place.namespace == namespace]
-        found = self.inventory.of_namespace(namespace)
+        found = [entry for entry in self.inventory.entries() if entry.namespace == namespace]
         assert len(found) == len(expected)
         for entry in found:
             self.inventory.drop(entry)
@@ -194,8 +176,6 @@ class Model:
         assert inventory.held_bytes + self.room.free_bytes == self.room.size_bytes, "A1, and nothing leaks"
         assert inventory.dirty_bytes == sum(entry.size_bytes for entry in there.values() if entry.is_dirty)
         assert inventory.referenced_bytes == sum(entry.size_bytes for entry in holding if entry.references)
-        pinned = [entry for entry in there.values() if self.pins.get(entry.address)]
-        assert inventory.pinned_bytes == sum(entry.size_bytes for entry in pinned)
         for place in self.places:
             entry = there.get(place.address)
             assert inventory.find(place.address) is (entry if entry is not None and entry.is_ready else None)
@@ -218,16 +198,12 @@ class Model:
         while any(self.references[entry] for entry in self.holding()):
             self.do_finish()
             self.do_unrefer()
-        for address, count in self.pins.items():
-            for _ in range(count):
-                self.inventory.unpin(address)
-        self.pins.clear()
         self.check()
         for entry in list(self.there().values()):
             self.inventory.drop(entry)
         assert self.room.free_bytes == self.room.size_bytes
         assert self.inventory.entries_count == self.inventory.held_bytes == 0
-        assert not self.inventory._entries and not self.inventory._orphans and not self.inventory._pins
+        assert not self.inventory._entries and not self.inventory._orphans
         self.inventory.victims(1)
         assert not self.inventory._queues._queues and not self.inventory._queues._turns_count
 

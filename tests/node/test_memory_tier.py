@@ -19,7 +19,7 @@ from kvstore.format.keyset import BlockKeys
 from kvstore.native import is_available
 from kvstore.native import library as native
 from kvstore.tiers.memory import Slots
-from tests.kit.memory_tiers import SPACE, UNIT, Case, chain_of, make
+from tests.kit.memory_tiers import SPACE, UNIT, Case, chain_of, empty, make
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import LARGE, TINY
 
@@ -36,7 +36,7 @@ def test_i2_room_of_what_was_dropped_is_not_given_away_while_it_is_referred_to(c
     chain, others = chain_of(1, 1), chain_of(2, 8)
     case.fill(chain, 0, 1)
     with case.tier.refer(chain, 0, 1) as slots:
-        case.tier.drop_namespace(SPACE.digest)
+        empty(case.tier)
         assert case.tier.leading(chain) == 0
         assert case.fill(others, 0, 8) == 7 and case.count("full") == 1
         assert case.read(chain, slots, 0, 1) == [True]
@@ -87,8 +87,8 @@ def test_victims_are_kept_until_they_are_elsewhere_and_go_unless_somebody_needs_
     assert UNIT <= case.tier.free_bytes < 2 * UNIT
     with case.tier.victims(1 << 40) as victims:
         assert len(victims.entries) == 7
-        case.tier.pin(chain.addresses[2:3], case.tier.size_bytes)
-        case.tier.evict(victims.entries)
+        with case.tier.refer(chain, 2, 1):
+            case.tier.evict(victims.entries)
     assert case.tier.leading(chain) == 3
 
 
@@ -160,7 +160,7 @@ def test_many_threads_fill_read_damage_and_evict(is_native: bool, monkeypatch: p
                             case.arena.memory[entry.offset + 4100] ^= 1
                             case.tier.verified(slots)
                 elif seed == 1:
-                    case.tier.drop_namespace(chain.namespace.digest)
+                    empty(case.tier)
                 else:
                     with case.tier.victims(3 * UNIT) as victims:
                         case.tier.evict(victims.entries)
@@ -175,8 +175,7 @@ def test_many_threads_fill_read_damage_and_evict(is_native: bool, monkeypatch: p
     if failures:
         raise failures[0]
     assert all_happened()
-    for chain in chains:
-        case.tier.drop_namespace(chain.namespace.digest)
+    empty(case.tier)
     assert case.stat("held_bytes") == case.stat("referenced_bytes") == case.stat("leased_bytes") == 0
     assert case.stat("chunks") == 0 and case.tier.free_bytes == case.tier.size_bytes
     case.tier.close()

@@ -25,7 +25,7 @@ from kvstore.engine.settings import Limits
 from kvstore.errors import Unavailable
 from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
-from kvstore.meta.clears import BARRIER_S, Barriers
+from kvstore.meta.clears import PASSING_S, Clears
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMetadata
 from kvstore.meta.store import MetadataStore
@@ -177,25 +177,24 @@ def test_a_pin_keeps_its_chunks_in_every_order_with_a_clear(clear: Callable[[Sta
     assert whole and refused and nothing, "each of these happens"
 
 
-def test_a_clear_stops_deleting_once_its_barrier_may_have_gone() -> None:
+def test_a_clear_stops_deleting_once_its_order_may_have_ended() -> None:
     class Late(SystemClock):
         ahead_s = 0.0
 
         def monotonic_s(self) -> float:
             return super().monotonic_s() + self.ahead_s
 
-    clock, meta = Late(), MemoryMetadata()
-    barriers = Barriers(meta, Keys(bytes(16)), clock)
-    barrier = barriers.put_up(bytes(16), b"{}", 5.0)
-    barrier.check()
-    clock.ahead_s += BARRIER_S / 2
+    clock = Late()
+    clears = Clears(MemoryMetadata(), Keys(bytes(16)), clock)
+    published = clears.publish(bytes(16), b"{}", 5.0)
+    published.check()
+    clock.ahead_s += PASSING_S / 2
     with pytest.raises(Unavailable, match="clear again"):
-        barrier.check()
-    barrier.renew(5.0)
-    barrier.check()
-    assert barriers.orders(5.0) == [b"{}"]
-    barrier.take_down(5.0)
-    assert not barriers.orders(5.0)
-    barrier.renew(5.0)
+        published.check()
+    published.renew(5.0)
+    published.check()
+    assert clears.in_progress(5.0) == [b"{}"]
+    published.done(5.0)
+    assert not clears.in_progress(5.0)
     with pytest.raises(Unavailable):
-        barrier.check()
+        published.check()

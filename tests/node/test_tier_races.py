@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from kvstore.format.keyset import BlockKeys
+from tests.kit.memory_tiers import empty
 from tests.kit.tiers import ASKING, IN_TIME_S, Acting, eventually, faulty, held, timed, together
 
 
@@ -77,7 +78,7 @@ def test_w1_puts_of_one_prompt_at_the_same_moment_are_all_stored() -> None:
             assert sorted(present) == [20 * node.size] * 2 + [24 * node.size] * 2
             node.drain()
             assert node.get(number, 24) == 24 and all(node.on_root(number, 24))
-            node.memory.drop_namespace(node.cache.namespace.digest)
+            empty(node.memory)
         node.assert_settled()
 
 

@@ -62,7 +62,6 @@ def main() -> None:
     )
     assert member.node.tiers is not None
     peers = join_peers(member.node.tiers, Digests(member.meta, member.keys), member.presence)
-    member.on_cleared.append(peers.tell_cleared)
     worker = Worker(member, "127.0.0.1:0")
     worker.start()
     peers.start(worker.advertised)

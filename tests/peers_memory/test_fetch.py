@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
 
+from kvstore.census.selection import NOTHING, ClearOrder
 from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.core.executor import Deadline
 from kvstore.core.metrics import Counters
-from kvstore.core.namespace import NamespaceDigest
 from kvstore.format.keyset import ChunkKeys
 from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.meta.session import Session, SessionManager
@@ -50,34 +50,22 @@ def hasty(limits: PeerLimits = LASTING) -> PeerLimits:
     return replace(limits, answer_s=0.6 * slowness())
 
 
-class Moved(SystemClock):
-    """The real clock with a test's offset."""
-
-    added_s = 0.0
-
-    def monotonic_s(self) -> float:
-        return super().monotonic_s() + self.added_s
-
-
 class Reader:
     """A node without memory that reads from peers."""
 
     def __init__(self, limits: PeerLimits) -> None:
-        self.clock = Moved()
         self.store = MemoryStore()
         self.counters = Counters()
         self.presence = SessionManager(MemoryMetadata(self.store), KEYS)
         self.presence.start(PATIENCE_S)
-        self.cleared: list[NamespaceDigest] = []
         self.peers = Peers(
             Digests(MemoryMetadata(self.store), KEYS),
             self.presence,
             Held(),
-            PeerSelector(limits, self.clock, Random(1)),
+            PeerSelector(limits, CLOCK, Random(1)),
             self.counters,
-            self.clock,
+            CLOCK,
             limits,
-            self.cleared.append,
         )
         self.peers.start(None)
 
@@ -304,21 +292,12 @@ def test_closing_cuts_what_is_in_progress() -> None:
         assert reader.get(chain, range(3)) == [False] * 3
 
 
-def test_a_cleared_namespace_is_not_read_back_from_who_has_not_heard_yet() -> None:
-    """At the node that cleared it and at any other, for a while; chunks received meanwhile are dropped."""
+def test_a_cleared_namespace_is_not_read_back_from_peers() -> None:
     chain = chain_of(2)
-    limits = replace(PATIENT, cleared_s=NEVER_S)
-    with speaking(honest(chain)) as speaker, reading(limits) as one, reading(limits) as other:
-        for reader in (one, other):
-            reader.hears(speaker.address, chain, range(2))
-        one.peers.tell_cleared(chain.namespace.digest)
-        assert one.cleared == [chain.namespace.digest]
-        assert one.peers.leading(chain, 0) == 0
-        assert one.get(chain, [0, 1]) == [False, False]
-        Digests(MemoryMetadata(other.store), KEYS).mark_cleared(chain.namespace.digest, b"elsewhere", 1.0)
-        eventually(lambda: other.cleared == [chain.namespace.digest])
-        assert other.peers.leading(chain, 0) == 0
-        for reader in (one, other):
-            reader.clock.added_s += NEVER_S
-            eventually(lambda reader=reader: reader.get(chain, [0, 1]) == [True, True])  # type: ignore[misc]
-        assert one.cleared == [chain.namespace.digest], "it does not hear itself"
+    with speaking(honest(chain)) as speaker, reading() as reader:
+        reader.hears(speaker.address, chain, range(2))
+        reader.peers.forbid(ClearOrder(frozenset({chain.namespace.id})))
+        assert reader.peers.leading(chain, 0) == 0
+        assert reader.get(chain, [0, 1]) == [False, False]
+        reader.peers.forbid(NOTHING)
+        assert reader.get(chain, [0, 1]) == [True, True]

@@ -48,7 +48,6 @@ class Reader:
         )
         assert self.member.node.tiers is not None
         peers = join_peers(self.member.node.tiers, Digests(self.member.meta, self.member.keys), self.member.presence)
-        self.member.on_cleared.append(peers.tell_cleared)
         self.peers: Peers = peers
         self.peers.start(None)
         self.cache = Store(LocalTransport(self.member)).namespace("m", layout=LAYOUT)

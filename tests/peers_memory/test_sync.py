@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from kvstore.core.namespace import NamespaceDigest
 from kvstore.meta.memory import MemoryMetadata
 from kvstore.peers.limits import PeerLimits
 from kvstore.peers.reports import BURST_BYTES_MIN
 from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
 from tests.kit.peer_reports import KEYS, Cluster, Node, addresses_of, shard_of
-
-NAMESPACE = NamespaceDigest(bytes(range(32)))
 
 
 def digest_bytes(node: Node) -> int:
@@ -131,29 +128,3 @@ def test_while_etcd_does_not_answer_nothing_is_lost() -> None:
     cluster.sync()
     assert a.leading(ours) == 5
     assert max(waited) <= b.limits.meta_deadline_s
-
-
-def test_a_clear_is_heard_once_by_each_and_not_by_who_did_it() -> None:
-    cluster = Cluster(3)
-    a, b, c = cluster.nodes
-    a.follower.expect_cleared(b"mark 1")
-    a.digests.mark_cleared(NAMESPACE, b"mark 1", 1.0)
-    cluster.sync()
-    cluster.sync()
-    b.leave()
-    b.join()
-    cluster.sync()
-    assert [node.cleared for node in cluster.nodes] == [[], [NAMESPACE], [NAMESPACE]]
-    c.follower.expect_cleared(b"mark 2")
-    c.digests.mark_cleared(NAMESPACE, b"mark 2", 1.0)
-    cluster.sync()
-    assert [len(node.cleared) for node in cluster.nodes] == [1, 2, 1]
-
-
-def test_a_node_that_was_away_hears_of_the_clear_when_it_comes() -> None:
-    """The mark has no lease: a refilled disk tier may still have chunks that were cleared meanwhile."""
-    cluster = Cluster(1)
-    cluster.nodes[0].digests.mark_cleared(NAMESPACE, b"mark", 1.0)
-    late = Node("10.0.0.7:1", MemoryMetadata(cluster.store, cluster.clock), cluster.clock)
-    late.follower.step(0.0)
-    assert late.cleared == [NAMESPACE]

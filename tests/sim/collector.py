@@ -104,11 +104,7 @@ class Collector:
             raise Stopped
 
     def _adopt(self) -> None:
-        """All sweeps, or those of the shards that are its own, as when collectors share the work."""
-        shards = None
-        if self.world.identity.shard_bits and self.kernel.random() < 0.5:
-            shards = [shard for shard in range(1 << self.world.identity.shard_bits) if self.kernel.random() < 0.5]
-        self._add(self.sweeper.adopt(shards))
+        self._add(self.sweeper.adopt())
 
     def _lift(self) -> None:
         self.world.count("fences lifted", self.sweeper.lift_unnamed())

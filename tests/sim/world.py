@@ -53,7 +53,6 @@ TIMINGS = Timings(
     clock_margin_s=10.0,
     put_s_max=30.0,
     staging_age_s=40.0,
-    noticed_s=30.0,
     condemn_s_max=25.0,
     plan_age_s=40.0,
     quarantine_age_s=40.0,

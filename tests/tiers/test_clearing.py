@@ -11,6 +11,7 @@ import pytest
 
 from kvstore.core.write_mode import WriteMode
 from tests.kit.faulty_root import FaultyRoot
+from tests.kit.memory_tiers import empty
 from tests.kit.patience import PATIENCE_S
 from tests.kit.scattering import press, to_disk
 from tests.kit.tiers import QUEUE_CHUNKS, Acting, eventually, faulty, held, on_posix
@@ -76,9 +77,7 @@ def test_clear_cancels_what_waits_for_the_root(node: Acting) -> None:
         for number in range(2, 7):
             node.put(number, 4)
         eventually(lambda: node.stat("behind_bytes") == 24 * node.unit_bytes)
-        node.node.tiers.behind.forget(node.cache.namespace.digest, 0.1)  # type: ignore[union-attr]
-        node.memory.drop_namespace(node.cache.namespace.digest)
-        assert node.stat("behind_bytes") <= 16 * node.unit_bytes
+        empty(node.memory)
         assert node.stat("memory_dirty_bytes") == 0 and node.get(6, 4) == 0
     node.drain()
     assert not any(node.on_root(6, 4))
@@ -90,7 +89,7 @@ def test_clear_cancels_what_waits_for_the_root(node: Acting) -> None:
 
 
 def test_what_is_read_while_its_namespace_is_cleared_does_not_stay(node: Acting) -> None:
-    """It is read from the root until it is deleted there, and known to be there; memory takes none of it (rule P6)."""
+    """It is read from the root until it is deleted there, and known to be there; memory takes none of it (rule P5)."""
     node.put(1, 4)
     node.drain()
     with held(root_of(node), "list") as hang:
@@ -140,18 +139,6 @@ def test_a_pin_of_what_was_just_put_behind_covers_it(node: Acting) -> None:
         assert node.cache.clear().chunks == 0
         assert node.get(1, 4) == 4
     assert node.cache.clear().chunks == 4
-
-
-def test_e2_what_is_pinned_stays_in_memory(node: Acting) -> None:
-    node.put(1, 8)
-    node.drain()
-    with node.cache.pin(node.prompts.tokens(1, 8), ttl=60):
-        press(node)
-        press(node, 20)
-        assert all(node.in_memory(1, 8)) and node.stat("memory_pinned_bytes") == 8 * node.unit_bytes
-    press(node, 30)
-    press(node, 40)
-    assert not all(node.in_memory(1, 8)) and node.stat("memory_pinned_bytes") == 0
 
 
 @pytest.mark.parametrize("write", list(WriteMode))

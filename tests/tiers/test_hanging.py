@@ -22,6 +22,7 @@ from kvstore.core.write_mode import WriteMode
 from kvstore.errors import KVStoreError
 from kvstore.tiers.stack import PART_BYTES_MIN, MemoryPut
 from tests.kit.faulty_root import ENOSPC, FaultyRoot, Hang, Rule
+from tests.kit.memory_tiers import empty
 from tests.kit.patience import PATIENCE_S, slowness
 from tests.kit.stores import same
 from tests.kit.tiers import (
@@ -137,7 +138,7 @@ def test_i2_bytes_that_hang_on_their_way_to_the_root_get_no_name_once_their_room
         with held(root) as hang:
             node.put(1, 6)
             eventually(hang.reached.is_set)
-            node.memory.drop_namespace(node.cache.namespace.digest)
+            empty(node.memory)
             eventually(lambda: not node.stat("memory_referenced_bytes"))  # the write has passed its deadline
             for number in range(2, 6):  # in all of the room
                 sections = planes_of(node.prompts.kv(number, 20), node.cache.layout)

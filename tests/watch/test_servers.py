@@ -15,14 +15,8 @@ import pytest
 import kvstore
 from kvstore.cli.worker import start_tracing
 from kvstore.core import tracing
-from kvstore.core.clock import SystemClock
-from kvstore.meta.memory import MemoryMetadata
-from kvstore_gc.capacity import Pressure
-from kvstore_gc.metrics import Metrics, write
-from kvstore_gc.summary import Summary
 from tests.cli.conftest import PATIENCE_S, serving
 from tests.kit.cases import for_each
-from tests.kit.clusters import site_of
 from tests.kit.stores import SMALL
 
 
@@ -75,19 +69,6 @@ def test_nothing_is_sent_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch,
     with tracing.span("one") as span:
         assert span is None
     stop()
-
-
-def test_a_single_round_writes_its_metrics_to_a_file_in_one_step(tmp_path: Path) -> None:
-    path = tmp_path / "kvstore.prom"
-    for scanned in (1, 2):
-        metrics = Metrics(Pressure(site_of(MemoryMetadata()), None), SystemClock())
-        summary = Summary(dry_run=False, started_s=0.0, shards_count=1)
-        summary.reaped = type(summary.reaped)(scanned, 10 * scanned)
-        metrics.done(summary)
-        write(metrics, str(path))
-    said = path.read_text()
-    assert "kvstore_gc_reaped_chunks_total 2.0\n" in said and 'kvstore_gc_rounds_total{outcome="done"} 1.0\n' in said
-    assert [each.name for each in tmp_path.iterdir()] == ["kvstore.prom"], "nothing half-written is left"
 
 
 @pytest.mark.slow

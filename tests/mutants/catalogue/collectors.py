@@ -361,11 +361,6 @@ KEEPING = [
         at("kvstore_gc.policy", "expired", lambda real, uses, *when: real(uses, *when) & False),
         "gc/test_policy.py gc/test_ranking.py",
     ),
-    mutant(
-        "collector-alone-in-every-shard",
-        at("kvstore_gc.membership", "owner", lambda real, shard, live: live[0] if live else None),
-        "gc/test_collectors.py",
-    ),
 ]
 
 

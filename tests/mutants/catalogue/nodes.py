@@ -280,12 +280,17 @@ PINNING = [
     ),
     mutant(
         "p5-pin-ignores-a-clear",
-        at("kvstore.meta.clears:Barriers", "orders", giving(())),
+        at("kvstore.meta.clears:Clears", "in_progress", giving(())),
         "node/test_pin_and_clear.py",
     ),
     mutant(
-        "p5-clear-outlives-its-barrier",
-        at("kvstore.meta.clears:Barrier", "check", giving(None)),
+        "p6-disk-was-away",
+        at("kvstore.tiers.disk:DiskShelf", "cleared", giving(None)),
+        "census/test_clearing.py host/test_clears.py -k away",
+    ),
+    mutant(
+        "p5-clear-outlives-its-order",
+        at("kvstore.meta.clears:PublishedClear", "check", giving(None)),
         "node/test_pin_and_clear.py",
     ),
 ]

@@ -51,7 +51,6 @@ MUTANTS: list[Mutant] = [
         "tiers/test_read_image.py tiers/test_writing.py",
     ),
     mutant("memory-second-writer-wins", at(INVENTORY, "claim", _claim_over), "memory/test_inventory_model.py"),
-    mutant("memory-evicts-pinned", at(INVENTORY, "pin", giving(None)), "memory/test_inventory_model.py"),
     mutant(
         "memory-evicts-dirty",
         at(
