@@ -501,9 +501,6 @@ class Control(Twin[control.Control]):
         return self._twin.workers()
 
     lookup = awaited(control.Control.lookup)
-    limits = awaited(control.Control.limits)
-    set_limits = awaited(control.Control.set_limits)
-    health = awaited(control.Control.health)
 
 
 class Store(Twin[store.Store]):

@@ -34,7 +34,6 @@ COMMANDS = {
         "ls": "ls",
         "lookup": "cache",
         "health": "admin",
-        "limits": "admin",
         "ops": "admin",
         "doctor": "doctor",
     },

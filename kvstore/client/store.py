@@ -216,15 +216,15 @@ class Store:
 
     @property
     def control(self) -> Control:
-        """The control of the workers behind this store: places, limits, health.
+        """The control of the workers behind this store: their addresses, and the places of chunks.
 
         Raises InvalidRequest on a store that was opened in this process.
 
         Examples
         --------
         >>> with kvstore.connect(address) as connected:
-        ...     [health["healthy"] for health in connected.control.health().values()]
-        [True]
+        ...     connected.control.workers() == [address]
+        True
         """
         return self._port.control()
 

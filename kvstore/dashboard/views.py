@@ -25,7 +25,7 @@ from kvstore.dashboard.snapshots import (
     SessionSeen,
     WhichRoot,
 )
-from kvstore.dashboard.workers import WorkerSeen, WorkersSource
+from kvstore.dashboard.workers import DRAINING, WorkerSeen, WorkersSource, problems_of
 from kvstore.errors import InvalidRequest
 from kvstore.format.places import NAMESPACE_ID_BYTES
 from kvstore.meta.pins import StoredPin
@@ -198,18 +198,8 @@ def _of_workers(workers: Mapping[str, WorkerSeen]) -> Iterator[Item]:
         if counts is None:
             yield _item("bad", "workers", f"worker {address} does not answer: {worker.error}")
             continue
-        if counts.get("root_hangs"):
-            yield _item("bad", "workers", f"worker {address}: the root does not answer it")
-        if not counts.get("session_alive", 1):
-            yield _item("bad", "workers", f"worker {address} has no session in etcd: holds and pins wait")
-        elif not counts.get("protected", 1):
-            yield _item(
-                "bad",
-                "workers",
-                f"worker {address} has holds and pins that collectors ignore: see kvstore fsck --adopt",
-            )
-        if counts.get("draining"):
-            yield _item("warn", "workers", f"worker {address} is draining")
+        for problem in problems_of(counts):
+            yield _item("warn" if problem is DRAINING else "bad", "workers", f"worker {address} {problem}")
         if counts.get("behind_lost"):
             yield _item("warn", "workers", f"worker {address} lost {counts['behind_lost']:,} chunks written behind")
     if not workers:

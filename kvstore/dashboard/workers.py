@@ -150,6 +150,25 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
+DRAINING = "is draining"
+
+
+def problems_of(counts: Counts | KVStoreError) -> list[str]:
+    """What is wrong with a worker, for people, by its counters or by the error instead of them."""
+    if isinstance(counts, KVStoreError):
+        return [f"does not answer: {counts}"]
+    problems = []
+    if counts.get("root_hangs"):
+        problems.append("gets no answer from the root: check the mount (kvstore check-root)")
+    if not counts.get("session_alive", 1):
+        problems.append("has no session in etcd: holds and pins wait")
+    elif not counts.get("protected", 1):
+        problems.append("has holds and pins that collectors ignore: see kvstore fsck --adopt")
+    if counts.get("draining"):
+        problems.append(DRAINING)
+    return problems
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerSeen:
     """One worker: its counts, or the error why there are none; ``grown`` is the recent growth per second."""

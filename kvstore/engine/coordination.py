@@ -29,7 +29,7 @@ from kvstore.engine.clear import ClearsFollower, HostClearing, NamespaceClear, r
 from kvstore.engine.engine import Engine
 from kvstore.engine.gc_state import ChunkHold
 from kvstore.engine.host import HostMember
-from kvstore.engine.settings import Limits, TierSettings
+from kvstore.engine.settings import TierSettings
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, RootMismatch, Unavailable
 from kvstore.format.keyset import BlockKeys, ChunkKeys, KeySet
 from kvstore.host.pins import HostPins
@@ -390,10 +390,6 @@ class ClusterMember:
 
     def _clearing(self, pinned: Callable[[], Container[Address]]) -> NamespaceClear:
         return NamespaceClear(self.node, self.clears, pinned, is_alone=self.sharing is Coordination.ALONE)
-
-    def adjust(self, limits: Limits) -> None:
-        self.node.adjust(limits)
-        self._pins.quota = PinQuota(limits.pins_per_owner_max, limits.pins_max)
 
     def pins_of(self, chain: ChunkKeys) -> list[int]:
         """For each chunk of a chain, how many live pins cover it."""

@@ -361,10 +361,6 @@ class Engine:
 
     # Looking after it
 
-    def adjust(self, limits: Limits) -> None:
-        """Takes over those of ``limits`` that may change (``CHANGEABLE``); what is under way goes on as it was."""
-        self.limits = limits
-
     def on_root(self, work: Callable[[], T]) -> T:
         """Does something with the root on a lane, within the deadline of a write. Raises what it raises."""
         return self.lanes.run(work, self._deadline(None, self.limits.write_deadline_s))

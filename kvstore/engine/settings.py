@@ -19,16 +19,6 @@ from kvstore.meta.store import TIMEOUT_S_MAX
 # Every limit and timing of a node in one place, with their relations checked once.
 
 
-CHANGEABLE = (
-    "match_deadline_s",
-    "read_deadline_s",
-    "write_deadline_s",
-    "behind_share",
-    "operations_max",
-    "pins_per_owner_max",
-    "pins_max",
-)
-"""The limits that may change while the node runs: nothing was allocated by them, and each use reads ``Node.limits``."""
 LANES_MAX = 4096
 
 

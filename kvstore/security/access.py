@@ -83,9 +83,6 @@ PERMISSIONS: dict[str, Permission] = {
     "Control.GetOperation": _READ,
     # A clear needs ADMIN, as to begin it (``Call.allow(..., role=)``).
     "Control.CancelOperation": Permission(Role.WRITE, Scope.TENANT, audited=True),
-    "Control.GetLimits": Permission(Role.READ, Scope.EVERY),
-    "Control.SetLimits": Permission(Role.ADMIN, Scope.EVERY, audited=True),
-    "Control.Health": Permission(Role.READ, Scope.EVERY),
 }
 """Permissions by the name given to ``Calls.serving``. A method that is not here is denied to every caller (rule X4)."""
 

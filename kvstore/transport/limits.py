@@ -59,6 +59,6 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 
 
 def method(name: str) -> str:
-    """Returns the path of a call of the service, or of the control service: ``Control.Health``."""
+    """Returns the path of a call of the service, or of the control service: ``Control.Lookup``."""
     service, _, call = name.rpartition(".")
     return f"/{CONTROL if service else SERVICE}/{call}"

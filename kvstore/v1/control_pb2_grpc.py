@@ -69,21 +69,6 @@ class ControlStub(object):
                 request_serializer=kvstore_dot_v1_dot_control__pb2.CancelOperationRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_control__pb2.OperationResponse.FromString,
                 _registered_method=True)
-        self.GetLimits = channel.unary_unary(
-                '/kvstore.v1.Control/GetLimits',
-                request_serializer=kvstore_dot_v1_dot_control__pb2.GetLimitsRequest.SerializeToString,
-                response_deserializer=kvstore_dot_v1_dot_control__pb2.LimitsResponse.FromString,
-                _registered_method=True)
-        self.SetLimits = channel.unary_unary(
-                '/kvstore.v1.Control/SetLimits',
-                request_serializer=kvstore_dot_v1_dot_control__pb2.SetLimitsRequest.SerializeToString,
-                response_deserializer=kvstore_dot_v1_dot_control__pb2.LimitsResponse.FromString,
-                _registered_method=True)
-        self.Health = channel.unary_unary(
-                '/kvstore.v1.Control/Health',
-                request_serializer=kvstore_dot_v1_dot_control__pb2.HealthRequest.SerializeToString,
-                response_deserializer=kvstore_dot_v1_dot_control__pb2.HealthResponse.FromString,
-                _registered_method=True)
 
 
 class ControlServicer(object):
@@ -142,30 +127,6 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetLimits(self, request, context):
-        """The limits that can change while the worker runs.  Those of tenants (rates, quotas) are in its access file, which it
-        reads again when that changes.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def SetLimits(self, request, context):
-        """Changes some of them, all or none: INVALID_ARGUMENT, naming what is wrong, where one is unknown or makes no sense, alone
-        or beside the others.  What is under way goes on under the old ones.  Lasts until the worker ends.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Health(self, request, context):
-        """How the worker is, its root, its etcd, memory and queues: looked at when asked, in a few seconds at most, also where
-        the root hangs and etcd is gone.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -203,21 +164,6 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.CancelOperation,
                     request_deserializer=kvstore_dot_v1_dot_control__pb2.CancelOperationRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_control__pb2.OperationResponse.SerializeToString,
-            ),
-            'GetLimits': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetLimits,
-                    request_deserializer=kvstore_dot_v1_dot_control__pb2.GetLimitsRequest.FromString,
-                    response_serializer=kvstore_dot_v1_dot_control__pb2.LimitsResponse.SerializeToString,
-            ),
-            'SetLimits': grpc.unary_unary_rpc_method_handler(
-                    servicer.SetLimits,
-                    request_deserializer=kvstore_dot_v1_dot_control__pb2.SetLimitsRequest.FromString,
-                    response_serializer=kvstore_dot_v1_dot_control__pb2.LimitsResponse.SerializeToString,
-            ),
-            'Health': grpc.unary_unary_rpc_method_handler(
-                    servicer.Health,
-                    request_deserializer=kvstore_dot_v1_dot_control__pb2.HealthRequest.FromString,
-                    response_serializer=kvstore_dot_v1_dot_control__pb2.HealthResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -409,87 +355,6 @@ class Control(object):
             '/kvstore.v1.Control/CancelOperation',
             kvstore_dot_v1_dot_control__pb2.CancelOperationRequest.SerializeToString,
             kvstore_dot_v1_dot_control__pb2.OperationResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetLimits(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvstore.v1.Control/GetLimits',
-            kvstore_dot_v1_dot_control__pb2.GetLimitsRequest.SerializeToString,
-            kvstore_dot_v1_dot_control__pb2.LimitsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def SetLimits(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvstore.v1.Control/SetLimits',
-            kvstore_dot_v1_dot_control__pb2.SetLimitsRequest.SerializeToString,
-            kvstore_dot_v1_dot_control__pb2.LimitsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Health(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvstore.v1.Control/Health',
-            kvstore_dot_v1_dot_control__pb2.HealthRequest.SerializeToString,
-            kvstore_dot_v1_dot_control__pb2.HealthResponse.FromString,
             options,
             channel_credentials,
             insecure,

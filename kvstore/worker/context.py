@@ -596,13 +596,6 @@ class WorkerContext:
             limits_tenants=not self.calls.guard.is_open,
         )
 
-    def adjust(self, limits: WorkerLimits) -> None:
-        """Takes over the limits that may change at run time; work in progress keeps its old ones."""
-        self.limits = limits
-        self.gate.calls_max = limits.calls_max
-        self.in_flight.bytes_max = limits.bytes_in_flight_max
-        self.holds.holds_max, self.holds.tokens_max = limits.holds_max, limits.hold_tokens_max
-
     def namespace(self, digest: bytes, call: Call) -> Namespace:
         """Returns the namespace with this digest, authorised for ``call``: there is no other way to one.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from kvstore.core.validate import check_limits
 from kvstore.errors import InvalidRequest
@@ -14,10 +13,7 @@ class WorkerLimits:
     """A worker's limits for its clients. Raises InvalidRequest for an invalid value."""
 
     calls_max: int = 64
-    """Concurrent calls, one thread each; more are refused, and the client repeats them at another worker.
-
-    It can be raised to ``RAISE_MAX`` times its first value while the worker runs.
-    """
+    """Concurrent calls, one thread each; more are refused, and the client repeats them at another worker."""
     spare_calls_max: int = 8
     """Further concurrent calls: health, reflection, stats, renewals and releases of holds, and refusals."""
     bytes_in_flight_max: int = 1 << 30
@@ -49,13 +45,10 @@ class WorkerLimits:
     health_period_s: float = 0.5
     """Interval between two looks at whether the root still answers."""
 
-    RAISE_MAX: ClassVar[int] = 4
-    """How many times ``calls_max`` it can be raised to while the worker runs."""
-
     @property
     def threads_max(self) -> int:
         """Maximum of threads for calls, started on demand."""
-        return self.RAISE_MAX * self.calls_max + self.spare_calls_max
+        return self.calls_max + self.spare_calls_max
 
     def __post_init__(self) -> None:
         check_limits(self)

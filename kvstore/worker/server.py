@@ -34,7 +34,7 @@ from kvstore.security.tls import Certificate
 from kvstore.transport.limits import CONTROL, SERVER_OPTIONS, SERVICE
 from kvstore.transport.status import Busy, refusal
 from kvstore.transport.watchdog import StreamWatchdog
-from kvstore.worker.admin import About, ControlService
+from kvstore.worker.admin import ControlService
 from kvstore.worker.context import DaemonThreads, abort, presented_by, request_of
 from kvstore.worker.data_server import BulkListener
 from kvstore.worker.limits import WorkerLimits
@@ -242,9 +242,7 @@ class Worker:
         self.advertised = advertise or ""
         """The address that discovery returns, once started."""
         self.service = WorkerService(member, self.limits, clock, self.security)
-        self.control = ControlService(
-            member, self.service, lambda: About(self.advertised, self._version, self.is_serving)
-        )
+        self.control = ControlService(member, self.service, lambda: self.advertised)
         self.member = member
         self._listen = listen
         self._bulk_port = bulk_port

@@ -70,7 +70,7 @@ def test_etcd_of_the_environment(run: Run, root: str, monkeypatch: pytest.Monkey
     "arguments, said",
     [
         (("ls",), "which store? give --root URL, --connect HOST:PORT[,HOST:PORT] or --etcd ENDPOINTS, or set"),
-        *(((name,), "which store?") for name in ("stats", "health", "limits", "ops")),
+        *(((name,), "which store?") for name in ("stats", "health", "ops")),
         (("match", "m", "1"), "which store?"),
         (("clear", "m", "--yes"), "which store?"),
         *((each, "which root? give --root URL") for each in (("up",), ("worker", "--listen", "h:0"), ("fsck",))),

@@ -127,8 +127,6 @@ def test_so_does_the_control_of_workers(way: str, tmp_root: Path) -> None:
         it.store.close()
         for call in (
             control.workers,
-            control.health,
-            control.limits,
             lambda: control.lookup(it.cache, TOKENS),
         ):
             with pytest.raises(StoreClosed):

@@ -153,7 +153,7 @@ def test_a_forked_child_is_refused_at_once_whatever_is_locked(bulk: str) -> None
                 store.pins,
                 store.namespaces,
                 lambda: store.namespace("n", SMALL),
-                store.control.health,
+                store.stats_each,
             ]
 
             def in_child() -> int:

@@ -176,7 +176,7 @@ def test_limit_of_operations_holds_for_prefetches_and_changes() -> None:
             operations = [acting.cache.prefetch(tokens)]
             with pytest.raises(Overloaded, match="1 operations are unfinished"):
                 acting.cache.prefetch(tokens)
-            acting.member.adjust(replace(QUICK, operations_max=2))
+            acting.node.limits = replace(QUICK, operations_max=2)
             operations.append(acting.cache.prefetch(tokens))
         assert all(each.wait(WAIT_S) for each in operations)
         assert finished(acting.cache.prefetch(tokens)) == 8 * acting.size

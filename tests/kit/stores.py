@@ -92,8 +92,12 @@ def hasty_while_faulty(root: FaultyRoot, member: ClusterMember, limits: Limits) 
         write_deadline_s=PATIENCE_S,
         hold_max_s=max(limits.hold_max_s, PATIENCE_S),
     )
-    root.before_rules = lambda has_any: member.adjust(limits if has_any else ample)
-    root.before_rules(root.has_rules)
+
+    def adjust(has_rules: bool) -> None:
+        member.node.limits = limits if has_rules else ample
+
+    root.before_rules = adjust
+    adjust(root.has_rules)
 
 
 def kv_of(layout: Layout, tokens: npt.NDArray[Any] | range | list[int], seed: bytes = b"") -> npt.NDArray[Any]:

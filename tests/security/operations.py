@@ -143,9 +143,6 @@ OPERATIONS = {
         lambda cell: control.ClearSelectedRequest(selection={"fingerprint": "f"}, dry_run=True),
     ),
     "list operations": one("Control.ListOperations", "any:read", lambda cell: control.ListOperationsRequest()),
-    "get limits": one("Control.GetLimits", "every:read", lambda cell: control.GetLimitsRequest()),
-    "set limits": one("Control.SetLimits", "every:admin", lambda cell: control.SetLimitsRequest()),
-    "health": one("Control.Health", "every:read", lambda cell: control.HealthRequest()),
 }
 ELSEWHERE = {"MapMemory", "Reflection", "Control.GetOperation", "Control.CancelOperation"}
 """Methods that are tried beside the table: they need another connection, or something that runs."""
