@@ -53,8 +53,8 @@ def fsck(root: RootPlace, checks: Checks, etcd: EtcdAccess | None, as_json: bool
     files of dead writers are deleted. One run does all of that. With --etcd it knows which writers are alive; without,
     files staged more than an hour ago count as left behind.
 
-    Housekeeping is listed separately: chunks without their parent, staged files of dead writers, files in quarantine,
-    and the like. A sound root may have some; collectors and --repair remove it.
+    Housekeeping is listed separately: staged files of dead writers, files in quarantine, and the like. A sound root may
+    have some; collectors and --repair remove it.
 
     --adopt is for an etcd that was wiped, restored from a snapshot or exchanged, and for a root that was copied or
     restored: it ends all sessions (living nodes begin new ones), puts back what unfinished garbage collection took,
@@ -221,7 +221,6 @@ def _json(identity: RootIdentity, report: FsckReport, adopted: Adopted | None) -
         "bytes_read": report.read_bytes,
         "problems": report.problems_count,
         "unrepaired": report.unrepaired_count,
-        "unreachable": report.unreachable_count,
         "counts": {kind.value: count for kind, count in report.counts.items()},
         "actions": {action.value: count for action, count in report.actions.items()},
         "findings": [_finding(each) for each in report.findings if not each.is_housekeeping],

@@ -1,6 +1,6 @@
 """Walks a root folder by folder, names what is wrong, and repairs it if asked to, while nodes use the root.
 
-Streaming: memory does not grow with the root, except for 40 bytes per chunk while looking for unreachable ones.
+Streaming: memory does not grow with the root.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 
-import numpy as np
-
-from kvstore.core.address import ADDRESS_BYTES, NO_PARENT, Address
+from kvstore.core.address import Address
 from kvstore.core.clock import Clock, RandomIds, SystemClock
 from kvstore.core.namespace import Namespace, NamespaceId
 from kvstore.core.recency import NS_PER_S, was_never_stamped
@@ -24,7 +22,6 @@ from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch
 from kvstore.format import places
 from kvstore.format.header import Header
-from kvstore.format.header import IdentityKind as HeaderKind
 from kvstore.format.places import Name
 from kvstore.meta.keys import parse_id
 from kvstore.root.fences import remove_tree
@@ -57,16 +54,12 @@ class FindingKind(enum.Enum):
     """Something that this store did not write. Never touched."""
     ORPHAN_STAGING = "orphan_staging"
     """A file that a dead session staged and never published."""
-    YOUNG_STAGING = "young_staging"
-    """Staged lately by a session that may live: perhaps a put in progress."""
     QUARANTINED = "quarantined"
     """A file that was set aside; the detail says what is wrong with it, or that it is whole."""
     BAD_RECORD = "bad_record"
     """A namespace's record or claim that cannot be read."""
     NO_RECORD = "no_record"
     """Chunks of a namespace that no record describes: only a node that is given the namespace can use them."""
-    UNREACHABLE = "unreachable"
-    """Chunks whose parent is not there; no match reaches them, garbage collection takes them in time."""
     UNREADABLE = "unreadable"
     """The root refused to show it: an I/O error, or no permission."""
     LEFTOVER = "leftover"
@@ -76,10 +69,8 @@ class FindingKind(enum.Enum):
 HOUSEKEEPING = frozenset(
     {
         FindingKind.ORPHAN_STAGING,
-        FindingKind.YOUNG_STAGING,
         FindingKind.QUARANTINED,
         FindingKind.NO_RECORD,
-        FindingKind.UNREACHABLE,
         FindingKind.LEFTOVER,
     }
 )
@@ -143,8 +134,6 @@ class FsckReport:
     chunks_bytes: int = 0
     read_bytes: int = 0
     namespaces_count: int = 0
-    unreachable_count: int | None = None
-    """Chunks without their parent; None if not counted, or if the root has too many chunks."""
 
     @property
     def is_clean(self) -> bool:
@@ -176,7 +165,6 @@ class FsckReport:
 STAGING_AGE_S = 3600.0
 STAGING_GRACE_S = 120.0
 """A session may have begun after the list of live ones was read; its staged files are younger than this."""
-REACH_MAX = 10_000_000
 
 _FILES = frozenset({places.FORMAT, places.RESERVE, places.BOUND})
 
@@ -227,7 +215,6 @@ def fsck(
     walk.chunks()
     walk.staging()
     walk.quarantine()
-    walk.reach()
     walk.report.read_bytes = inspector.read_bytes
     return walk.report
 
@@ -255,7 +242,6 @@ class _Walk:
         self._now_s = now_s
         self._found = found
         self._progress = progress
-        self._reach = ParentIndex()
         self._recorded: set[NamespaceId] = set()
         self._undescribed: set[NamespaceId] = set()
         self._shards_done = 0
@@ -327,8 +313,7 @@ class _Walk:
                 if is_old:
                     self._add(FindingKind.ORPHAN_STAGING, file, detail, partial(self._repairer.remove, file))
                 else:
-                    young = True
-                    self._add(FindingKind.YOUNG_STAGING, file, detail)
+                    young = True  # perhaps a put in progress
             if self._options.repair and live is not None and not young:
                 # An empty folder of a dead session is no finding. If it lives after all it makes the folder again.
                 self._repairer.remove_folder(name)
@@ -349,13 +334,6 @@ class _Walk:
                 detail = verdict.damage.value if isinstance(verdict, Broken) else "whole"
                 self._add(FindingKind.QUARANTINED, name, detail, partial(self._repairer.settle, name))
             self._progress(self._shards_done)
-
-    def reach(self) -> None:
-        """Finds chunks without their parent."""
-        lost = self._reach.unreachable(self._shard_bits)
-        self.report.unreachable_count = None if lost is None else len(lost)
-        for name, parent in lost or ():
-            self._add(FindingKind.UNREACHABLE, name, f"its parent {parent.hex()} does not exist")
 
     def _chunk(self, name: Name, entry: FolderEntry) -> None:
         parsed = places.parse_chunk(entry.name)
@@ -382,8 +360,6 @@ class _Walk:
             return
         self.report.chunks_count += 1
         self.report.chunks_bytes += header.file_bytes
-        parent = header.parent if header.kind is HeaderKind.TOKENS else None
-        self._reach.add(header.address, parsed[1], parent)
         if parsed[1] not in self._recorded and parsed[1] not in self._undescribed:
             self._undescribed.add(parsed[1])
             self._add(FindingKind.NO_RECORD, name, f"namespace {header.namespace.hex()} has no record")
@@ -514,42 +490,6 @@ class Repairer:
         # Something else than a chunk's name has no address; a digest of the name keeps entries apart.
         key = found[0] if found else blake2b(last.encode("utf-8", "surrogateescape"), digest_size=16).digest()
         return places.quarantined(Address(key), self._session, next(self._numbers))
-
-
-# Chunks without a parent.
-
-
-_ROW = np.dtype([("address", f"S{ADDRESS_BYTES}"), ("parent", f"S{ADDRESS_BYTES}"), ("namespace", "S8")])
-"""One chunk. numpy ignores zeros at the end of such items, which is harmless where all have the same length."""
-
-
-class ParentIndex:
-    """Collects chunks while they are walked over; gives up, and frees what it has, beyond ``REACH_MAX``."""
-
-    def __init__(self) -> None:
-        self._rows: bytearray | None = bytearray()
-
-    def add(self, address: Address, namespace: NamespaceId, parent: Address | None) -> None:
-        """Adds a chunk; ``parent`` is None for a block, which has none."""
-        if self._rows is None:
-            return
-        if len(self._rows) >= REACH_MAX * _ROW.itemsize:
-            self._rows = None
-            return
-        self._rows += address + (NO_PARENT if parent is None else parent) + namespace
-
-    def unreachable(self, shard_bits: int) -> list[tuple[Name, Address]] | None:
-        """Returns name and parent of each chunk whose parent does not exist; None beyond the limit."""
-        if not self._rows:
-            return None if self._rows is None else []
-        rows = np.frombuffer(self._rows, _ROW)
-        lost = ~np.isin(rows["parent"], rows["address"]) & (rows["parent"] != np.bytes_(NO_PARENT))
-        found = []
-        for index in np.flatnonzero(lost):
-            row = bytes(self._rows[index * _ROW.itemsize : (index + 1) * _ROW.itemsize])
-            address, parent, namespace = row[:ADDRESS_BYTES], row[ADDRESS_BYTES:-8], row[-8:]
-            found.append((places.chunk(Address(address), NamespaceId(namespace), shard_bits), Address(parent)))
-        return found
 
 
 def _is_hex(text: str) -> bool:
