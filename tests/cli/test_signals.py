@@ -46,20 +46,6 @@ def test_command_after_ctrl_c_exits_130(
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "Aborted!\n")
 
 
-def test_program_after_ctrl_c_in_its_imports_exits_130() -> None:
-    script = """
-import sys
-from kvstore.cli import main
-class Interrupting:
-    def find_spec(self, name, path=None, target=None):
-        raise KeyboardInterrupt
-sys.meta_path.insert(0, Interrupting())
-main.run("kvstore", "it", (), "kvstore.cli.app", "app")
-"""
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (130, "Aborted!\n")
-
-
 def test_server_after_ctrl_c_raises_at_its_end() -> None:
     with pytest.raises(KeyboardInterrupt):
         with Stopper() as stopper:
@@ -80,23 +66,6 @@ with signals.Stopper(at_once=lambda: print("at once", flush=True)) as stopper:
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (143, "at once\n"), ended.stderr
-
-
-def test_a_signal_that_another_thread_is_given_wakes_the_server() -> None:
-    """After SIGCONT, for one: the handler runs in the main thread, which would otherwise sleep on."""
-    script = """
-import os, signal, threading, time
-from kvstore.cli.signals import Stopper
-def signalled():
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(60)
-with Stopper() as stopper:
-    threading.Thread(target=signalled, daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
-    assert stopper.wait(50)
-"""
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
 
 
 def test_nohup_is_respected() -> None:
