@@ -284,7 +284,7 @@ PERFORMANCE = """\
 
 `make performance` measures this page and writes it with its pictures; do not edit it.
 It takes half an hour on two quiet cores.
-It needs fio, vLLM (`.ci/engines.sh --setup vllm`) and the other stores (`python -m benchmarks competitors --setup`).
+It needs fio, vLLM (`.ci/engines.sh --setup vllm`) and the other stores (`python -m benchmarks.competitors --setup`).
 Each picture names its machine and commit.
 [Results](../benchmarks/RESULTS.md) has the tables; [performance notes](performance-notes.md) explain the limits.
 """

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvstore.errors import HoldBroken, SessionLost
-from kvstore.format.keyset import KeySet
+from kvstore.format.keyset import ChunkKeys, KeySet
 from kvstore.meta.keys import SweepId
 from kvstore.meta.session import Session, SessionRecord
 from kvstore.meta.store import Absent, Delete, Event, Put, ValueIs, WatchLost
@@ -47,12 +47,12 @@ def alone_with(**limits: Any) -> Iterator[Alone]:
         made.node.close()
 
 
-def condemn(alone: Alone, number: int, before: int = 0, count: int = 1) -> None:
+def condemn(alone: Alone, number: int, before: int = 0, count: int = 1, chain: ChunkKeys = CHAIN) -> None:
     """Sweeps of the first ``count`` chunks begin, as link ``number`` of the chain behind ``before``."""
     keys, sweep = alone.keys, SweepId(bytes([number]) * 16)
     records = {
         victim[0] if alone.view._shard_bits == 8 else 0: Condemned.of_victims(sweep, b"c" * 16, [victim])
-        for victim in CHAIN.addresses[:count]
+        for victim in chain.addresses[:count]
     }
     assert len(records) == count
     link = Seq(bytes([number]) * 16, bytes([before]) * 16 if before else NO_NONCE)
@@ -118,6 +118,17 @@ def test_a2_what_an_older_hold_has_of_a_sweep_is_announced_with_it() -> None:
         assert record(alone, session).held == NAMES, "every write says it again (P2)"
         alone.node.holds.release(hold)
         assert alone.node.holds.announcement(alone.view).held == b""
+
+
+def test_a2_hold_between_two_sweeps_is_named_for_the_second(alone: Alone) -> None:
+    session = alone.session()
+    alone.follower.begin(session)
+    condemn(alone, 1, chain=prompt(2, 1))
+    alone.follower.step(0.0)
+    alone.node.holds.take(CHAIN)
+    condemn(alone, 2, before=1)
+    alone.follower.step(0.0)
+    assert record(alone, session).held == NAMES
 
 
 def test_a2_names_are_taken_back_once_no_sweep_is_in_flight(alone: Alone) -> None:

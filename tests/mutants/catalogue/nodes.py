@@ -198,6 +198,11 @@ ANNOUNCING = [
         "node/test_follower_rules.py",
     ),
     mutant(
+        "a2-hold-between-two-sweeps-is-not-named",
+        at(VIEW, "stamps", lambda real, self, **how: sorted(real(self, **how))[:1]),
+        "node/test_follower_rules.py",
+    ),
+    mutant(
         "a2-write-drops-the-names",
         at(SESSION, "txn", lambda real, self, *what, held=b"", **how: real(self, *what, **how)),
         "node/test_follower_rules.py",
