@@ -60,8 +60,6 @@ class Timings:
     """Plans that no sweep names are deleted at this age."""
     quarantine_age_s: float = 86_400.0
     """Damaged files whose chunk was last used longer ago are deleted."""
-    quarantine_share: float = 0.01
-    """The share of the capacity that damaged files may take after a round; the oldest are deleted first."""
     twin_margin_s: float = 3600.0
     """A pin's twin is deleted this long after the pin's end: more than the clocks of hosts disagree by."""
 
@@ -87,10 +85,6 @@ class Timings:
                 f"plan_age_s={self.plan_age_s} is under condemn_s_max={self.condemn_s_max}, "
                 f"meta_timeout_s={self.meta_timeout_s} and clock_margin_s={self.clock_margin_s} together: "
                 "a sweep would lose the plan that it is about to name"
-            )
-        if self.quarantine_share > 1:
-            raise InvalidRequest(
-                f"quarantine_share={self.quarantine_share}: expected a share of the capacity, at most 1"
             )
 
 

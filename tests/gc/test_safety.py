@@ -16,7 +16,6 @@ from tests.kit.cases import for_each
         ({"clock_margin_s": 90.0}, "put_s_max"),
         ({"plan_age_s": 120.0}, "condemn_s_max"),
         ({"condemn_s_max": 90.0}, "condemn_s_max"),
-        ({"quarantine_share": 1.5}, "quarantine_share"),
         ({"poll_s_min": 0.0}, "poll_s_min"),
     ],
 )
