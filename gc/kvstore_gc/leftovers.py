@@ -172,8 +172,7 @@ class Orphans:
         """Removes plans of sweeps that have closed, or never began.
 
         Plans first, keys afterwards. A plan is written before its key is put: so it must also be old. A collector that
-        took longer than ``condemn_s_max`` in between gives the sweep up. One that was paused after it had looked at the
-        time puts a key without a plan: the collector that adopts it has nothing to delete, and closes it.
+        was paused in between puts a key without a plan: the one that adopts it has nothing to delete, and closes it.
         """
         plans = list(self._root.list(places.PLANS))
         if not plans:
