@@ -5,8 +5,8 @@ nodes reported to have written since, less those that were deleted. Where a list
 twice and deletions not at all until the next listing: eviction that begins too early is better than a full disk.
 
 ``Accounts`` does the arithmetic. ``Pressure`` reads reports and publishes the result, on a thread of its own, because
-a cycle may take minutes. If the root hangs, that thread hangs as well: then the collector's lease ends, others take its
-shards, and its record ends. A cycle calls ``before_listing``, ``after_listing`` and ``deleted``.
+a cycle may take minutes. If the root hangs, that thread hangs as well: then the collector's lease ends, and its
+record, and another one takes over. A cycle calls ``before_listing``, ``after_listing`` and ``deleted``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvstore.core.clock import Clock, SystemClock
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.meta.keys import SessionId
 from kvstore.meta.session import live_sessions
-from kvstore.meta.store import Absent, Delete, KeyValue, LeaseGone, LeaseId, ModifiedAt, Put, Watch, WatchLost
+from kvstore.meta.store import Absent, KeyValue, LeaseGone, LeaseId, ModifiedAt, Put, Watch, WatchLost
 from kvstore.meta.usage import Capacity, UsageReport
 from kvstore.root.interface import StorageSpace
 from kvstore_gc.membership import Collectors
@@ -51,8 +51,6 @@ PUBLISH_S_PER_NODE = 0.001
 """The record is written at most once in this time for each node that reads it."""
 CHANGE_SHARE = 1 / 8
 """A credit, or used bytes, that changed by this share are published without a new report."""
-STALE_S = 2.0
-"""If the collector that publishes has ignored reports for this long, another one takes over."""
 BATCHES_MAX = 1000
 """Batches of events read in one go."""
 
@@ -87,7 +85,7 @@ class Level:
 
 @dataclass(slots=True)
 class _Reporter:
-    """A node or another collector: its last report, and the counts from which on it changes the level."""
+    """A node: its last report, and the counts from which on it changes the level."""
 
     last: UsageReport
     written_base: int = 0
@@ -110,18 +108,14 @@ class _Reporter:
 
 
 class Accounts:
-    """Follows the used bytes of one root. Thread-safe; does no I/O.
-
-    ``max_bytes`` limits what the root's files may take; None: all the space there is.
-    """
+    """Follows the used bytes of one root. Thread-safe; does no I/O."""
 
     def __init__(self, max_bytes: int | None, clock: Clock | None = None) -> None:
-        self._max_bytes = max_bytes
+        """``max_bytes`` limits what the root's files may take; None: all the space there is."""
+        self.max_bytes = max_bytes
         self._clock = clock or SystemClock()
         self._lock = threading.RLock()
         # Guarded by _lock, all below.
-        self.limit_bytes = max_bytes
-        """The smallest limit of this collector and the others; None if they have none."""
         self._free_bytes: int | None = None
         self._used_then_bytes: int | None = None
         """Used bytes when the free bytes were measured."""
@@ -175,14 +169,8 @@ class Accounts:
 
     # Reports
 
-    def limited(self, others_bytes: int | None) -> None:
-        """Notes the smallest limit of the other collectors; None: they have none."""
-        limits = [limit for limit in (self._max_bytes, others_bytes) if limit is not None]
-        with self._lock:
-            self.limit_bytes = min(limits) if limits else None
-
     def reported(self, id: SessionId, usage: UsageReport) -> None:
-        """Notes a report of a node or of another collector."""
+        """Notes a report of a node."""
         with self._lock:
             reporter = self._reporters.setdefault(id, _Reporter(UsageReport()))
             before, reporter.last = reporter.last, reporter.last.latest(usage)
@@ -218,7 +206,7 @@ class Accounts:
     @property
     def is_known(self) -> bool:
         """True if there is, or will be, a level: there is a limit, or free space is known."""
-        return self.limit_bytes is not None or self._free_bytes is not None
+        return self.max_bytes is not None or self._free_bytes is not None
 
     @property
     def is_listed(self) -> bool:
@@ -239,7 +227,7 @@ class Accounts:
             used_bytes = self._used_bytes
             if used_bytes is None:
                 return None
-            limits = [] if self.limit_bytes is None else [self.limit_bytes]
+            limits = [] if self.max_bytes is None else [self.max_bytes]
             if self._free_bytes is not None:
                 then_bytes = used_bytes if self._used_then_bytes is None else self._used_then_bytes
                 limits.append(then_bytes + self._free_bytes)
@@ -268,8 +256,7 @@ class Accounts:
 
 
 class Pressure:
-    """Watches how full the root is for a cycle: reads the reports under ``usage/``, and writes ``gc/capacity`` and
-    this collector's own report.
+    """Watches how full the root is for a cycle: reads the reports under ``usage/``, and writes ``gc/capacity``.
 
     ``start`` does so until a stop is requested.
     """
@@ -286,8 +273,6 @@ class Pressure:
         self._watch: Watch | None = None
         self._written_at: dict[SessionId, int] = {}
         """The revision of each live report."""
-        self._mine: set[SessionId] = set()
-        self._reported_base = self._reported_bytes = 0
         self._revision = 0
         """All reports up to it were read."""
         self._published: Capacity | None = None
@@ -295,8 +280,6 @@ class Pressure:
         """The mod_revision of our record; 0: it is not ours."""
         self._published_by: LeaseId | None = None
         self._published_s = -math.inf
-        self._seen_at: tuple[int, float] = (0, -math.inf)
-        """The mod_revision of another collector's record, and since when it has that one."""
         self._again_s = -math.inf
         self._nodes_count, self._counted_s = 0, -math.inf
         self._ticked_s = self._clock.monotonic_s()
@@ -372,9 +355,7 @@ class Pressure:
         try:
             if self._collectors is not None:
                 self._collectors.beat()
-                self.accounts.limited(self._collectors.smallest_bytes)
                 self._follow()
-                self._report(self._collectors.me)
                 self._publish(self._collectors.me)
             self._meta_outage.ended()
         except KVStoreError as error:
@@ -446,7 +427,7 @@ class Pressure:
 
     def _take(self, key: str, kv: KeyValue | None) -> None:
         reporter = self._keys.parse_session(key)
-        if reporter is None or reporter in self._mine:
+        if reporter is None:
             return
         if kv is None:
             self._written_at.pop(reporter, None)
@@ -456,24 +437,6 @@ class Pressure:
             usage = UsageReport.from_json(kv.value)
             self._written_at[reporter] = kv.mod_revision
             self.accounts.reported(reporter, usage)
-
-    def _report(self, me: tuple[SessionId, LeaseId] | None) -> None:
-        """Reports the bytes that this collector has deleted, if they changed. Raises Unavailable, PermissionDenied."""
-        deleted_bytes = self.accounts.deleted_bytes
-        if me is None:
-            return
-        if me[0] not in self._mine:
-            # Bytes that the report before this one lacked are left to the others' next listings: it may have arrived.
-            self._mine.add(me[0])
-            self._reported_base = self._reported_bytes = deleted_bytes
-        if deleted_bytes == self._reported_bytes:
-            return
-        usage = UsageReport(0, deleted_bytes - self._reported_base)
-        try:
-            self._meta.put(self._keys.usage_of(me[0]), usage.to_json(), me[1], self._timeout_s)
-        except LeaseGone as gone:
-            raise Unavailable("the collector's lease ended: it joins again") from gone
-        self._reported_bytes = deleted_bytes
 
     # The record
 
@@ -514,21 +477,13 @@ class Pressure:
             self._yield_to(self._meta.get(key, self._timeout_s), lease)
 
     def _yield_to(self, other: KeyValue | None, lease: LeaseId) -> None:
-        """Leaves the record to the collector that publishes, unless that one ignores reports."""
-        now_s = self._clock.monotonic_s()
+        """Leaves the record to the collector that publishes."""
         if other is None:
             return
         if other.lease == lease:  # ours, whose reply was lost
             self._published_at, self._published_by = other.mod_revision, lease
-            return
-        if self._seen_at[0] != other.mod_revision:
-            self._seen_at = other.mod_revision, now_s
-        elif now_s - self._seen_at[1] >= STALE_S and max(self._written_at.values(), default=0) > other.mod_revision:
-            # It was killed or stopped. Deleting the record first has nodes report to us.
-            log.warning("gc.takes_over the collector that published the capacity has ignored reports for %g s", STALE_S)
-            self._meta.txn((ModifiedAt(other.key, other.mod_revision),), (Delete(other.key),), self._timeout_s)
-            return
-        self._again_s = now_s + TICK_S
+        else:
+            self._again_s = self._clock.monotonic_s() + TICK_S
 
 
 def is_news(published: Capacity, record: Capacity) -> bool:

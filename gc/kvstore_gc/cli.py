@@ -116,8 +116,7 @@ def command(cluster: ClusterAccess, limits: CollectorLimits, rounds: Rounds) -> 
 
     A chunk is deleted when its time to live is over. With --interval the least useful chunks are deleted all the time,
     so that a twentieth of the capacity, or more while nodes write fast, stays free. Chunks that are held by a request
-    or pinned stay. Of several collectors on one root one works, and the others stand by; give all of them the same
-    limits. The smallest --max-bytes applies to all.
+    or pinned stay. Of several collectors on one root one works, and the others stand by: give each the same limits.
 
     On SIGTERM or Ctrl-C it ends immediately; the next round of any collector finishes what it had begun.
 

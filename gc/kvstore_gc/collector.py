@@ -138,10 +138,7 @@ class Collector:
         self._signalled = signalled
 
     def once(self, listed: Callable[[int], object]) -> Summary | None:
-        """Does one cycle alongside any other collectors; None if a signal came first.
-
-        The smallest limit of all collectors holds.
-        """
+        """Does one cycle alongside any other collectors; None if a signal came first."""
         pressure = Pressure(self._site, self._config.max_bytes)
         return self._alone(pressure, Cycle(self._site, self._config, pressure, listed=listed).run)
 
@@ -162,7 +159,7 @@ class Collector:
         ``ready`` is called with the address where metrics are served, as HOST:PORT, if they are.
         """
         site = self._site
-        collectors = Collectors(site, self._config.max_bytes)
+        collectors = Collectors(site)
         pressure = Pressure(site, self._config.max_bytes, collectors)
         cycle = Cycle(site, self._config, pressure, collectors)
         with ExitStack() as undo:
@@ -185,9 +182,6 @@ class Collector:
         log.info("gc.stopped")
 
     def _alone(self, pressure: Pressure, work: Callable[[], Summary]) -> Summary | None:
-        others = Collectors(self._site, self._config.max_bytes)  # it works anyway, so it does not join
-        others.look()
-        pressure.accounts.limited(others.smallest_bytes)
         pressure.start(self._stop)
         try:
             return self._attend(work, pressure, until_hung=True)

@@ -174,7 +174,7 @@ class Cycle:
         summary.listed(ranking, namespaces)
         level = self._pressure.level
         if level is not None:
-            summary.capacity_bytes, summary.limit_bytes = level.capacity_bytes, self._pressure.accounts.limit_bytes
+            summary.capacity_bytes, summary.limit_bytes = level.capacity_bytes, self._pressure.accounts.max_bytes
             summary.target_bytes = level.target_bytes
         self._warn(goals)
         return ranking

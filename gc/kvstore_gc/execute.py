@@ -50,7 +50,7 @@ STOPPING = "this collector was asked to stop"
 Found = dict[int, list[Condemnation]]
 USED = "used since it was listed"
 SPARED = (
-    *("cannot be read", "cannot be taken", "condemned too slowly", "gone already", "held", "pinned", "published anew"),
+    *("cannot be read", "cannot be taken", "gone already", "held", "pinned", "published anew"),
     *("swept by another collector", USED),
 )
 """The reasons by which ``SweepReport.spared`` counts."""
@@ -185,32 +185,25 @@ class Sweeper:
         """Begins the sweeps of some shards with one transaction."""
         # Check all victims before making folders: any node that joins lifts a folder that no key names yet.
         seen = unused(self._site, plans, report.spared)
-        began_s = self._clock.monotonic_s()
-        records = self._prepare_all(seen, began_s)
-        # A plan that no key names goes by its age: a collector that took so long must not name it any more. One that
-        # was paused between this look and the transaction names a plan that may be gone; its sweep takes nothing.
-        in_time = partial(self._is_within, began_s, self._timings.condemn_s_max)
-        begun = self._ledger.condemn(records, in_time) if records else []
+        records = self._prepare_all(seen)
+        begun = self._ledger.condemn(records) if records else []
         report.sweeps["begun"] += len(begun)
         for one in begun:
             size_bytes = sum(victim.size_bytes for victim in seen[one.shard])
             report.condemned += CountAndBytes(one.record.victims_count, size_bytes)
             self._sizes_bytes[one.sweep] = size_bytes
         for shard in records.keys() - {one.shard for one in begun}:
-            # Another collector sweeps this shard, or it took too long. No other process knows our folder: remove it.
-            why = "swept by another collector" if in_time() else "condemned too slowly"
-            report.spared[why] += records[shard].victims_count
+            # Another collector sweeps this shard. No other process knows our folder: remove it.
+            report.spared["swept by another collector"] += records[shard].victims_count
             self._take_back(records[shard])
         return begun
 
-    def _prepare_all(self, seen: dict[int, list[Condemnation]], began_s: float) -> dict[int, Condemned]:
-        """Prepares the sweeps of some shards: all of them, or as many as there is time and room for."""
+    def _prepare_all(self, seen: dict[int, list[Condemnation]]) -> dict[int, Condemned]:
+        """Prepares the sweeps of some shards: all of them, or as many as there is room for."""
         records: dict[int, Condemned] = {}
         staging = self._site.ids.fresh()
         for number, (shard, victims) in enumerate(seen.items()):
             staged = places.staged(staging, number)
-            if records and not self._is_within(began_s, self._timings.condemn_s_max / 2):
-                break  # a slow root: name the plans that are written while they still count as young
             try:
                 records[shard] = with_reserve(self._root, partial(self._prepare, victims, staged))
             except Overloaded:

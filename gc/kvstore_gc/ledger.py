@@ -73,18 +73,16 @@ class SweepStore:
                 found[shard] = InFlight(shard, kv.create_revision, kv.mod_revision, record)
         return found
 
-    def condemn(self, records: Mapping[int, Condemned], in_time: Callable[[], bool] = lambda: True) -> list[InFlight]:
+    def condemn(self, records: Mapping[int, Condemned]) -> list[InFlight]:
         """Rule G2: begins sweeps of shards that have none; returns those that began.
 
-        The others are missing because another collector was faster, or because ``in_time``, asked before each
-        transaction, said no. Raises Unavailable if the outcome stays unknown: what may still land is adopted later.
+        Another collector was faster with the others. Raises Unavailable if the outcome stays unknown: what may still
+        land is adopted later.
         """
         wanted = dict(records)
         assert len(wanted) <= GROUP_MAX
         for _ in range(TRIES_MAX):
             link, compare = self._next_link()
-            if not in_time():
-                return []
             free = [Absent(self._keys.condemned_in(shard)) for shard in wanted]
             puts = [Put(self._keys.condemned_in(shard), record.to_bytes()) for shard, record in wanted.items()]
             unknown = False

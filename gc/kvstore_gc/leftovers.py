@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import dataclass
 
 from kvstore.core.namespace import NamespaceId
 from kvstore.core.recency import NS_PER_S
@@ -18,12 +17,12 @@ from kvstore.meta.session import live_sessions
 from kvstore.meta.sweeps import Condemned
 from kvstore.root.fences import list_twins, read_twin
 from kvstore.root.inspect import Broken, Inspector, Whole
-from kvstore.root.interface import FolderEntry, Root, Stat
+from kvstore.root.interface import FolderEntry, Root
 from kvstore_gc.capacity import Pressure
 from kvstore_gc.rank import CountAndBytes
 from kvstore_gc.site import Site
 
-# Quarantine, where nodes set files aside: whole ones go back, damaged ones are deleted, in time or for their room.
+# Quarantine, where nodes set files aside: whole ones go back, damaged ones are deleted, in time or under pressure.
 #
 # Unlike other leftovers, each file is read before anything is decided. Damaged files are worth nothing to engines,
 # and must not keep room that chunks need.
@@ -31,15 +30,6 @@ from kvstore_gc.site import Site
 
 REMEMBERED_MAX = 100_000
 """Names of each kind remembered from round to round; those beyond it are looked at in every round."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Damaged:
-    """A damaged file, and whether it may go."""
-
-    name: Name
-    stat: Stat
-    may_go: bool
 
 
 class QuarantineFolder:
@@ -53,67 +43,47 @@ class QuarantineFolder:
         self._timings = site.timings
         self._pressure = pressure
         self._damaged: set[Name] = set()
-        self._unreadable: set[Name] = set()
 
     def clear(self, now_s: float, done: Counter[str]) -> None:
-        """Puts whole files back; deletes damaged ones that are old, or take more room than they may, oldest first.
-
-        While chunks are evicted for the capacity there is no space for them, else ``quarantine_share`` of it.
+        """Puts whole files back; deletes damaged ones that are old, and all while chunks are evicted for the capacity.
 
         The node that set a file aside looks at it there and puts a whole one back itself. We do it if that node died in
         between, or at the same moment. Both publish, which never replaces: one of them finds the name taken or the
         source gone, and either is fine. If a newer chunk has the name, it stays, and ours is deleted.
 
-        Age is that of the mtime, the last use of the chunk: nothing is written to a file when it is set aside.
+        A file that cannot be read stays: it may be the root that fails. Age is that of the mtime, the last use of the
+        chunk: nothing is written to a file when it is set aside.
         """
-        left = sorted(self._looked_at(done), key=lambda each: each.stat.mtime_ns)
-        self._damaged = {each.name for each in left[:REMEMBERED_MAX] if each.name not in self._unreadable}
-        left_bytes, allowed_bytes = sum(each.stat.size_bytes for each in left), self._allowed_bytes()
-        for each in left:
-            age_s = now_s - each.stat.mtime_ns / NS_PER_S
-            is_over = allowed_bytes is not None and left_bytes > allowed_bytes
-            if each.may_go and (is_over or age_s >= self._timings.quarantine_age_s):
-                self._site.pause(0)
-                done["quarantine"] += self._root.remove(each.name)
-                left_bytes -= each.stat.size_bytes
-
-    def _looked_at(self, done: Counter[str]) -> list[_Damaged]:
-        """Puts whole files back; returns the others."""
-        left: list[_Damaged] = []
-        unreadable: set[Name] = set()
+        is_pressed = self._pressure is not None and self._pressure.excess_bytes > 0
+        damaged: set[Name] = set()
         for entry in list(self._root.list(places.QUARANTINE)):
             name = Name(f"{places.QUARANTINE}/{entry.name}")
             if entry.stat is None or not _is_set_aside(entry.name):
                 continue
             self._site.pause(0)
-            may_go = True
-            if name not in self._damaged:
-                try:
-                    verdict = self._inspector.look(name)
-                    if isinstance(verdict, Whole):
-                        self._put_back(name, verdict.header)
-                        done["restored"] += 1
-                    if not isinstance(verdict, Broken):
-                        continue
-                except (Unavailable, PermissionDenied):
-                    # Either the file cannot be read, or the root fails for a moment: a second round decides.
-                    may_go = name in self._unreadable
-                    unreadable.add(name)
-            left.append(_Damaged(name, entry.stat, may_go))
-        self._unreadable = set(sorted(unreadable)[:REMEMBERED_MAX])
-        return left
+            if name not in self._damaged and not self._is_damaged(name, done):
+                continue
+            if is_pressed or now_s - entry.stat.mtime_ns / NS_PER_S >= self._timings.quarantine_age_s:
+                done["quarantine"] += self._root.remove(name)
+            elif len(damaged) < REMEMBERED_MAX:
+                damaged.add(name)
+        self._damaged = damaged
+
+    def _is_damaged(self, name: Name, done: Counter[str]) -> bool:
+        """Reads a file, and puts a whole one back."""
+        try:
+            verdict = self._inspector.look(name)
+        except (Unavailable, PermissionDenied):
+            return False
+        if isinstance(verdict, Whole):
+            self._put_back(name, verdict.header)
+            done["restored"] += 1
+        return isinstance(verdict, Broken)
 
     def _put_back(self, name: Name, header: Header) -> None:
         """Publishes a whole file where it belongs, unless that name is taken."""
         namespace = NamespaceId(header.namespace[: places.NAMESPACE_ID_BYTES])
         self._root.publish(name, places.chunk(header.address, namespace, self._shard_bits), durable=False)
-
-    def _allowed_bytes(self) -> float | None:
-        """The bytes that damaged files may take; None if the capacity is unknown."""
-        level = None if self._pressure is None else self._pressure.level
-        if level is None:
-            return None
-        return 0.0 if level.excess_bytes else self._timings.quarantine_share * level.capacity_bytes
 
 
 def _is_set_aside(file_name: str) -> bool:
@@ -141,7 +111,7 @@ class Orphans:
     """The orphans of one root. One thread at a time. Remembers between rounds what it need not check again."""
 
     def __init__(self, site: Site, pressure: Pressure | None = None) -> None:
-        """``pressure`` limits the quarantine; None: no limit."""
+        """``pressure`` says when the quarantine must make room; None: never."""
         self._site = site
         self._root = site.root
         self._keys = site.keys
@@ -202,8 +172,7 @@ class Orphans:
         """Removes plans of sweeps that have closed, or never began.
 
         Plans first, keys afterwards. A plan is written before its key is put: so it must also be old. A collector that
-        took longer than ``condemn_s_max`` in between gives the sweep up. One that was paused after it had looked at the
-        time puts a key without a plan: the collector that adopts it has nothing to delete, and closes it.
+        was paused in between puts a key without a plan: the one that adopts it has nothing to delete, and closes it.
         """
         plans = list(self._root.list(places.PLANS))
         if not plans:

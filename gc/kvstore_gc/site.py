@@ -5,20 +5,18 @@ One value, handed on whole, instead of eight parameters in every constructor.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from kvstore.core.clock import Clock, Ids, RandomIds, SystemClock
-from kvstore.errors import InvalidRequest
 from kvstore.meta.keys import Keys
 from kvstore.meta.store import MetadataStore
 from kvstore.root.identity import RootIdentity
 from kvstore.root.interface import Root
 from kvstore_gc.threads import Each, inline
 
-# Every timing of garbage collection in one place, with the relations between them checked once.
+# Every timing of garbage collection in one place.
 #
 # Safety rests on revisions and on the fence, and needs none of them: they limit waiting and leftovers. That holds for
 # the ages of leftovers too: a put whose staged file is gone fails before any of it is visible, and a sweep
@@ -28,7 +26,7 @@ from kvstore_gc.threads import Each, inline
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """The timings of a collector. Raises InvalidRequest for an invalid value or relation."""
+    """The timings of a collector."""
 
     hung_s: float = 60.0
     """A root that has not reported its free space for this long hangs: a single round ends, a service logs it."""
@@ -44,54 +42,18 @@ class Timings:
     """A session that has not announced a sweep for this long is revoked (rule H4). Its node has given up before: 330 s
     and one ttl after it learned of the sweep, which takes at most two looks for a gap."""
     grace_max_s: float = 450.0
-    """A sweep whose grace is not over by then is abandoned: closed without taking anything."""
-    clock_margin_s: float = 60.0
-    """The difference of clocks that hosts may have."""
-    put_s_max: float = 120.0
-    """The longest that a put takes from the time that its staged file carries to its publication. The file carries the
-    start of its quantum, at most 30 s before it was written, and a put has 30 s by default. A put that takes longer,
-    without a live session, finds its file gone and fails."""
+    """A sweep whose grace is not over by then is abandoned: closed without taking anything. It outlasts the node that
+    delays it."""
     staging_age_s: float = 180.0
-    """Staged files without a live session are deleted at this age."""
-    condemn_s_max: float = 60.0
-    """The longest time from writing the first plan of a transaction to sending it. A collector that took longer gives
-    the sweeps up, because others may take the plans for leftovers."""
+    """Staged files without a live session are deleted at this age: it is longer than a put takes (30 s by default) from
+    the time that its file carries (the start of its quantum, 30 s) and than the clocks of hosts differ by."""
     plan_age_s: float = 150.0
-    """Plans that no sweep names are deleted at this age."""
+    """Plans that no sweep names are deleted at this age: it is longer than a collector takes from its first plan to the
+    transaction that names it, and than clocks differ by."""
     quarantine_age_s: float = 86_400.0
     """Damaged files whose chunk was last used longer ago are deleted."""
-    quarantine_share: float = 0.01
-    """The share of the capacity that damaged files may take after a round; the oldest are deleted first."""
     twin_margin_s: float = 3600.0
     """A pin's twin is deleted this long after the pin's end: more than the clocks of hosts disagree by."""
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise InvalidRequest(f"timing {each.name}={value!r}: expected seconds, more than 0")
-        if self.poll_s_min > self.poll_s_max:
-            raise InvalidRequest(f"poll_s_min={self.poll_s_min} is over poll_s_max={self.poll_s_max}")
-        if self.grace_max_s <= self.announce_lag_max_s:
-            raise InvalidRequest(
-                f"grace_max_s={self.grace_max_s} is not over announce_lag_max_s={self.announce_lag_max_s}: "
-                "a sweep must outlast the node that delays it"
-            )
-        if self.staging_age_s < self.put_s_max + self.clock_margin_s:
-            raise InvalidRequest(
-                f"staging_age_s={self.staging_age_s} is under put_s_max={self.put_s_max} and "
-                f"clock_margin_s={self.clock_margin_s} together: a put would lose what it has just staged"
-            )
-        if self.plan_age_s < self.condemn_s_max + self.meta_timeout_s + self.clock_margin_s:
-            raise InvalidRequest(
-                f"plan_age_s={self.plan_age_s} is under condemn_s_max={self.condemn_s_max}, "
-                f"meta_timeout_s={self.meta_timeout_s} and clock_margin_s={self.clock_margin_s} together: "
-                "a sweep would lose the plan that it is about to name"
-            )
-        if self.quarantine_share > 1:
-            raise InvalidRequest(
-                f"quarantine_share={self.quarantine_share}: expected a share of the capacity, at most 1"
-            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class Summary(SweepReport):
     """Files other than chunks that take room of the capacity as well: staged, in trash, set aside."""
     capacity_bytes: int | None = None
     limit_bytes: int | None = None
-    """The smallest ``--max-bytes`` of all live collectors; None if none has one."""
+    """``--max-bytes``; None without it."""
     target_bytes: int | None = None
     """Eviction keeps used bytes below this; None if the capacity is unknown."""
     unfinished: list[str] = field(default_factory=list)

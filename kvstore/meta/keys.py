@@ -10,7 +10,7 @@
     /kv/<root>/gc/seq                            the chain of sweeps: one nonce, and the one before it (rule C1)
     /kv/<root>/gc/condemned/<shard>              one per sweep in flight
     /kv/<root>/gc/capacity                       used space, and what a node may write, under the lease of a collector
-    /kv/<root>/usage/<session>                   bytes that a node or collector wrote and deleted, under its lease
+    /kv/<root>/usage/<session>                   bytes that a node wrote and deleted, under its lease
     /kv/<root>/collectors/<session>              one per collector, under its session's lease
     /kv/<root>/peers/<session>/address           where others read from a worker's memory, under its session's lease
     /kv/<root>/peers/<session>/<shard>           what its memory holds, 64 of them; see ``workers.py``

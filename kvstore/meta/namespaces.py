@@ -1,45 +1,20 @@
 """Namespaces as nodes agree on them: the layout that a tenant's name stands for, and its variants.
 
-A name is claimed for one layout by compare-and-set. Other weights or settings under the same name are namespaces of
+A name is claimed for one layout: the first. Other weights or settings under the same name are namespaces of
 their own (another digest) and are recorded with it; another layout under the same name is refused.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 
 from kvstore.core.layout import Layout
 from kvstore.core.namespace import Namespace, NamespaceDigest
 from kvstore.core.validate import parse_json
-from kvstore.errors import InvalidRequest, LayoutMismatch, RootMismatch, Unavailable
+from kvstore.errors import LayoutMismatch, RootMismatch
+from kvstore.meta.cluster import put_first
 from kvstore.meta.keys import Keys
-from kvstore.meta.store import TRIES_MAX, Absent, EtcdDeadline, MetadataStore, ModifiedAt, Put
-
-VARIANTS_MAX = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class _Claim:
-    """The value under a name: its layout, and how many namespaces are recorded under it."""
-
-    layout: Layout
-    variants_count: int
-
-    def to_json(self, namespace: Namespace) -> bytes:
-        """Returns the stored form; tenant and name are for people who read the store."""
-        fields = {
-            "tenant": namespace.tenant,
-            "name": namespace.name,
-            "layout": self.layout.to_dict(),
-            "variants": self.variants_count,
-        }
-        return json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
-
-    @classmethod
-    def from_json(cls, value: bytes) -> _Claim:
-        fields = parse_json(value)
-        return cls(Layout.from_dict(fields["layout"]), int(fields["variants"]))
+from kvstore.meta.store import EtcdDeadline, MetadataStore
 
 
 class Namespaces:
@@ -52,39 +27,24 @@ class Namespaces:
     def claim(self, namespace: Namespace, timeout_s: float | None = None) -> None:
         """Records ``namespace``; returns immediately if it is recorded already.
 
-        Raises LayoutMismatch if its name stands for another layout, InvalidRequest over 1024 variants of one name,
-        Unavailable if the store did not answer. May be repeated: a record that is found counts as
-        success, so a lost reply needs no more than reading back.
+        Raises LayoutMismatch if its name stands for another layout, Unavailable if the store did not answer. May be
+        repeated: a record that is found counts as success, so a lost reply needs no more than reading back.
         """
-        deadline = EtcdDeadline(timeout_s)
-        name_key = self._keys.namespace_name(namespace.tenant, namespace.name)
+        deadline, what = EtcdDeadline(timeout_s), f"namespace {namespace.name!r}"
         digest_key = self._keys.namespace_digest(namespace.digest)
-        tries_left = TRIES_MAX
-        while True:
-            if self._meta.get(digest_key, deadline.left_s()) is not None:
-                return
-            if deadline.over:
-                raise Unavailable(
-                    f"namespace {namespace.name!r} could not be claimed in time: the call may be repeated"
-                )
-            found = self._meta.get(name_key, deadline.left_s())
-            if found is None:
-                claim = _Claim(namespace.layout, 1)
-                compare: Absent | ModifiedAt = Absent(name_key)
-            else:
-                before = _read(name_key, found.value)
-                _check(namespace, before)
-                claim = _Claim(before.layout, before.variants_count + 1)
-                # Also increments the count, so that two variants recorded concurrently cannot exceed the limit.
-                compare = ModifiedAt(name_key, found.mod_revision)
-            puts = (Put(name_key, claim.to_json(namespace)), Put(digest_key, namespace.to_json()))
-            try:
-                self._meta.txn((compare, Absent(digest_key)), puts, deadline.left_s(0.6))
-            except Unavailable:
-                # Unknown outcome: the next round reads back, and the compares keep a late write from counting twice.
-                tries_left -= 1
-                if not tries_left or deadline.over:
-                    raise
+        if self._meta.get(digest_key, deadline.left_s()) is not None:
+            return
+        name_key = self._keys.namespace_name(namespace.tenant, namespace.name)
+        # Tenant and name are for people who read the store.
+        claim = {"tenant": namespace.tenant, "name": namespace.name, "layout": namespace.layout.to_dict()}
+        value = json.dumps(claim, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+        claimed = _claimed(name_key, put_first(self._meta, name_key, value, deadline, what))
+        if claimed != namespace.layout:
+            raise LayoutMismatch(
+                f"namespace {namespace.name!r} of tenant {namespace.tenant!r} exists with {claimed}, "
+                f"but {namespace.layout} was asked for: use the existing layout, or another namespace name"
+            )
+        put_first(self._meta, digest_key, namespace.to_json(), deadline, what)
 
     def list(self, timeout_s: float | None = None) -> tuple[Namespace, ...]:
         """Returns all recorded namespaces, by tenant and name."""
@@ -109,21 +69,8 @@ class Namespaces:
         return namespace
 
 
-def _read(key: str, value: bytes) -> _Claim:
+def _claimed(key: str, value: bytes) -> Layout:
     try:
-        return _Claim.from_json(value)
+        return Layout.from_dict(parse_json(value)["layout"])
     except (ValueError, KeyError, TypeError) as cause:
         raise RootMismatch(f"{key} is not a namespace claim ({cause}): is this another version's store?") from cause
-
-
-def _check(namespace: Namespace, claim: _Claim) -> None:
-    if claim.layout != namespace.layout:
-        raise LayoutMismatch(
-            f"namespace {namespace.name!r} of tenant {namespace.tenant!r} exists with {claim.layout}, "
-            f"but {namespace.layout} was asked for: use the existing layout, or another namespace name"
-        )
-    if claim.variants_count >= VARIANTS_MAX:
-        raise InvalidRequest(
-            f"namespace {namespace.name!r} of tenant {namespace.tenant!r} has {claim.variants_count} variants "
-            f"(weights, attributes), the limit is {VARIANTS_MAX}: use another namespace name"
-        )

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -246,7 +245,7 @@ class Readers:
 # The contents of a local disk tier, decided here under one lock and done to files elsewhere.
 #
 # The bound holds at each moment: a file's room is taken before its first byte is written, and given back after the
-# file is removed. Dropped entries stay referenced until then, among the *leaving*.
+# file is removed. Dropped entries stay referenced until then.
 
 
 BLOCK_BYTES = 4096
@@ -261,18 +260,6 @@ class DiskFile:
     size_bytes: int
     address: Address
     namespace: NamespaceId
-
-
-@dataclass(frozen=True, slots=True)
-class PendingDelete:
-    """An entry that is gone, and its files, which keep its room until they are gone too."""
-
-    entry: TierEntry
-    other_names: tuple[Name, ...]
-
-    @property
-    def names(self) -> tuple[Name, ...]:
-        return self.other_names or (name_of(self.entry),)
 
 
 class FileRoom:
@@ -318,9 +305,6 @@ class DiskShelf:
         self._lock = threading.Lock()
         self._room = FileRoom(size_bytes)
         self._inventory = TierInventory(self._room)
-        self._leaving: deque[PendingDelete] = deque()
-        self._leaving_bytes = 0
-        """Bytes charged for the leaving entries, and for those whose files are being removed."""
         self._is_whole = False
         """True once all files of the folder are taken in: before that nothing is written."""
         self._unused_since_s: dict[NamespaceId, float] = {}
@@ -362,28 +346,25 @@ class DiskShelf:
             entries = [self._inventory.find(address) for address in addresses]
             self._inventory.retire(entry for entry in entries if entry is not None)
 
-    def make_room(self, place: ChunkIdentity, size_bytes: int, *, even_if_free: bool = False) -> bool:
-        """Lets the least useful entries leave, as many as a file of that size needs; False if they may not.
+    def make_room(self, place: ChunkIdentity, size_bytes: int, *, even_if_free: bool = False) -> list[TierEntry] | None:
+        """Drops the least useful entries, as many as a file of that size needs, and returns them; None if it may not.
 
-        Their room is free once their files are removed. ``even_if_free``: the disk has less room than this shelf
-        counts.
+        Their room is free once their files are removed, and they are no longer referred to. ``even_if_free``: the disk
+        has less room than this shelf counts.
         """
         with self._lock:
             charged = self._room.charge(size_bytes)
             if not self._is_whole or charged > self._room.size_bytes:
-                return False
+                return None
             lacking = charged if even_if_free else charged - self._room.free_bytes
-            lacking -= self._leaving_bytes
             if lacking <= 0:
-                return True
+                return []
             victims = self._victims(lacking, place.parent)
-            if not victims:
-                return False
             for victim in victims:
                 self._inventory.refer(victim)
-                self._leave(victim)
+                self._inventory.drop(victim)
             self._counters.add(NodeCount.DISK_EVICTED, len(victims))
-            return True
+            return victims or None
 
     def claim(self, place: ChunkIdentity, size_bytes: int, hints: Hints) -> TierEntry | None:
         """Claims room for a file; None if there is none, or if the address is taken.
@@ -401,25 +382,10 @@ class DiskShelf:
             self._inventory.ready(entry)
             self._inventory.unrefer(entry)
 
-    def leave(self, entry: TierEntry, *names: Name) -> None:
-        """Takes away an entry that the caller refers to. It keeps its room until its file, or ``names``, are gone."""
+    def drop(self, entry: TierEntry) -> None:
+        """Drops an entry that the caller refers to. It keeps its room until ``unrefer``."""
         with self._lock:
-            self._leave(entry, *names)
-
-    def take_leaving(self) -> PendingDelete | None:
-        """Returns the next entry whose files must be removed. Call ``left`` afterwards, or ``put_back`` on failure."""
-        with self._lock:
-            return self._leaving.popleft() if self._leaving else None
-
-    def left(self, leaving: PendingDelete) -> None:
-        """Notes that its files are gone: the room is free."""
-        with self._lock:
-            self._leaving_bytes -= self._room.charge(leaving.entry.size_bytes)
-            self._inventory.unrefer(leaving.entry)
-
-    def put_back(self, leaving: PendingDelete) -> None:
-        with self._lock:
-            self._leaving.append(leaving)
+            self._inventory.drop(entry)
 
     def admit(self, found: DiskFile, header: Header) -> bool:
         """Takes in a file of the folder; False if it has to go."""
@@ -498,11 +464,6 @@ class DiskShelf:
             self._inventory.unrefer(kept)
         return victims if lacking <= 0 else []
 
-    def _leave(self, entry: TierEntry, *names: Name) -> None:
-        self._inventory.drop(entry)
-        self._leaving.append(PendingDelete(entry, names))
-        self._leaving_bytes += self._room.charge(entry.size_bytes)
-
 
 def name_of(chunk: ChunkIdentity | TierEntry) -> Name:
     """Returns the name of its file."""
@@ -514,9 +475,6 @@ def _is_of(header: Header, found: DiskFile) -> bool:
 
 
 log = logging.getLogger(__name__)
-
-SWEEP_MAX = 64
-"""Files removed by one call: a caller that drops one chunk must not also remove all those that leave."""
 
 
 class DiskTier:
@@ -619,8 +577,7 @@ class DiskTier:
                     return self._add(place, image, hints)
                 except KVStoreError as error:
                     # Other programs fill the disk too. Then our files turn over in less room, instead of growing stale.
-                    if not is_last and _is_full(error) and self._shelf.make_room(place, len(image), even_if_free=True):
-                        self._sweep()
+                    if not is_last and _is_full(error) and self._make_room(place, len(image), even_if_free=True):
                         continue
                     self._failed(self._writes, error)
                     break
@@ -809,9 +766,8 @@ class DiskTier:
         name, size_bytes = name_of(place), byte_length(pieces)
         # A file without an entry has not been taken in yet, or is about to be removed.
         is_here = self._shelf.has(place.address) or self._root.stat(name) is not None
-        if is_here or not self._shelf.make_room(place, size_bytes):
+        if is_here or not self._make_room(place, size_bytes):
             return False
-        self._sweep()
         claimed = self._shelf.claim(place, size_bytes, hints)
         if claimed is None:
             return False
@@ -834,27 +790,28 @@ class DiskTier:
         self._counters.add(NodeCount.DISK_WRITE_BYTES, size_bytes)
         return True
 
+    def _make_room(self, place: ChunkIdentity, size_bytes: int, *, even_if_free: bool = False) -> bool:
+        victims = self._shelf.make_room(place, size_bytes, even_if_free=even_if_free)
+        for victim in victims or ():
+            self._remove_files(victim, name_of(victim))
+        return victims is not None
+
     def _remove(self, entry: TierEntry, *names: Name) -> None:
-        self._shelf.leave(entry, *names)
-        self._sweep()
+        """Takes away an entry that the caller refers to, and its file, or the files of these names."""
+        self._shelf.drop(entry)
+        self._remove_files(entry, *(names or (name_of(entry),)))
 
-    def _sweep(self) -> None:
-        """Removes some of the leaving files. Never raises KVStoreError.
-
-        Files that the disk refuses to remove keep their room. The next removal tries them again.
+    def _remove_files(self, entry: TierEntry, *names: Name) -> None:
+        """Removes the files of a dropped entry. Those that the disk refuses to remove keep its room until the next
+        start.
         """
-        for _ in range(SWEEP_MAX):
-            leaving = self._shelf.take_leaving()
-            if leaving is None:
-                return
-            try:
-                for name in leaving.names:
-                    self._root.remove(name)
-            except KVStoreError as error:
-                self._shelf.put_back(leaving)
-                self._failed(self._writes, error)
-                return
-            self._shelf.left(leaving)
+        try:
+            for name in names:
+                self._root.remove(name)
+        except KVStoreError as error:
+            self._failed(self._writes, error)
+        else:
+            self._shelf.unrefer(entry, used=False)
 
     def _failed(self, pause: Pause, error: KVStoreError) -> None:
         self._counters.add(NodeCount.DISK_FAILED)

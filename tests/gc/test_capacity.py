@@ -15,7 +15,7 @@ from kvstore.meta.session import Session
 from kvstore.meta.usage import Capacity, UsageReport
 from kvstore.root.interface import StorageSpace
 from kvstore.root.memory import MemoryRoot
-from kvstore_gc.capacity import GROWTH_S, LATE_S, STALE_S, TICK_S, Accounts, Level, Pressure
+from kvstore_gc.capacity import GROWTH_S, LATE_S, TICK_S, Accounts, Level, Pressure
 from kvstore_gc.membership import TTL_S, Collectors
 from tests.kit.clusters import site_of
 from tests.kit.fake_meta import FakeClock
@@ -45,8 +45,6 @@ def test_a_level_exists_once_a_root_with_a_limit_was_listed() -> None:
     assert accounts.level is None and not accounts.is_known
     accounts.measured(StorageSpace(None, 300))
     assert accounts.level is not None and accounts.level.capacity_bytes == 800
-    accounts.limited(600)
-    assert accounts.level.capacity_bytes == 600
 
 
 def test_reports_since_a_listing_count_and_those_before_do_not() -> None:
@@ -186,7 +184,7 @@ class Cluster:
 
     def collector(self, max_bytes: int = 1000) -> tuple[Pressure, Accounts]:
         site = site_of(self.meta, clock=self.clock)
-        pressure = Pressure(site, max_bytes, Collectors(site, max_bytes))
+        pressure = Pressure(site, max_bytes, Collectors(site))
         return pressure, pressure.accounts
 
     def later(self, *publishers: Pressure, seconds: float = TICK_S) -> None:
@@ -248,39 +246,6 @@ def test_a_node_counts_from_its_first_report_to_a_collector() -> None:
     assert used(accounts) == 510
 
 
-def test_a_collector_takes_over_from_one_that_ignores_reports() -> None:
-    cluster = Cluster()
-    node = cluster.session()
-    (first, one), (second, two) = cluster.collector(), cluster.collector()
-    scanned(one, 100)
-    scanned(two, 200)
-    for each in (first, second):
-        each.tick()
-    for _ in range(int(2 * STALE_S / TICK_S)):
-        cluster.later(second)
-    assert cluster.record is not None and cluster.record.used_bytes == 100, "no report was ignored"
-    cluster.report(node, 50)
-    for _ in range(int(2 * STALE_S / TICK_S)):
-        cluster.later(second)
-    assert cluster.record is not None and cluster.record.used_bytes == 250
-    cluster.later(first)
-    assert cluster.record.used_bytes == 250, "a stopped one that goes on leaves it"
-
-
-def test_a_collector_reports_the_bytes_that_it_deleted() -> None:
-    cluster = Cluster()
-    (first, one), (second, two) = cluster.collector(), cluster.collector()
-    for each in (first, second):
-        each.tick()
-    scanned(one, 500)
-    scanned(two, 500)
-    cluster.clock.advance(LATE_S)
-    one.deleted(120)
-    for each in (first, second):
-        each.tick()
-    assert used(one) == used(two) == 380
-
-
 def test_a_hanging_root_ends_the_place_of_its_collector() -> None:
     cluster, hang = Cluster(), Hang()
     root = FaultyRoot(MemoryRoot(), [Rule("space", hang, nth=2)])
@@ -294,7 +259,7 @@ def test_a_hanging_root_ends_the_place_of_its_collector() -> None:
     assert hang.reached.wait(PATIENCE_S)
     cluster.clock.advance(TTL_S + 1)
     assert publisher.silent_s > TTL_S and collectors.me is None
-    assert not cluster.meta.list(cluster.keys.collectors).items, "others take its shards"
+    assert not cluster.meta.list(cluster.keys.collectors).items, "others take over"
     hang.release.set()
     thread.join(PATIENCE_S)
     assert publisher.silent_s == 0 and collectors.me is not None

@@ -1,4 +1,4 @@
-"""Collectors of one root: one works, and all keep the smallest limit."""
+"""Collectors of one root: one works."""
 
 from __future__ import annotations
 
@@ -10,36 +10,13 @@ from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore_gc.capacity import Pressure
 from kvstore_gc.config import Config
 from kvstore_gc.cycle import Cycle
-from kvstore_gc.membership import TTL_S, Collectors
+from kvstore_gc.membership import Collectors
 from tests.kit.abandoned import leave_in_flight
 from tests.kit.clusters import eventually, prompt, put, site_of
-from tests.kit.fake_meta import CountingIds, FakeClock
+from tests.kit.fake_meta import FakeClock
 from tests.kit.faulty_meta import Fault, FaultyMeta
 from tests.kit.faulty_meta import Rule as MetaRule
 from tests.kit.place import Place
-
-
-def test_the_smallest_limit_of_the_collectors_holds_for_all_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "kvstore_gc")
-    clock, ids = FakeClock(), CountingIds()
-    store = MemoryStore(clock)
-    one, two, three = (
-        Collectors(site_of(MemoryMetadata(store), clock=clock, ids=ids), max_bytes) for max_bytes in (100, None, 50)
-    )
-    one.beat()
-    two.beat()
-    assert (one.smallest_bytes, two.smallest_bytes) == (None, 100)
-    three.beat()
-    for _ in range(3):
-        clock.advance(TTL_S / 3)
-        for each in (one, two, three):
-            each.beat()
-    assert (one.smallest_bytes, two.smallest_bytes, three.smallest_bytes) == (50, 50, 100)
-    said = [record for record in caplog.records if record.message.startswith("gc.smaller_limit")]
-    assert len(said) == 3, "two of it, when one was there, and one and two of three"
-    three.close()
-    one.look()
-    assert one.smallest_bytes is None
 
 
 def test_a_collector_whose_put_stayed_unknown_is_listed_once() -> None:

@@ -25,10 +25,9 @@ from tests.kit import faulty_meta as meta_faulty
 from tests.kit.abandoned import leave_in_flight, republish
 from tests.kit.clusters import NOT_LINGERING, TIMINGS, Cluster, cluster, eventually, looking, prompt, put
 from tests.kit.faulty_meta import FaultyMeta
-from tests.kit.faulty_root import Delay, FaultyRoot, Rule
+from tests.kit.faulty_root import FaultyRoot
 from tests.kit.object_root import MemoryObjectRoot
 from tests.kit.patience import PATIENCE_S
-from tests.kit.sweeping import WholeSweeper
 
 
 @pytest.fixture
@@ -138,30 +137,6 @@ def test_v2_a_node_without_a_session_stages_under_an_id_of_its_own(c: Cluster) -
     alone = node.node._session()
     assert put(node, chain) == 8 and node.node._session() == alone
     assert c.store.get(Keys(c.identity.root).session(SessionId(alone))) is None
-
-
-def test_a_collector_that_was_slow_after_it_wrote_a_plan_gives_the_sweep_up(c: Cluster) -> None:
-    """Others may have taken the plan for left behind by then."""
-
-    class Slow(SystemClock):
-        ahead_s = 0.0
-
-        def monotonic_s(self) -> float:
-            return super().monotonic_s() + self.ahead_s
-
-    node, chain, clock = c.node(), prompt(1, 8), Slow()
-    put(node, chain)
-
-    def sleep(seconds: float) -> None:
-        clock.ahead_s += seconds
-
-    slow = FaultyRoot(c.root, [Rule("make_folder", Delay(TIMINGS.condemn_s_max + 1))], sleep=sleep)
-    sweeper = WholeSweeper(c.site(slow, clock=clock, pause=lambda _: None))
-    report = sweeper.sweep(c.plans(chain))
-    assert report.sweeps["begun"] == 0 and report.spared["condemned too slowly"] > 0
-    assert c.leftovers() == [] and c.present(chain) == 8
-    slow.set_rules([])
-    assert sweeper.sweep(c.plans(chain)).reaped.count == 8
 
 
 def test_a_node_alone_announces_nothing_and_costs_etcd_nothing(c: Cluster) -> None:

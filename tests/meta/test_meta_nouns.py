@@ -14,7 +14,7 @@ from kvstore.errors import InvalidRequest, LayoutMismatch, RootMismatch, Unavail
 from kvstore.meta.cluster import bind_root, bound_root
 from kvstore.meta.keys import Keys, PinId, parse_id
 from kvstore.meta.memory import MemoryMetadata
-from kvstore.meta.namespaces import VARIANTS_MAX, Namespaces
+from kvstore.meta.namespaces import Namespaces
 from kvstore.meta.store import Put
 from kvstore.testing import MetadataClients
 from tests.kit.cases import for_each
@@ -75,15 +75,6 @@ def test_claim_with_a_lost_reply_is_read_back(fault: Fault) -> None:
     assert len(namespaces.list()) == 1
     namespaces.claim(Namespace.of("m", LAYOUT, "2"))
     assert len(namespaces.list()) == 2
-
-
-def test_variants_of_one_name_are_bounded() -> None:
-    namespaces = Namespaces(MemoryMetadata(), KEYS)
-    for number in range(VARIANTS_MAX):
-        namespaces.claim(Namespace.of("m", LAYOUT, str(number)))
-    with pytest.raises(InvalidRequest, match=f"the limit is {VARIANTS_MAX}"):
-        namespaces.claim(Namespace.of("m", LAYOUT, "one too many"))
-    namespaces.claim(Namespace.of("m", LAYOUT, "0"))
 
 
 def test_damaged_namespace_record_is_refused() -> None:

@@ -53,7 +53,7 @@ class CountingCollector:
             world.timings,
             pause=self._stop.pause,
         )
-        self._collectors = Collectors(site, world.capacity_bytes)
+        self._collectors = Collectors(site)
         self._pressure = Pressure(site, world.capacity_bytes, self._collectors)
         cycle = Cycle(site, Config(), self._pressure, self._collectors)
         self._service = CycleScheduler(cycle, site, INTERVAL_S, done=lambda summary: world.count("cycles"))

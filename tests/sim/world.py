@@ -50,10 +50,7 @@ WIND_UP_STEPS = 30_000
 ROUNDS_MAX = 25
 
 TIMINGS = Timings(
-    clock_margin_s=10.0,
-    put_s_max=30.0,
     staging_age_s=40.0,
-    condemn_s_max=25.0,
     plan_age_s=40.0,
     quarantine_age_s=40.0,
     twin_margin_s=10.0,

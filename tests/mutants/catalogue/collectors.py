@@ -332,14 +332,9 @@ KEEPING = [
         "gc/test_orphans.py",
     ),
     mutant(
-        "plan-outlives-its-time",
-        at(LEDGER, "condemn", lambda real, self, records, *when: real(self, records)),
-        "gc/test_protocol.py -k slow",
-    ),
-    mutant(
         "timings-that-contradict",
         at("kvstore.core.validate", "check_limits", giving(None)),
-        "gc/test_safety.py client/test_input.py",
+        "client/test_input.py",
     ),
     mutant(
         "policy-ranks-nothing",
