@@ -27,9 +27,9 @@ UNIT = 8_192
 """What one chunk of SMALL takes: a header of 4 KiB and 3 KiB of payload, in whole pages."""
 
 
-def empty(memory: MemoryTier) -> int:
-    """Drops all chunks; returns how many."""
-    return memory.drop_ordered(ClearOrder(frozenset({SPACE.id})))
+def empty(memory: MemoryTier, *namespaces: Namespace) -> int:
+    """Drops all chunks of namespaces; returns how many."""
+    return memory.drop_ordered(ClearOrder(frozenset(each.id for each in namespaces)))
 
 
 class StoppedClock:

@@ -36,7 +36,7 @@ def test_i2_room_of_what_was_dropped_is_not_given_away_while_it_is_referred_to(c
     chain, others = chain_of(1, 1), chain_of(2, 8)
     case.fill(chain, 0, 1)
     with case.tier.refer(chain, 0, 1) as slots:
-        empty(case.tier)
+        empty(case.tier, SPACE)
         assert case.tier.leading(chain) == 0
         assert case.fill(others, 0, 8) == 7 and case.count("full") == 1
         assert case.read(chain, slots, 0, 1) == [True]
@@ -126,7 +126,8 @@ def test_many_threads_fill_read_damage_and_evict(is_native: bool, monkeypatch: p
     if not is_native:
         monkeypatch.setattr(native, "library", native.PurePython)
     case = Case(40)
-    chains = [chain_of(number, 12, Namespace.of(f"m{number % 3}", TINY)) for number in range(6)]
+    spaces = [Namespace.of(f"m{number}", TINY) for number in range(3)]
+    chains = [chain_of(number, 12, spaces[number % 3]) for number in range(6)]
     began_s = time.monotonic()
     failures: list[BaseException] = []
     outcomes = [0, 0]
@@ -160,7 +161,7 @@ def test_many_threads_fill_read_damage_and_evict(is_native: bool, monkeypatch: p
                             case.arena.memory[entry.offset + 4100] ^= 1
                             case.tier.verified(slots)
                 elif seed == 1:
-                    empty(case.tier)
+                    empty(case.tier, *spaces)
                 else:
                     with case.tier.victims(3 * UNIT) as victims:
                         case.tier.evict(victims.entries)
@@ -175,7 +176,7 @@ def test_many_threads_fill_read_damage_and_evict(is_native: bool, monkeypatch: p
     if failures:
         raise failures[0]
     assert all_happened()
-    empty(case.tier)
+    empty(case.tier, *spaces)
     assert case.stat("held_bytes") == case.stat("referenced_bytes") == case.stat("leased_bytes") == 0
     assert case.stat("chunks") == 0 and case.tier.free_bytes == case.tier.size_bytes
     case.tier.close()

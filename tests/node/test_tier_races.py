@@ -78,7 +78,7 @@ def test_w1_puts_of_one_prompt_at_the_same_moment_are_all_stored() -> None:
             assert sorted(present) == [20 * node.size] * 2 + [24 * node.size] * 2
             node.drain()
             assert node.get(number, 24) == 24 and all(node.on_root(number, 24))
-            empty(node.memory)
+            empty(node.memory, node.cache.namespace)
         node.assert_settled()
 
 

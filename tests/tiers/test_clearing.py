@@ -77,7 +77,7 @@ def test_clear_cancels_what_waits_for_the_root(node: Acting) -> None:
         for number in range(2, 7):
             node.put(number, 4)
         eventually(lambda: node.stat("behind_bytes") == 24 * node.unit_bytes)
-        empty(node.memory)
+        empty(node.memory, node.cache.namespace)
         assert node.stat("memory_dirty_bytes") == 0 and node.get(6, 4) == 0
     node.drain()
     assert not any(node.on_root(6, 4))

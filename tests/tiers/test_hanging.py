@@ -138,7 +138,7 @@ def test_i2_bytes_that_hang_on_their_way_to_the_root_get_no_name_once_their_room
         with held(root) as hang:
             node.put(1, 6)
             eventually(hang.reached.is_set)
-            empty(node.memory)
+            empty(node.memory, node.cache.namespace)
             eventually(lambda: not node.stat("memory_referenced_bytes"))  # the write has passed its deadline
             for number in range(2, 6):  # in all of the room
                 sections = planes_of(node.prompts.kv(number, 20), node.cache.layout)
