@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
@@ -18,7 +18,6 @@ from kvstore.errors import Unavailable
 from kvstore.transport.channel import SILENCE_S
 from kvstore.transport.frames import FrameKind, encode_arena, encode_request, encode_span
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.worker import data_server as folder
 from kvstore.worker.data_server import BulkListener
 from kvstore.worker.limits import WorkerLimits
 from tests.kit.patience import NEVER_S, returns, slowness
@@ -49,43 +48,6 @@ def served(tmp_root: Path) -> Iterator[Served]:
 def listener_of(served: Served) -> BulkListener:
     assert served.worker.service.bulk is not None
     return served.worker.service.bulk
-
-
-def no_more_threads(*_: object) -> NoReturn:
-    raise RuntimeError("can't start new thread")
-
-
-def test_a_worker_short_of_files_listens_again_once_it_has_some(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    create = os.memfd_create
-
-    def short(name: str, flags: int) -> int:
-        if name == "kvstore-ledger":
-            raise OSError(errno.EMFILE, "Too many open files")
-        return create(name, flags)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("os.memfd_create", short)
-        with connected(served) as store:
-            store.namespace("m", MEDIUM).put(TOKENS, KV)
-            assert store.stats()["client_puts_tcp"] == 1
-    with connected(served, bulk="shared") as store:
-        assert same(store.namespace("m", MEDIUM).get(TOKENS)[1], KV)
-
-
-@BOTH
-def test_a_worker_short_of_threads_closes_the_connection(
-    served: Served, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    listener = listener_of(served)
-    with greeted(served, way) as channel:
-        eventually(lambda: listener.connections_count == 1, "it is known")
-        with monkeypatch.context() as patch:
-            patch.setattr(listener._threads, "submit", no_more_threads)
-            send_head(channel, FrameKind.GET, 1, 0)
-            assert is_cut_off(channel)
-    assert listener.connections_count == 0
 
 
 def test_memory_for_runs_is_that_of_the_largest_whatever_the_first_is(served: Served) -> None:
@@ -135,26 +97,17 @@ def test_many_threads_at_once_open_no_more_connections_and_arenas_than_allowed(
 
     monkeypatch.setattr(UploadArena, "__init__", noted)
     limits = ClientLimits(bulk_links_max=4, arena_bytes_max=24 << 20)
-    together = threading.Barrier(16)
-    errors: list[BaseException] = []
-    with connected(served, bulk="shared", write="behind", limits=limits) as store:
+    with connected(served, bulk="shared", write="behind", limits=limits) as store, ThreadPoolExecutor(16) as threads:
         cache = store.namespace("m", MEDIUM)
+        together = threading.Barrier(16)
 
         def put(seed: int) -> None:
-            try:
-                prompt = tokens_and_kv(20, seed)
-                together.wait(WAIT_S)
-                cache.put(*prompt)
-                assert same(cache.get(prompt[0])[1], prompt[1])
-            except BaseException as error:  # noqa: BLE001  # raised below
-                errors.append(error)
+            prompt = tokens_and_kv(20, seed)
+            together.wait(WAIT_S)
+            cache.put(*prompt)
+            assert same(cache.get(prompt[0])[1], prompt[1])
 
-        threads = [threading.Thread(target=put, args=(100 + each,)) for each in range(16)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(WAIT_S)
-        assert not errors
+        list(threads.map(put, range(100, 116)))
         assert 1 <= listener_of(served).connections_count <= 4
     assert 1 <= len(sizes) <= 4
     assert sum(sizes) <= limits.arena_bytes_max
@@ -188,22 +141,3 @@ def test_a_put_does_not_wait_for_the_arena_of_a_worker_that_is_gone(
         monkeypatch.setattr(UploadArena, "take", never)
         with pytest.raises(Unavailable):
             returns(lambda: cache.put(*tokens_and_kv(4, seed=2)))
-
-
-def test_workers_that_start_together_leave_each_others_folders_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mark = folder._marked
-
-    def another_starts(path: str) -> int:
-        folder._remove_dead(str(tmp_path))
-        return mark(path)
-
-    monkeypatch.setattr(folder, "_marked", another_starts)
-    made = folder.SocketFolder(str(tmp_path))
-    path = Path(made.make())
-    folder._remove_dead(str(tmp_path))
-    assert path.is_dir()
-    assert path.stat().st_mode & 0o777 == 0o700
-    made.close()
-    assert not list(tmp_path.iterdir())
