@@ -56,7 +56,7 @@ HOMES = {
     "host-log-forgets-nothing": "one_host",
     "host-overrun-forgets-nothing": "one_host",
     "host-no-limit": "one_host",
-    "credit-is-ignored": "full",
+    "credit-counts-no-bytes": "full",
     "full-store-keeps-its-credit": "full",
     "o1-removes-another-version": "objects",
     "p1-pin-without-a-hold": "repinned",

@@ -16,7 +16,13 @@ SEEDS_MAX = 60
 """Within which a mutant must be found in its own profile; most need fewer than ten."""
 MUTANTS = (
     *("f1-move-makes-the-folder", "g4-no-grace", "h1-condemned-is-a-hit", "h3-sweep-forgets-nothing"),
-    *("host-log-before-table", "host-tables-before-append", "host-parents-first", "host-no-limit", "credit-is-ignored"),
+    *(
+        "host-log-before-table",
+        "host-tables-before-append",
+        "host-parents-first",
+        "host-no-limit",
+        "credit-counts-no-bytes",
+    ),
 )
 """Mutants that are found fast. ``make sim-mutants`` looks for all of them."""
 
