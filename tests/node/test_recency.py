@@ -378,15 +378,15 @@ def test_put_that_extends_an_old_prefix_renews_it_first(tmp_root: Path, prefix: 
 
     class Noting(PosixRoot):
         def publish(self, staged: Name, name: Name, *, durable: bool) -> bool:
-            if name.startswith("chunks/") and len(opened.mtimes()) >= 3:
-                at_publish.append(opened.used_at())
+            if name.startswith("chunks/") and len(made.mtimes()) >= 3:
+                at_publish.append(made.used_at())
             return super().publish(staged, name, durable=durable)
 
-    with local(Noting(tmp_root)) as opened:
-        opened.put(TOKENS[: 3 * SIZE])
-        opened.pass_quanta(5)
-        opened.put(prefix=prefix)
-        assert at_publish == [[opened.now()] * count for count in (3, 4, 5)]
+    with local(Noting(tmp_root)) as made:
+        made.put(TOKENS[: 3 * SIZE])
+        made.pass_quanta(5)
+        made.put(prefix=prefix)
+        assert at_publish == [[made.now()] * count for count in (3, 4, 5)]
 
 
 # Abandoned branches
