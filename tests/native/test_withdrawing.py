@@ -205,3 +205,18 @@ def test_interrupted_put_stores_nothing_written_later(tmp_root: Path, pause: Cal
         wait_for_lanes(tmp_root)
         count, found = cache.get(FEW)
         assert same(found, kv[:, :, :count])
+
+
+def test_interrupted_put_of_blocks_stores_nothing_written_later(tmp_root: Path, pause: Callable[[str], Paused]) -> None:
+    with opened(tmp_root, native=True) as store:
+        blocks = store.namespace("m", SMALL).blocks
+        blocks.put([b"first".ljust(16)], [b"makes the folders"])
+        keys, buffers = [bytes([at]) * 16 for at in range(8)], [np.full(5000, 1, np.uint8) for _ in range(8)]
+        paused = pause("kv_stage_turn")
+        with interrupted_at(paused.reached):
+            blocks.put(keys, buffers)
+        for buffer in buffers:
+            buffer[:] = 99
+        paused.release.set()
+        wait_for_lanes(tmp_root)
+        assert blocks.get(keys, [np.zeros(5000, np.uint8) for _ in keys]) == [False] * len(keys)
