@@ -19,7 +19,7 @@ READY := $(VENV)/.ready
 MAKEFLAGS += --no-print-directory
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # What takes minutes, root or programs of the system's: each has a command of its own.
-APART := not bench and not real_fs and not hosts and not crashes and not browser and not alerts and not deploy and not guide
+APART := not bench and not hosts and not crashes and not browser and not alerts and not deploy and not guide
 
 .PHONY: $(shell sed -n 's/^\([a-z-]*\):.* ##.*/\1/p' Makefile)
 .DEFAULT_GOAL := help
@@ -109,7 +109,7 @@ events-test: $(READY) ## KV events beside etcd, collectors and killed publishers
 
 # One after the other: they fill two cores by themselves.
 chaos-test: $(READY) ## five minutes (KVSTORE_CHAOS_S=300) of killing, stopping and starting real processes, with figures
-	@KVSTORE_CHAOS_S=$${KVSTORE_CHAOS_S:-300} $(BIN)/python -m pytest -q -s -m "not real_fs" tests/chaos $(ARGS)
+	@KVSTORE_CHAOS_S=$${KVSTORE_CHAOS_S:-300} $(BIN)/python -m pytest -q -s tests/chaos $(ARGS)
 
 deploy-test: $(READY) ## chart, units and image against real tools (systemd; installs Helm's and Kubernetes' libraries)
 	@.ci/deploy.sh $(ARGS)

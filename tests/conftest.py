@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,7 +39,6 @@ AHEAD_BYTES = 1 << 20
 LEFTOVER_GRACE_S = 40.0
 """More than a worker takes to end whose ``up`` and etcd were killed: its drain, its flush, and 15 s for the rest."""
 
-PLAIN = (str, bytes, int, float, bool, tuple, type(None))
 
 # The default is the same on every run, so that a red suite means a change broke it; `thorough` searches.
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
@@ -60,19 +59,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts files with many slow tests first: a run of several processes ends with the last file of any."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
-
-
-def pytest_exception_interact(
-    node: pytest.Item | pytest.Collector, call: pytest.CallInfo[object], report: pytest.TestReport
-) -> None:
-    """Shows the plain variables of a failed test's frames: many tests loop over their cases."""
-    if not isinstance(node, pytest.Function) or call.excinfo is None:
-        return
-    for entry in call.excinfo.traceback:
-        if entry.path == node.path:
-            plain = {name: value for name, value in entry.locals.items() if name[0] != "@" and isinstance(value, PLAIN)}
-            lines = [f"{name} = {value!r:.200}" for name, value in plain.items()]
-            report.sections.append((f"variables in {entry.name}", "\n".join(lines)))
 
 
 def pytest_collection_finish() -> None:
@@ -147,16 +133,13 @@ def module_root() -> Iterator[Path]:
 # has init for a parent now) is still known as ours.
 
 RUN_TAG = f"KVSTORE_TEST_RUN={os.getpid()}-{time.time_ns()}"
-FOUND_IN_MODULE: dict[int, str] = {}
-STRANGERS: set[int] = set()
-"""Processes that were not ours after some module: looked at once, for there are hundreds after each of 300 modules."""
 
 
-def _our_processes(passed_over: Container[int] = ()) -> dict[int, str]:
+def _our_processes() -> dict[int, str]:
     """Command lines of the live processes that this test process started, directly or not, by pid."""
     found: dict[int, str] = {}
     for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit() or int(folder.name) == os.getpid() or int(folder.name) in passed_over:
+        if not folder.name.isdigit() or int(folder.name) == os.getpid():
             continue
         try:
             status = (folder / "stat").read_text().rpartition(")")[2].split()
@@ -193,21 +176,6 @@ def nothing_left_running() -> Iterator[None]:
         if time.monotonic() > deadline_s:
             break
         time.sleep(0.05)
-    left = [
-        f"process {pid}: {command}, first seen after {FOUND_IN_MODULE.get(pid, 'the last module')}"
-        for pid, command in processes.items()
-    ]
+    left = [f"process {pid}: {command}" for pid, command in processes.items()]
     left += [f"thread {thread}" for thread in _our_threads()]
     assert not left, "tests left these running:\n  " + "\n  ".join(left)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _note_processes(request: pytest.FixtureRequest, nothing_left_running: None) -> Iterator[None]:
-    """Remembers which module a process was first seen after, for the message above."""
-    yield
-    there = {int(name) for name in os.listdir("/proc") if name.isdigit()}
-    found = _our_processes(STRANGERS)
-    STRANGERS.intersection_update(there)
-    STRANGERS.update(there - found.keys())
-    for pid in found:
-        FOUND_IN_MODULE.setdefault(pid, request.node.name)

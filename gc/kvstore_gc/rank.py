@@ -373,7 +373,7 @@ class Parents:
         if traits.touch:  # else times do not tell the depth
             behind = Uses.of(rows["mtime_ns"], ranking.goals.quantum_s).depth > 0
         if not traits.ordered_publish:  # a put may be about to publish the parent
-            behind &= rows["mtime_ns"] < (self._site.clock.now_s() - self._site.timings.put_s_max) * NS_PER_S
+            behind &= rows["mtime_ns"] < (self._site.clock.now_s() - self._site.timings.staging_age_s) * NS_PER_S
         columns = np.flatnonzero(behind).tolist(), *(rows[name][behind].tolist() for name in ("address", "namespace"))
         chunks = [_Chunk(at, Address(address), id_of(number)) for at, address, number in zip(*columns, strict=True)]
         self._read(chunks)

@@ -22,7 +22,7 @@ from kvstore.core.clock import SystemClock
 from kvstore.core.executor import Deadline
 from kvstore.core.namespace import Namespace
 from kvstore.errors import InvalidRequest
-from kvstore.format.header import Incarnation, checksum, encode, expected_block
+from kvstore.format.header import expected_block
 from kvstore.format.keyset import BlockKeys
 from kvstore.transport.channel import (
     NOT_LENT,
@@ -45,6 +45,7 @@ from kvstore.worker.limits import WorkerLimits
 from tests.kit.arenas import all_let_go, serving_memory
 from tests.kit.descriptors import open_before, open_now
 from tests.kit.engine_blocks import blocks_of, buffers_for, keys_of, same
+from tests.kit.images import encoded
 from tests.kit.patience import slowness
 from tests.kit.transports import MEDIUM, greeted, linked
 from tests.kit.workers import WAIT_S, Served, connected, eventually, opened, raw_stub
@@ -189,8 +190,7 @@ def image_of(namespace: Namespace, at: int) -> bytes:
 
 
 def image_with(namespace: Namespace, key: bytes, payload: bytes) -> bytes:
-    expected = expected_block(namespace, key, len(payload))
-    return bytes(encode(expected, Incarnation(bytes(16)), [checksum(payload)])) + payload
+    return encoded(expected_block(namespace, key, len(payload)), payload)
 
 
 def stream_to(

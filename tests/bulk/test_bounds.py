@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
@@ -47,43 +47,6 @@ def served(tmp_root: Path) -> Iterator[Served]:
 def listener_of(served: Served) -> BulkListener:
     assert served.worker.service.bulk is not None
     return served.worker.service.bulk
-
-
-def no_more_threads(*_: object) -> NoReturn:
-    raise RuntimeError("can't start new thread")
-
-
-def test_a_worker_short_of_files_listens_again_once_it_has_some(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    create = os.memfd_create
-
-    def short(name: str, flags: int) -> int:
-        if name == "kvstore-ledger":
-            raise OSError(errno.EMFILE, "Too many open files")
-        return create(name, flags)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("os.memfd_create", short)
-        with connected(served) as store:
-            store.namespace("m", MEDIUM).put(TOKENS, KV)
-            assert store.stats()["client_puts_tcp"] == 1
-    with connected(served, bulk="shared") as store:
-        assert same(store.namespace("m", MEDIUM).get(TOKENS)[1], KV)
-
-
-@BOTH
-def test_a_worker_short_of_threads_closes_the_connection(
-    served: Served, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    listener = listener_of(served)
-    with greeted(served, way) as channel:
-        eventually(lambda: listener.connections_count == 1, "it is known")
-        with monkeypatch.context() as patch:
-            patch.setattr(listener._threads, "submit", no_more_threads)
-            send_head(channel, FrameKind.GET, 1, 0)
-            assert is_cut_off(channel)
-    assert listener.connections_count == 0
 
 
 def test_memory_for_runs_is_that_of_the_largest_whatever_the_first_is(served: Served) -> None:
@@ -133,26 +96,17 @@ def test_many_threads_at_once_open_no_more_connections_and_arenas_than_allowed(
 
     monkeypatch.setattr(UploadArena, "__init__", noted)
     limits = ClientLimits(bulk_links_max=4, arena_bytes_max=24 << 20)
-    together = threading.Barrier(16)
-    errors: list[BaseException] = []
-    with connected(served, bulk="shared", write="behind", limits=limits) as store:
+    with connected(served, bulk="shared", write="behind", limits=limits) as store, ThreadPoolExecutor(16) as threads:
         cache = store.namespace("m", MEDIUM)
+        together = threading.Barrier(16)
 
         def put(seed: int) -> None:
-            try:
-                prompt = tokens_and_kv(20, seed)
-                together.wait(WAIT_S)
-                cache.put(*prompt)
-                assert same(cache.get(prompt[0])[1], prompt[1])
-            except BaseException as error:  # noqa: BLE001  # raised below
-                errors.append(error)
+            prompt = tokens_and_kv(20, seed)
+            together.wait(WAIT_S)
+            cache.put(*prompt)
+            assert same(cache.get(prompt[0])[1], prompt[1])
 
-        threads = [threading.Thread(target=put, args=(100 + each,)) for each in range(16)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(WAIT_S)
-        assert not errors
+        list(threads.map(put, range(100, 116)))
         assert 1 <= listener_of(served).connections_count <= 4
     assert 1 <= len(sizes) <= 4
     assert sum(sizes) <= limits.arena_bytes_max

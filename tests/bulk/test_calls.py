@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,20 +9,17 @@ from pathlib import Path
 import pytest
 
 from kvstore.client.cache import Cache
-from kvstore.client.limits import ClientLimits
 from kvstore.errors import Overloaded
 from kvstore.segments import Rope
 from kvstore.transport.channel import CONTROL_BYTES_MAX, SHORT_CALLS, Channel, FrameKind, encode_request
 from kvstore.transport.limits import BLOCKS_MAX
 from kvstore.transport.messages import parse, traced
 from kvstore.v1 import kvstore_pb2 as pb
-from tests.kit.patience import stretched
 from tests.kit.transports import MEDIUM, WAYS, greeted, tokens_and_kv
-from tests.kit.workers import WAIT_S, Served, connected, eventually, opened, raw_stub, serving, worker_process
+from tests.kit.workers import WAIT_S, Served, connected, opened, raw_stub, serving
 
 pytestmark = pytest.mark.slow
 PATHS = {"shared": "unix", "tcp": "tcp", "grpc": "grpc"}
-BOTH = pytest.mark.parametrize("way", ["shared", "tcp"])
 TOKENS, KV = tokens_and_kv(5)
 KEY = b"k" * 16
 
@@ -125,19 +121,6 @@ def test_a_refusal_keeps_its_class_and_its_connection(served: Served, monkeypatc
             assert hold.tokens == len(TOKENS)
         assert served.worker.service.counters()["bulk_connections"] == 1
     assert counted(served)["Hold", "unix"] == 4
-
-
-@BOTH
-def test_a_frozen_worker_is_a_miss_in_the_time_of_a_match(tmp_root: Path, way: str) -> None:
-    limits = stretched(ClientLimits(match_s=1.0, probe_s=0.5), "match_s", "probe_s")
-    with worker_process(tmp_root) as worker, connected(worker.address, bulk=way, limits=limits) as store:
-        cache = store.namespace("m", MEDIUM)
-        stored(cache)
-        assert cache.blocks.match([KEY]) == 1
-        worker.send(signal.SIGSTOP)
-        assert cache.blocks.match([KEY]) == 0
-        worker.send(signal.SIGCONT)
-        eventually(lambda: cache.blocks.match([KEY]) == 1, "the client comes back to the worker")
 
 
 @pytest.mark.parametrize("number", [len(SHORT_CALLS), 255])

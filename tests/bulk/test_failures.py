@@ -1,12 +1,10 @@
-"""A failure on a bulk connection is a miss or an error in bounded time, and leaves nothing behind."""
+"""A failure on a bulk connection is a miss or an error in bounded time, and leaves nothing behind; with blocks, too."""
 
 from __future__ import annotations
 
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,14 +17,17 @@ import pytest
 import kvstore
 from kvstore.client.cache import Cache
 from kvstore.client.pool import Connector
+from kvstore.core.address import block_address
 from kvstore.errors import Unavailable
-from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.format import places
 from kvstore.transport.channel import GRANT_BYTES, SECRET_BYTES
 from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.worker.limits import WorkerLimits
 from tests.kit.damage import DAMAGES, spoil
 from tests.kit.descriptors import open_before, open_now
-from tests.kit.faulty_root import FaultyRoot, Hang, Rule
+from tests.kit.engine_blocks import blocks_of, buffers_for, keys_of
 from tests.kit.secured import secured
+from tests.kit.stores import chunk_files
 from tests.kit.transports import MEDIUM, bulk_files_of, hasty, same, tokens_and_kv
 from tests.kit.workers import WAIT_S, Served, connected, eventually, serving, worker_process
 
@@ -45,10 +46,6 @@ def fill(worker: Served | str) -> None:
 def served(tmp_root: Path) -> Iterator[Served]:
     with serving(tmp_root) as found:
         yield found
-
-
-def chunk_files(root: Path) -> list[Path]:
-    return sorted((root / "chunks").glob("*/*"))
 
 
 @BOTH
@@ -173,42 +170,6 @@ def test_without_its_socket_file_a_worker_is_reached_another_way(served: Served)
         assert store.stats()["client_gets_tcp"] == 1
 
 
-_CLIENT = """
-import os, sys, time, signal
-import numpy as np, kvstore
-from kvstore.client import remote
-from tests.kit.transports import MEDIUM, tokens_and_kv
-store = kvstore.connect(sys.argv[1], bulk=sys.argv[2], write="behind")
-cache = store.namespace("m", MEDIUM)
-tokens, kv = tokens_and_kv(100)
-cache.put(tokens, kv)
-remote.ImageReceiver = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-print("reading", flush=True)
-cache.get(tokens)
-"""
-
-
-@BOTH
-def test_a_client_that_is_killed_while_it_reads_leaves_nothing_open(tmp_root: Path, way: str) -> None:
-    with worker_process(tmp_root) as worker:
-        pid = worker.pid
-        for _ in range(2):
-            killed = subprocess.run(
-                [sys.executable, "-c", _CLIENT, worker.address, way],
-                cwd=Path(__file__).parents[2],
-                stdout=subprocess.PIPE,
-                timeout=WAIT_S,
-                check=False,
-            )
-            assert killed.returncode == -signal.SIGKILL
-            assert killed.stdout == b"reading\n"
-        eventually(lambda: not bulk_files_of(pid), "the worker has no chunk, arena or ledger open")
-        with connected(worker.address, bulk=way) as store:
-            in_use = ("holds", "bytes_in_flight", "calls_in_flight")
-            eventually(lambda: not any(store.stats()[name] for name in in_use), "the worker gave up all for them")
-            assert same(store.namespace("m", MEDIUM).get(TOKENS)[1], KV)
-
-
 @BOTH
 def test_nothing_leaks_over_many_calls_and_clients(served: Served, way: str) -> None:
     def calls(seed: int) -> None:
@@ -231,22 +192,54 @@ def test_nothing_leaks_over_many_calls_and_clients(served: Served, way: str) -> 
     eventually(lambda: served.worker.service.bulk.connections_count == 0, "no connection is left")  # type: ignore[union-attr]
 
 
+BLOCKS_COUNT = 100
+SIZES = (100_000, 70_000)
+KEYS, BLOCKS = keys_of(1, BLOCKS_COUNT), blocks_of(1, BLOCKS_COUNT, SIZES)
+
+
+def file_of(served: Served, cache: Cache, root: Path, at: int) -> Path:
+    address = block_address(cache.namespace, KEYS[at])
+    return root / places.chunk(address, cache.namespace.id, served.member.node.identity.shard_bits)
+
+
+def got_blocks(cache: Cache) -> list[bool]:
+    """The blocks that are there, with their bytes right."""
+    buffers = buffers_for(BLOCKS)
+    hits = cache.blocks.get(KEYS, buffers)
+    assert all(np.array_equal(buffers[at], BLOCKS[at]) for at in range(BLOCKS_COUNT) if hits[at])
+    return hits
+
+
 @BOTH
-def test_a_hung_root_is_a_miss_in_time(way: str) -> None:
-    root = FaultyRoot(MemoryRoot(MemoryFiles()))
-    hang = Hang(after_bytes=5000)
-    with serving(root) as served:
-        with connected(served, bulk=way, limits=hasty()) as store:
-            fill(served)
+def test_damaged_file_of_a_block_is_a_miss_of_that_block(served: Served, tmp_root: Path, way: str) -> None:
+    """The worker finds it over gRPC and sets it aside, and the next put repairs it."""
+
+    def run_case(damage: str) -> None:
+        with connected(served, bulk=way) as store:
             cache = store.namespace("m", MEDIUM)
-            out = np.zeros_like(KV)
-            root.set_rules([Rule("read", hang, lambda name: name.startswith("chunks/"))])
-            began_s = time.monotonic()
-            good = cache.get(TOKENS, out=out)
-            assert time.monotonic() - began_s < WAIT_S
-            assert good < len(TOKENS)
-            before = out.copy()
-            root.set_rules([])
-            hang.release.set()
-            eventually(lambda: cache.get(TOKENS)[0] == len(TOKENS), "the root is read again")
-            assert same(out, before)
+            cache.blocks.put(KEYS, BLOCKS)
+            victim = file_of(served, cache, tmp_root, 70)
+            spoil(victim, damage, file_of(served, cache, tmp_root, 72))
+            before = store.stats()["miss_damaged"]
+            assert got_blocks(cache) == [at != 70 for at in range(BLOCKS_COUNT)], damage
+            if damage != "removed":
+                assert store.stats()["miss_damaged"] == before + 1
+                assert not victim.exists()
+            assert cache.blocks.put(KEYS, BLOCKS) == [True] * BLOCKS_COUNT
+            assert got_blocks(cache) == [True] * BLOCKS_COUNT
+        eventually(lambda: not [name for name in bulk_files_of(os.getpid()) if "/chunks/" in name], "no file is open")
+
+    for damage in DAMAGES:
+        run_case(damage)
+
+
+def test_a_put_over_a_full_worker_is_refused_and_repeated_elsewhere(tmp_root: Path) -> None:
+    """The first has no room for blocks that come as bytes; nothing of them is lost."""
+    limits = WorkerLimits(bytes_in_flight_max=1)
+    with serving(tmp_root, worker_limits=limits) as busy, serving(tmp_root) as other:
+        with busy.worker.service.in_flight.reserved(1), connected(busy, other, bulk="tcp") as store:
+            cache = store.namespace("m", MEDIUM)
+            for at in range(0, BLOCKS_COUNT, 10):
+                assert all(cache.blocks.put(KEYS[at : at + 10], BLOCKS[at : at + 10]))
+            assert all(got_blocks(cache))
+            assert store.stats()["client_retries"] > 0

@@ -282,3 +282,17 @@ def test_a_head_is_checked_before_its_length_is_believed() -> None:
     for raw in (b"", b"KV", bytes(HEAD_BYTES), encode_head(FrameKind.TAKEN, 1, CONTROL_BYTES_MAX + 1)):
         with pytest.raises((InvalidRequest, struct.error)):
             decode_head(raw)
+
+
+def test_worker_without_the_secret_is_not_welcome() -> None:
+    grant, other, nonce = Grant.fresh(), Grant.fresh(), b"n" * NONCE_BYTES
+    assert grant.is_welcome(nonce, grant.welcome(nonce))
+    assert not grant.is_welcome(nonce, other.welcome(nonce))
+    assert not grant.is_welcome(nonce, grant.welcome(bytes(NONCE_BYTES)))
+
+
+def test_proof_of_the_client_is_no_welcome() -> None:
+    grant, nonce = Grant.fresh(), b"n" * NONCE_BYTES
+    proof_of_client = grant.hello(nonce)[-len(grant.welcome(nonce)) :]
+    assert grant.is_hello(nonce, proof_of_client)
+    assert not grant.is_welcome(nonce, proof_of_client)

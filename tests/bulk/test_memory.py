@@ -23,10 +23,9 @@ from tests.kit.arenas import (
     referenced_bytes,
     serving_memory,
     viewing_client,
-    worker_with_memory,
 )
 from tests.kit.transports import MEDIUM, bulk_files_of, same, tokens_and_kv
-from tests.kit.workers import Served, connected, eventually
+from tests.kit.workers import Served, connected, eventually, worker_process
 
 pytestmark = pytest.mark.slow
 SIZE = MEDIUM.chunk_tokens
@@ -131,12 +130,12 @@ def test_a_lease_lives_as_long_as_anything_cut_from_a_view(served: Served) -> No
 
 def test_views_outlive_the_hold_the_store_and_the_worker(tmp_root: Path) -> None:
     """A2."""
-    with worker_with_memory(tmp_root) as worker:
-        with connected(worker.said, write="behind") as store:
+    with worker_process(tmp_root, memory_bytes=MEMORY_BYTES) as worker:
+        with connected(worker.address, write="behind") as store:
             cache = store.namespace("m", MEDIUM)
             cache.put(TOKENS, KV)
             eventually(lambda: cache.match(TOKENS) == len(TOKENS), "it is there")
-        with connected(worker.said, bulk="shared") as store:
+        with connected(worker.address, bulk="shared") as store:
             hold = store.namespace("m", MEDIUM).hold(TOKENS)
             views = hold.view()
             assert len(views) == COUNT
@@ -147,25 +146,6 @@ def test_views_outlive_the_hold_the_store_and_the_worker(tmp_root: Path) -> None
     del views
     gc.collect()
     eventually(lambda: not mapped_bytes(os.getpid()), "the mapping goes with the last array")
-
-
-def test_two_clients_and_a_worker_share_one_copy(tmp_root: Path) -> None:
-    """The kernel counts each page once over all processes (Pss), though each of the three has all chunks (Rss)."""
-    chunk_bytes = COUNT * MEDIUM.chunk_bytes
-    with worker_with_memory(tmp_root) as worker:
-        with connected(worker.said, write="behind") as store:
-            cache = store.namespace("m", MEDIUM)
-            cache.put(TOKENS, KV)
-            eventually(lambda: cache.match(TOKENS) == len(TOKENS), "it is there")
-        with viewing_client(worker.said, COUNT) as one, viewing_client(worker.said, COUNT) as other:
-            sums = [mapped_bytes(pid) for pid in (worker.pid, one.pid, other.pid)]
-            for found in sums[1:]:
-                assert found["Rss"] >= chunk_bytes
-                assert found["Private_Clean"] + found["Private_Dirty"] < chunk_bytes / 10
-                assert found["Pss"] < 0.6 * found["Rss"]
-            assert sum(found["Rss"] for found in sums) >= 3 * chunk_bytes
-            assert sum(found["Pss"] for found in sums) <= MEMORY_BYTES
-            assert one.go_on() == other.go_on() == "done"
 
 
 def test_a_client_that_is_killed_leaks_nothing(served: Served) -> None:

@@ -1,7 +1,7 @@
 """A node of the chaos tests, as a process: ``python -m tests.chaos.actor``. Puts, gets, holds and pins, and checks.
 
 It writes every promise of the store to its journal, and checks every promise and byte all the time. It exits with 3 at
-the first broken promise, unless told that the root has the weak guarantee: then only wrong bytes end it.
+the first broken promise.
 
 The promises: while the session lives in which a hold began, and the hold has not ended, what was once read under it can
 be read again. The chunks of an acknowledged pin can be read until it is released or its lease ends. Bytes are always
@@ -31,7 +31,7 @@ from kvstore.engine.open import open_member
 from kvstore.engine.settings import Limits
 from kvstore.errors import HoldBroken, KVStoreError
 from kvstore.format import places
-from tests.chaos.journal import COUNTS, LONGEST, MISS, VIOLATION, Journal
+from tests.chaos.journal import COUNTS, LONGEST, VIOLATION, Journal
 from tests.chaos.prompts import LAYOUT, SPACE, chain_of, kv
 
 log = logging.getLogger(__name__)
@@ -73,16 +73,13 @@ class Pinned:
 class Actor:
     """The actions of one node, chosen by ``chance``."""
 
-    def __init__(
-        self, member: ClusterMember, journal: Journal, chance: random.Random, prompts: int, *, weak: bool
-    ) -> None:
+    def __init__(self, member: ClusterMember, journal: Journal, chance: random.Random, prompts: int) -> None:
         self._member = member
         self._node = member.node
         self._cache = Store(LocalTransport(member)).namespace(SPACE.name, LAYOUT)
         self._journal = journal
         self._chance = chance
         self._prompts = prompts
-        self._weak = weak
         self._held: list[Held] = []
         self._pinned: list[Pinned] = []
         self.counts: Counter[str] = Counter()
@@ -94,7 +91,6 @@ class Actor:
             (self._check_held, 30),
             (self._release, 4),
             (self._pin, 3),
-            (self._check_pinned, 10),
             (self._unpin, 1),
         ]
 
@@ -170,19 +166,6 @@ class Actor:
             self._pinned.append(pin)
             self.counts["pins acknowledged"] += 1
 
-    def _check_pinned(self) -> None:
-        if not self._pinned:
-            return
-        pin = self._chance.choice(self._pinned)
-        hold = self._node.hold(chain_of(pin.number).leading(pin.chunks_count))
-        try:
-            # A condemned chunk is a miss, pinned or not, until its sweep has spared it (rule H1).
-            found, own = self._read_hold(hold, pin.number)
-        finally:
-            self._node.holds.release(hold)
-        if found < pin.chunks_count and not own:
-            self.counts["pinned but condemned"] += 1
-
     def _unpin(self) -> None:
         if self._pinned:
             pin = self._pinned.pop(self._chance.randrange(len(self._pinned)))
@@ -241,11 +224,8 @@ class Actor:
 
     def _broken(self, what: str, number: int, index: int, **details: object) -> None:
         name = places.chunk(chain_of(number).addresses[index], SPACE.id, self._node.identity.shard_bits)
-        self._journal.note(
-            MISS if self._weak else VIOLATION, what=what, number=number, index=index, name=name, **details
-        )
-        if not self._weak:
-            raise Violated
+        self._journal.note(VIOLATION, what=what, number=number, index=index, name=name, **details)
+        raise Violated
 
     def _own_misses(self) -> int:
         stats = self._node.counters.snapshot()
@@ -270,7 +250,6 @@ def main() -> int:
     parser.add_argument("--breath", type=float, default=BREATH_S)
     parser.add_argument("--journal", type=Path, required=True)
     parser.add_argument("--prompts", type=int, required=True)
-    parser.add_argument("--weak", action="store_true")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     asked: list[int] = []
@@ -286,7 +265,7 @@ def main() -> int:
             time.sleep(0.2)
     journal = Journal(given.journal)
     chance = random.Random(given.journal.stem)
-    actor = Actor(member, journal, chance, given.prompts, weak=given.weak)
+    actor = Actor(member, journal, chance, given.prompts)
     counted_s = 0.0
     try:
         while not asked:

@@ -1,6 +1,6 @@
 """A process that checks every pin in force all the time, even if its owner is dead: ``python -m tests.chaos.auditor``.
 
-Exits with 3 at the first broken one, unless told that the root has the weak guarantee.
+Exits with 3 at the first broken one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
-from tests.chaos.journal import COUNTS, MISS, VIOLATION, Journal
+from tests.chaos.journal import COUNTS, VIOLATION, Journal
 from tests.chaos.pins import LivePins
 
 PAUSE_S = 0.1
@@ -23,13 +23,11 @@ def main() -> int:
     parser.add_argument("--shard-bits", type=int, required=True)
     parser.add_argument("--journals", type=Path, required=True)
     parser.add_argument("--journal", type=Path, required=True)
-    parser.add_argument("--weak", action="store_true")
     given = parser.parse_args()
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     pins = LivePins(given.root, given.shard_bits, given.journals)
     journal, counts = Journal(given.journal), {"audited_chunks": 0, "audits_refused": 0}
-    missing: set[tuple[str, int]] = set()
     while not ended.wait(PAUSE_S):
         for pin in pins.in_force():
             try:
@@ -41,12 +39,8 @@ def main() -> int:
             if broken is None:
                 continue
             details = {"pin": pin.id, "number": pin.number, "index": broken.index, "name": broken.name}
-            if broken.is_wrong or not given.weak:
-                journal.note(VIOLATION, what=f"pinned chunk {broken.why}", **details)
-                return 3
-            if (pin.id, broken.index) not in missing:
-                missing.add((pin.id, broken.index))
-                journal.note(MISS, what="pinned chunk missing", **details)
+            journal.note(VIOLATION, what=f"pinned chunk {broken.why}", **details)
+            return 3
         journal.note(COUNTS, **counts)
     return 0
 

@@ -1,4 +1,4 @@
-"""The processes of a chaos test: nodes, collectors, an auditor and etcd, over one root on one or two mounts.
+"""The processes of a chaos test: nodes, collectors, an auditor and etcd, over one root.
 
 Without etcd they are those of one host.
 
@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,24 +101,15 @@ class Part:
 
 
 class Cast:
-    """All of them. ``roots`` are the mounts of the root, which nodes and collectors take turns to use."""
+    """All of them."""
 
-    def __init__(
-        self,
-        roots: Sequence[Path],
-        folder: Path,
-        etcd: EmbeddedEtcd | None = None,
-        *,
-        endpoints: str = "",
-        weak: bool = False,
-    ) -> None:
+    def __init__(self, root: Path, folder: Path, etcd: EmbeddedEtcd | None = None, *, endpoints: str = "") -> None:
         """``endpoints`` are those of an etcd that is not theirs to attack; with neither they are of one host."""
-        self.roots = list(roots)
+        self.root = root
         self.folder = folder
         self._etcd = etcd
         self._endpoints = etcd.endpoints if etcd else endpoints
         self.parts: dict[str, Part] = {}
-        self._weak = ["--weak"] if weak else []
         folder.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -134,7 +125,7 @@ class Cast:
 
     def node(self, name: str, prompts: int, *options: str) -> Part:
         """A node that does a bit of everything."""
-        command = ["tests.chaos.actor", *self._where(), "--prompts", str(prompts), *self._weak, *options]
+        command = ["tests.chaos.actor", *self._where(), "--prompts", str(prompts), *options]
         return self._add(name, command, has_journal=True)
 
     def collector(self, name: str, *options: str) -> Part:
@@ -143,16 +134,15 @@ class Cast:
 
     def auditor(self) -> Part:
         """The one who looks at pins whose owners may be dead."""
-        where = ["--root", str(self.roots[-1]), "--shard-bits", str(SHARD_BITS), "--journals", str(self.folder)]
-        return self._add("auditor", ["tests.chaos.auditor", *where, *self._weak], has_journal=True)
+        where = ["--root", str(self.root), "--shard-bits", str(SHARD_BITS), "--journals", str(self.folder)]
+        return self._add("auditor", ["tests.chaos.auditor", *where], has_journal=True)
 
     def part(self, name: str, *command: str) -> Part:
         """Any other process, told where root and etcd are."""
         return self._add(name, [*command, *self._where()])
 
     def _where(self) -> list[str]:
-        root = self.roots[len(self.parts) % len(self.roots)]
-        return ["--root", str(root), *(["--etcd", self._endpoints] if self._endpoints else [])]
+        return ["--root", str(self.root), *(["--etcd", self._endpoints] if self._endpoints else [])]
 
     def _add(self, name: str, command: list[str], *, has_journal: bool = False) -> Part:
         part = self.parts[name] = Part(name, command, self.folder, has_journal)
@@ -225,16 +215,16 @@ class Cast:
 
 
 @contextmanager
-def cast(roots: Sequence[Path], folder: Path, *, weak: bool = False) -> Iterator[Cast]:
+def cast(root: Path, folder: Path) -> Iterator[Cast]:
     """A cast with its own etcd; all of it is removed at the end."""
-    with running_etcd(folder / "etcd") as etcd, _ended(Cast(roots, folder / "cast", etcd, weak=weak)) as made:
+    with running_etcd(folder / "etcd") as etcd, _ended(Cast(root, folder / "cast", etcd)) as made:
         yield made
 
 
 @contextmanager
 def host_cast(root: Path, folder: Path) -> Iterator[Cast]:
     """A cast of one host, without etcd."""
-    with _ended(Cast([root], folder / "cast", None)) as made:
+    with _ended(Cast(root, folder / "cast")) as made:
         yield made
 
 

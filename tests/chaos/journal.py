@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 VIOLATION = "VIOLATION"
-MISS = "MISS"
-"""A broken promise on a root with the weak guarantee."""
 COUNTS = "counts"
 LONGEST = "longest"
 """The longest action of each kind until now, seconds."""

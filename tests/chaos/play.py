@@ -1,4 +1,4 @@
-"""One chaos run from beginning to end, on one mount or two, and what must be true afterwards."""
+"""One chaos run from beginning to end, and what must be true afterwards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvstore_gc.execute import Sweeper
 from kvstore_gc.leftovers import Orphans
 from kvstore_gc.site import Site
 from tests.chaos.cast import SHARD_BITS, Cast, Part, cast, host_cast
-from tests.chaos.journal import MISS, VIOLATION
+from tests.chaos.journal import VIOLATION
 from tests.chaos.pins import LivePins
 from tests.chaos.saboteur import Saboteur
 from tests.kit.etcd import eventually
@@ -47,7 +47,6 @@ class Outcome:
     counts: Counter[str]
     rounds: Counter[str]
     used_bytes: int
-    misses_count: int
     pins_checked: int
     unreachable_count: int
 
@@ -62,16 +61,15 @@ class Outcome:
                 line("collectors", self.rounds),
                 f"used bytes at the end: {self.used_bytes:,} of {MAX_BYTES:,}",
                 f"pins in force at the end: {self.pins_checked}; chunks without parent: {self.unreachable_count}",
-                f"misses of held or pinned chunks: {self.misses_count}",
             )
         )
 
 
-def play(mounts: Sequence[Path], folder: Path, *, seconds: float, seed: int, weak: bool = False) -> Outcome:
+def play(mount: Path, folder: Path, *, seconds: float, seed: int) -> Outcome:
     """Runs nodes, collectors and etcd under attack for a time; asserts the protocol's promises."""
-    roots = [mount / "root" for mount in mounts]
-    kvstore.open(str(roots[0]), shard_bits=SHARD_BITS).close()
-    with cast(roots, folder, weak=weak) as players:
+    root = mount / "root"
+    kvstore.open(str(root), shard_bits=SHARD_BITS).close()
+    with cast(root, folder) as players:
         limits = ["--max-bytes", str(MAX_BYTES)]
         nodes = [players.node(f"node{number}", PROMPTS) for number in range(NODES)]
         pauses_s = dict.fromkeys((node.name for node in nodes), 20.0)
@@ -106,7 +104,6 @@ def _attacked(players: Cast, seconds: float, saboteur: Saboteur, promising: Sequ
         players.counts(),
         players.rounds(),
         left.used_bytes,
-        len(players.facts(MISS)),
         left.pins_checked,
         left.unreachable_count,
     )
@@ -144,7 +141,7 @@ class Left:
 
 def nothing_is_left(players: Cast) -> Left:
     """Every session is over: one round more, and nothing else may be left of all that."""
-    root = PosixRoot(players.roots[0])
+    root = PosixRoot(players.root)
     identity = read_identity(root)
     assert identity is not None
     keys, meta = Keys(identity.root), players.meta()
@@ -153,7 +150,7 @@ def nothing_is_left(players: Cast) -> Left:
         last = players.collector("last", "--once", "--max-bytes", str(MAX_BYTES))
         assert last.process is not None
         code = last.process.wait(PATIENCE_S)
-        pins = LivePins(players.roots[-1], identity.shard_bits, players.folder)
+        pins = LivePins(players.root, identity.shard_bits, players.folder)
         in_force = pins.in_force()
         broken = [found for pin in in_force if (found := pins.broken(pin))]
         assert not broken, f"pins in force whose chunks are gone: {broken}"
@@ -162,7 +159,7 @@ def nothing_is_left(players: Cast) -> Left:
         report = fsck(root, identity)
         assert report.is_clean, f"fsck: {report.findings}"
         unreachable_count = _unreachable_count(root, identity)
-        used = used_bytes(players.roots[0])
+        used = used_bytes(players.root)
         assert code == 0, f"the last round ended with {code}: {players.tail('last')}"
         assert used <= MAX_BYTES
         _remove_leftovers(Site(root, identity, meta))
@@ -175,21 +172,21 @@ def nothing_is_left(players: Cast) -> Left:
 
 def pins_are_left(players: Cast) -> Left:
     """All processes of a host have ended: one listing more, and pins in force are all that may be left."""
-    root = PosixRoot(players.roots[0])
+    root = PosixRoot(players.root)
     identity = read_identity(root)
     assert identity is not None
     last = players.collector("last", "--once", "--ttl", "0s")
     assert last.process is not None
     code = last.process.wait(PATIENCE_S)
     assert code == 0, f"the last listing ended with {code}: {players.tail('last')}"
-    pins = LivePins(players.roots[0], identity.shard_bits, players.folder)
+    pins = LivePins(players.root, identity.shard_bits, players.folder)
     in_force = pins.in_force()
     broken = [found for pin in in_force if (found := pins.broken(pin))]
     assert not broken, f"pins in force whose chunks are gone: {broken}"
     report = fsck(root, identity)
     assert report.is_clean, f"fsck: {report.findings}"
     assert _unreachable_count(root, identity) == 0
-    return Left(used_bytes(players.roots[0]), len(in_force), 0)
+    return Left(used_bytes(players.root), len(in_force), 0)
 
 
 def _unreachable_count(root: Root, identity: RootIdentity) -> int:

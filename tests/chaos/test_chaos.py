@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS + 600)]
 
 
 def test_no_promise_is_broken_whoever_is_killed_or_stopped(tmp_root: Path, tmp_path: Path) -> None:
-    print(f"\n{SECONDS:g} s, seed {SEED}\n{play([tmp_root], tmp_path, seconds=SECONDS, seed=SEED)}")
+    print(f"\n{SECONDS:g} s, seed {SEED}\n{play(tmp_root, tmp_path, seconds=SECONDS, seed=SEED)}")
 
 
 def test_promises_on_one_host_are_kept_under_attack(tmp_path: Path) -> None:

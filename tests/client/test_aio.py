@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import pytest
 
-import kvstore
 from kvstore import aio, errors
 from kvstore.aio.store import THREADS, Threads
 from kvstore.aio.store import Store as AioStore
@@ -128,25 +125,6 @@ def test_workers_are_steered(tmp_root: Path) -> None:
     asyncio.run(use())
 
 
-def test_task_cancelled_while_it_waits_leaves_the_operation() -> None:
-    class Endless:
-        def wait(self, timeout: float) -> bool:
-            time.sleep(min(timeout, 0.01))
-            waited.set()
-            return False
-
-    waited = threading.Event()
-
-    async def use() -> None:
-        waiting = asyncio.create_task(aio.Operation(cast("Any", Endless()), Threads(1)).wait())
-        await asyncio.to_thread(waited.wait, PATIENCE_S)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-
-    asyncio.run(use())
-
-
 def test_the_loop_goes_on_while_the_root_hangs_and_no_byte_comes_after_a_cancel() -> None:
     root = FaultyRoot(MemoryRoot(MemoryFiles()))
     hang = Hang(after_bytes=16)
@@ -222,15 +200,3 @@ def test_being_cancelled_does_not_keep_a_hold_from_being_released(tmp_root: Path
             assert (await found.stats())["holds"] == 0
 
     asyncio.run(use())
-
-
-def test_what_cannot_be_opened_says_so_and_leaves_no_thread() -> None:
-    async def use() -> None:
-        with pytest.raises(errors.RootMismatch):
-            await aio.open("/nonexistent/of/kvstore", create=False)
-        with pytest.raises(errors.InvalidRequest):
-            async with kvstore.aio.connect():
-                pass
-
-    asyncio.run(use())
-    assert not any(each.name.startswith("kvstore-aio") for each in _others())

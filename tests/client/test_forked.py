@@ -7,20 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from kvstore.census.selection import Selection
-from kvstore.client.cache import Cache, Hold
-from kvstore.client.store import Store
+from kvstore.client.cache import Cache
 from kvstore.errors import InvalidRequest
 from tests.kit.cases import for_each
-from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import SMALL, kv_of
 from tests.kit.workers import WAIT_S, Several, connected, serving
 
@@ -90,32 +86,10 @@ def refused_count(calls: list[Callable[[], object]]) -> int:
     return refused
 
 
-@contextmanager
-def all_locked(store: Store, hold: Hold) -> Iterator[None]:
-    """Every lock of a client that some thread of it may have at a fork."""
-    port: Any = store._port
-    remote_hold: Any = hold._held
-    endpoints = port.endpoints
-    locks = [
-        endpoints._changed,
-        port.counters._lock,
-        port._caller.watch._changed,
-        port._caller.lanes._lock,
-        remote_hold._lock,
-    ]
-    for endpoint in endpoints._live.values():
-        locks += [endpoint._lock, endpoint.bulk._lock]
-    with ExitStack() as held:
-        for lock in locks:
-            assert lock.acquire(timeout=PATIENCE_S)  # in no order: one that gives up may be asked for in any
-            held.callback(lock.release)
-        yield
-
-
 def test_calls_of_a_process_go_on_while_it_forks_and_no_child_hangs(capfd: pytest.CaptureFixture[str]) -> None:
-    """gRPC's own fork handlers log, abort or hang some children, and break calls of the parent."""
-    with serving() as served, connected(served) as store, connected(served, bulk="grpc") as other:
-        cache, busy = store.namespace("m", SMALL), other.namespace("m", SMALL)
+    """gRPC's own fork handlers log, abort or hang some children; and other threads have locks of the store."""
+    with serving() as served, connected(served, bulk="grpc") as store:
+        busy = store.namespace("m", SMALL)
 
         def work(number: int, turn: int) -> None:
             tokens = TOKENS + 1000 * number + turn % 10
@@ -123,14 +97,14 @@ def test_calls_of_a_process_go_on_while_it_forks_and_no_child_hangs(capfd: pytes
             assert busy.get(tokens)[0] == len(tokens)
 
         calls = Several(4, work)
-        codes = [forked(lambda: refused_count([lambda: cache.match(TOKENS)])) for _ in range(FORKS)]
+        codes = [forked(lambda: refused_count([lambda: busy.match(TOKENS)])) for _ in range(FORKS)]
         calls.stop()
     assert codes == [1] * FORKS
     assert "fork" not in capfd.readouterr().err
 
 
 @for_each("bulk", ["shared", "grpc"])
-def test_a_forked_child_is_refused_at_once_whatever_is_locked(bulk: str) -> None:
+def test_every_call_of_a_forked_child_is_refused(bulk: str) -> None:
     with serving() as served, connected(served, bulk=bulk) as store:
         cache: Cache = store.namespace("m", SMALL)
         cache.put(TOKENS, KV)
@@ -162,9 +136,7 @@ def test_a_forked_child_is_refused_at_once_whatever_is_locked(bulk: str) -> None
                 store.close()
                 return refused
 
-            with all_locked(store, hold):
-                code = forked(in_child)
-            assert code == len(calls)
+            assert forked(in_child) == len(calls)
             assert hold.read_into(np.zeros_like(KV)) == len(TOKENS), "the hold is the parent's"
 
 

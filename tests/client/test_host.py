@@ -6,16 +6,17 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 import kvstore
 from kvstore.cli.roots import fsck
 from kvstore.core.clock import RandomIds, SystemClock
-from kvstore.errors import InvalidRequest, RootMismatch
+from kvstore.errors import InvalidRequest, RootMismatch, Unavailable
 from kvstore.format.header import Generation
 from kvstore.format.places import GENERATIONS
 from kvstore.host import tables
@@ -25,7 +26,7 @@ from kvstore.root.open import open_root
 from tests.kit.etcd import running_etcd
 from tests.kit.host_process import LAYOUT, TOKENS_COUNT, kv, tokens
 from tests.kit.hosts import collected, matched, neighbours
-from tests.kit.patience import PATIENCE_S
+from tests.kit.stores import SMALL, kv_of, same, store_on
 
 FIRST = Generation(1, bytes(16))
 
@@ -60,32 +61,6 @@ def test_held_chunks_of_a_killed_process_are_evicted(tmp_path: Path) -> None:
         assert collected(root).count == 4
 
 
-def test_a_forked_child_keeps_no_holds_of_its_parent(tmp_path: Path) -> None:
-    """The parent is killed while its child lives, which shares the parent's open files."""
-    root = tmp_path / "root"
-    program = (
-        "import kvstore, os, sys, time\n"
-        "from tests.kit.host_process import LAYOUT, kv, tokens\n"
-        f"cache = kvstore.open({str(root)!r}).namespace('model', LAYOUT)\n"
-        "cache.put(tokens(1), kv(1))\n"
-        "hold = cache.hold(tokens(1))\n"
-        "if not os.fork():\n"
-        "    sys.stdout.write(f'{os.getpid()}\\n'); sys.stdout.flush()\n"
-        "time.sleep(3600)\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        child = int(parent.stdout.readline())
-        try:
-            assert len(collected(root).held) == 4
-            parent.kill()
-            parent.wait(PATIENCE_S)
-            assert collected(root).count == 4
-        finally:
-            parent.kill()
-            os.kill(child, 9)
-
-
 def test_a_clear_keeps_pins_of_another_process(tmp_path: Path) -> None:
     root = tmp_path / "root"
     with neighbours(root, "pins"), kvstore.open(root) as store:
@@ -115,25 +90,6 @@ def test_a_damaged_file_of_an_unused_root_is_made_anew(tmp_path: Path) -> None:
     with kvstore.open(root) as store:
         store.namespace("model", LAYOUT).put(tokens(1), kv(1))
         assert store.stats()["protected"] == 1 and collected(root).count == 4
-
-
-def test_a_full_disk_leaves_a_store_that_reads(tmp_path: Path) -> None:
-    mount = tmp_path / "tmpfs"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(mount)]
-    if subprocess.run(command, check=False, stderr=subprocess.DEVNULL).returncode:
-        pytest.skip("a tmpfs cannot be mounted here")
-    try:
-        with kvstore.open(mount / "root") as store:
-            store.namespace("model", LAYOUT).put(tokens(1), kv(1))
-            with open(mount / "other", "wb", buffering=0) as other, suppress(OSError):
-                while True:
-                    other.write(bytes(4096))
-            assert matched(store, 1) == store.namespace("model", LAYOUT).get(tokens(1))[0] == TOKENS_COUNT
-        with kvstore.open(mount / "root") as store:
-            assert matched(store, 1) == TOKENS_COUNT
-    finally:
-        subprocess.run(["umount", "--lazy", str(mount)], check=True)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -208,3 +164,35 @@ def test_a_process_that_opens_while_a_cluster_begins_stays(tmp_path: Path) -> No
         with kvstore.open(path), pytest.raises(RootMismatch, match="end them first"):
             publish_first(root, FIRST, ids=RandomIds(), clock=SystemClock())
         assert not newest_number(root)
+
+
+def mounting(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        pytest.skip(f"{' '.join(command)} does not work here: {done.stderr.strip()}")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_unmounted_root_is_misses_and_fills_no_mount_point(tmp_path: Path) -> None:
+    image, mount = tmp_path / "image", tmp_path / "ext4"
+    mount.mkdir()
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    mounting("mkfs.ext4", "-q", str(image))
+    mounting("mount", "-o", "loop", str(image), str(mount))
+    try:
+        with store_on(mount / "root") as store:
+            cache, tokens = store.namespace("m", SMALL), np.arange(8 * SMALL.chunk_tokens)
+            kv, half = kv_of(SMALL, tokens), len(tokens) // 2
+            assert cache.put(tokens[:half], kv[:, :, :half]).tokens_present == half
+            mounting("umount", "-l", str(mount))
+            with pytest.raises(Unavailable, match="mounted"):
+                cache.put(tokens, kv)
+            assert cache.get(tokens)[0] == 0
+            assert list(mount.iterdir()) == [], "the bare mount point stays as it was"
+            mounting("mount", "-o", "loop", str(image), str(mount))
+            assert cache.put(tokens, kv).tokens_present == len(tokens)
+            assert same(cache.get(tokens)[1], kv)
+    finally:
+        subprocess.run(["umount", "-l", str(mount)], check=True)

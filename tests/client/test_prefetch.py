@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,13 @@ from kvstore.client.operation import Operation
 from kvstore.core.write_mode import WriteMode
 from kvstore.engine import prefetch
 from kvstore.engine.settings import Limits
-from kvstore.errors import InvalidRequest, Overloaded, StoreClosed
+from kvstore.errors import InvalidRequest, StoreClosed
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.kit.cases import for_each
 from tests.kit.faulty_root import EIO, FaultyRoot, Hang, Rule
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import store_on
-from tests.kit.tiers import QUICK, ROOM_CHUNKS, Acting, eventually, faulty, held
+from tests.kit.tiers import ROOM_CHUNKS, Acting, eventually, faulty, held
 
 WAIT_S = PATIENCE_S
 
@@ -155,43 +154,6 @@ def test_prompt_to_evict_first_goes_first_from_the_disk(tmp_path: Path) -> None:
         assert sum(acting.on_disk(2, 100)) < 100
 
 
-def test_cancelled_prefetch_ends_and_loses_nothing() -> None:
-    root = faulty()
-    with patient(root, write=WriteMode.UNCACHED, limits=QUICK) as acting:
-        acting.put(1, 8)
-        with held(root, "open"):
-            operation = acting.cache.prefetch(acting.prompts.tokens(1, 8))
-            operation.cancel()
-            assert operation.wait(WAIT_S)
-            assert (operation.state, operation.done) == ("cancelled", 0)
-        assert acting.get(1, 8) == 8
-
-
-def test_limit_of_operations_holds_for_prefetches_and_changes() -> None:
-    root = faulty()
-    with patient(root, write=WriteMode.UNCACHED, limits=replace(QUICK, operations_max=1)) as acting:
-        acting.put(1, 8)
-        tokens = acting.prompts.tokens(1, 8)
-        with held(root, "open"):
-            operations = [acting.cache.prefetch(tokens)]
-            with pytest.raises(Overloaded, match="1 operations are unfinished"):
-                acting.cache.prefetch(tokens)
-            acting.node.limits = replace(QUICK, operations_max=2)
-            operations.append(acting.cache.prefetch(tokens))
-        assert all(each.wait(WAIT_S) for each in operations)
-        assert finished(acting.cache.prefetch(tokens)) == 8 * acting.size
-
-
-def test_failing_root_ends_a_prefetch_with_nothing() -> None:
-    root = faulty()
-    with patient(root, write=WriteMode.UNCACHED) as acting:
-        acting.put(1, 8)
-        root.set_rules([Rule("open", EIO)])
-        assert finished(acting.cache.prefetch(acting.prompts.tokens(1, 8))) == 0
-        root.set_rules([])
-        assert finished(acting.cache.prefetch(acting.prompts.tokens(1, 8))) == 8 * acting.size
-
-
 def test_close_ends_all_prefetches() -> None:
     root = faulty()
     before = threading.active_count()
@@ -222,20 +184,3 @@ def test_prefetch_without_memory_or_tier_says_what_to_do(begin: Callable[[Cache]
         with pytest.raises(InvalidRequest, match=message):
             begin(cache)
         cache.evict_first([1])
-
-
-def test_prefetch_to_disk_without_one_says_what_to_do() -> None:
-    with patient(faulty()) as acting:
-        with pytest.raises(InvalidRequest, match="--disk"):
-            acting.cache.prefetch(acting.prompts.tokens(1, 1), tier="disk")
-        with pytest.raises(InvalidRequest, match="timeout=-1"):
-            acting.cache.prefetch(acting.prompts.tokens(1, 1)).wait(-1)
-
-
-def test_store_lists_its_operations_newest_first() -> None:
-    with patient(faulty()) as acting:
-        acting.put(1, 3)
-        operations = [acting.cache.prefetch(acting.prompts.tokens(1, 3)) for _ in range(3)]
-        assert [finished(each) for each in operations] == 3 * [3 * acting.size]
-        assert [each.id for each in acting.store.operations()] == [each.id for each in reversed(operations)]
-        assert {each.last.about for each in operations} == {"3 chunks of m to memory"}

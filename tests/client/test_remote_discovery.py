@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import kvstore
+from kvstore.client.failover import Caller, CallFailed
 from kvstore.client.limits import ClientLimits
 from kvstore.client.remote import Discovery, RemoteTransport
 from kvstore.client.store import Store
@@ -22,13 +23,16 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.meta.cluster import bind_root
 from kvstore.meta.embedded_etcd import EmbeddedEtcd
 from kvstore.meta.memory import MemoryMetadata, MemoryStore
+from kvstore.meta.namespaces import Namespaces
+from kvstore.meta.store import KeyValue
 from kvstore.root.identity import create_or_open
 from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.transport.status import Failure
 from kvstore.worker.server import Worker
 from tests.kit.etcd import frozen
 from tests.kit.faulty_meta import FaultyMeta
 from tests.kit.stores import SMALL, kv_of, same
-from tests.kit.workers import WAIT_S, Served, eventually, tokens_of
+from tests.kit.workers import WAIT_S, Served, connected, eventually, serving, tokens_of
 
 TOKENS = np.arange(4 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)
@@ -163,3 +167,41 @@ def test_etcd_that_is_not_there(tmp_root: Path) -> None:
     with kvstore.connect(etcd="127.0.0.1:1", limits=ClientLimits(probe_s=0.5)) as store:
         with pytest.raises(Unavailable, match=r"^etcd at .* did not answer .*; until then no worker is known"):
             store.namespace("m", SMALL)
+
+
+# Errors name what failed
+
+
+class Frozen(MemoryMetadata):
+    """An etcd that does not answer in the time that it is given."""
+
+    waited_s: float | None = None
+
+    def get(self, key: str, timeout_s: float | None = None) -> KeyValue | None:
+        Frozen.waited_s = timeout_s
+        raise Unavailable("etcd: get: DEADLINE_EXCEEDED: check that etcd runs")
+
+
+def test_a_new_namespace_while_etcd_is_frozen_names_etcd() -> None:
+    with serving() as served, connected(served, limits=ClientLimits(pin_s=3.0)) as store:
+        member = served.member
+        member._namespaces = Namespaces(Frozen(), member.keys)
+        with pytest.raises(Unavailable, match="namespace 'm' is new to this node, which needs etcd: etcd: get"):
+            store.namespace("m", SMALL)
+        # The worker hears of it before its client gives up, or the client could not name etcd.
+        assert Frozen.waited_s is not None and Frozen.waited_s < 3.0
+
+
+def test_what_one_worker_says_tells_more_than_the_silence_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [
+        Failure(Unavailable("etcd did not answer"), True, False),
+        Failure(Unavailable("worker b did not answer"), False, False),
+    ]
+
+    def at(*_: object, **__: object) -> object:
+        raise CallFailed(failures.pop(0))
+
+    monkeypatch.setattr(Caller, "at", at)
+    with kvstore.connect("127.0.0.1:1", "127.0.0.1:2") as store, pytest.raises(Unavailable, match=r"^etcd did not"):
+        store.unpin("owner/" + "0" * 32)
+    assert not failures

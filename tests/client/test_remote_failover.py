@@ -68,10 +68,6 @@ def matches(served: Served) -> int:
     return served.member.node.counters.snapshot()["requests_match"]
 
 
-def gets(served: Served) -> int:
-    return served.member.node.counters.snapshot()["requests_get"]
-
-
 def test_load_is_spread_and_prompts_that_begin_alike_stay_together(pair: tuple[Served, Served]) -> None:
     with connected(*pair) as store:
         cache = store.namespace("m", SMALL)
@@ -288,14 +284,9 @@ def test_a_damaged_namespace_record_is_no_error_for_who_opened_it(tmp_root: Path
     [
         ((), {}, "give one of the two"),
         (("127.0.0.1:7070",), {"etcd": "127.0.0.1:2379"}, "give one of the two"),
-        (("127.0.0.1:7070",), {"root": "ab" * 16}, "give etcd="),
         (("127.0.0.1",), {}, "expected host:port"),
         (("http://127.0.0.1:7070",), {}, "expected host:port"),
-        (("::1:7070",), {}, "expected host:port"),
-        (("127.0.0.1:0",), {}, "expected host:port"),
-        (("unix:",), {}, "expected host:port"),
         ((), {"etcd": "127.0.0.1:2379", "root": "xyz"}, "32 hex digits"),
-        ((), {"etcd": "nonsense"}, "expected host:port"),
     ],
 )
 def test_wrong_ways_to_connect(workers: tuple[str, ...], options: dict[str, Any], says: str) -> None:

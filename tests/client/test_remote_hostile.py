@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from kvstore.errors import KVStoreError, Unavailable
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreServicer, add_KVStoreServicer_to_server
 from tests.kit.cases import for_each
+from tests.kit.etcd import Proxy
 from tests.kit.patience import stretched
 from tests.kit.stores import SMALL, kv_of, same
 from tests.kit.workers import WAIT_S, chain_of, connected, images_of, sections_of, serving, tokens_of
@@ -161,52 +161,21 @@ def test_a_put_that_nobody_takes_returns_in_time_and_lets_go_of_the_memory() -> 
         assert sys.getrefcount(array) == 2  # this name, and the argument of getrefcount
 
 
-class FlippingProxy:
-    """A TCP relay that turns a bit now and then, in both directions, where no checksum of the network would see it."""
+class Flipping:
+    """Turns a bit now and then, where no checksum of the network would see it."""
 
-    def __init__(self, target: str, seed: int, every_bytes: int) -> None:
-        host, port = target.rsplit(":", 1)
-        self._target = (host, int(port))
+    def __init__(self, seed: int, every_bytes: int) -> None:
         self._random = random.Random(seed)
         self._every_bytes = every_bytes
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.flipped = 0
-        self._open: list[socket.socket] = []
-        self._thread = threading.Thread(target=self._accept, daemon=True)
-        self._thread.start()
 
-    def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for each in self._open:
-            each.close()
-        self._thread.join(WAIT_S)
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return
-            far = socket.create_connection(self._target)
-            self._open += [near, far]
-            for source, sink in ((near, far), (far, near)):
-                threading.Thread(target=self._relay, args=(source, sink), daemon=True).start()
-
-    def _relay(self, source: socket.socket, sink: socket.socket) -> None:
-        try:
-            while data := source.recv(65_536):
-                if self._random.random() < len(data) / self._every_bytes:
-                    changed = bytearray(data)
-                    changed[self._random.randrange(len(changed))] ^= 1 << self._random.randrange(8)
-                    data = bytes(changed)
-                    self.flipped += 1
-                sink.sendall(data)
-        except OSError:
-            pass
-        for each in (source, sink):
-            each.close()
+    def __call__(self, data: bytes) -> bytes:
+        if self._random.random() >= len(data) / self._every_bytes:
+            return data
+        changed = bytearray(data)
+        changed[self._random.randrange(len(changed))] ^= 1 << self._random.randrange(8)
+        self.flipped += 1
+        return bytes(changed)
 
 
 @pytest.mark.slow
@@ -215,15 +184,16 @@ class FlippingProxy:
 def test_a_network_that_flips_bits_never_makes_a_wrong_byte(seed: int, bulk: str) -> None:
     layout = Layout(layers=4, kv_heads=2, head_dim=64, dtype="float16", chunk_tokens=64)  # 128 KiB
     with serving() as served:
-        proxy = FlippingProxy(served.address, seed, every_bytes=400_000)
         listener = served.worker.service.bulk
         assert listener is not None
-        bulk_proxies = [FlippingProxy(f"127.0.0.1:{listener.tcp_port}", seed, every_bytes=400_000)]
-        listener.tcp_port = int(bulk_proxies[0].address.rpartition(":")[2])
+        calls, data = Flipping(seed, 400_000), Flipping(seed, 400_000)
+        proxy = Proxy(served.address, change=calls)
+        bulk_proxy = Proxy(f"127.0.0.1:{listener.tcp_port}", change=data)
+        listener.tcp_port = bulk_proxy.port
         acknowledged: set[int] = set()
         misses = 0
         try:
-            with connected(proxy.address, limits=HASTY, bulk=bulk) as store, connected(served) as direct:
+            with connected(proxy.endpoint, limits=HASTY, bulk=bulk) as store, connected(served) as direct:
                 direct.namespace("m", layout)
                 cache = None
                 for turn in range(60):
@@ -247,7 +217,7 @@ def test_a_network_that_flips_bits_never_makes_a_wrong_byte(seed: int, bulk: str
                     assert same(array, kv_of(layout, tokens)[:, :, :count])
                     assert count == len(tokens) or key not in acknowledged
         finally:
-            for each in (proxy, *bulk_proxies):
-                each.close()
-        assert sum(each.flipped for each in (proxy, *bulk_proxies)) > 5
-        assert bool(bulk_proxies[0].flipped) == (bulk == "tcp")
+            proxy.close()
+            bulk_proxy.close()
+        assert calls.flipped + data.flipped > 5
+        assert bool(data.flipped) == (bulk == "tcp")

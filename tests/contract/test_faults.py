@@ -7,6 +7,7 @@ stays held, pinned, counted, staged or barred, the bytes are valid, and the same
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,12 @@ import numpy as np
 import pytest
 
 from kvstore import Layout
+from kvstore.census.selection import Selection
 from kvstore.client import Cache
 from kvstore.errors import KVStoreError, Unavailable
-from tests.kit.backends import Backend, backend
-from tests.kit.patience import PATIENCE_S
+from kvstore.worker.limits import WorkerLimits
+from tests.kit.backends import REMOTE, Backend, backend
+from tests.kit.patience import PATIENCE_S, eventually
 from tests.kit.steps import Strike
 from tests.kit.stores import SMALL, kv_of, same
 
@@ -54,6 +57,8 @@ class Call:
     """What may stay until a collector tidies up."""
     ends_with_session: bool = False
     """Its result protects nothing, and uses nothing, once the session was lost."""
+    may_raise: bool = True
+    """False for reads: a fault is a miss."""
 
 
 def put(backend: Backend, cache: Cache) -> Any:
@@ -155,15 +160,15 @@ def part_stored(backend: Backend, cache: Cache) -> None:
 CALLS: dict[str, Call] = {
     "put": Call(put, succeeds=lambda result: result.tokens_present > 0),
     "put of the rest": Call(put, part_stored, succeeds=lambda result: result.tokens_present > 0),
-    "get cold": Call(get, stored_cold, succeeds=lambda count: count == CHUNKS),
-    "get warm": Call(get, stored_warm, succeeds=lambda count: count == CHUNKS),
+    "get cold": Call(get, stored_cold, succeeds=lambda count: count == CHUNKS, may_raise=False),
+    "get warm": Call(get, stored_warm, succeeds=lambda count: count == CHUNKS, may_raise=False),
     "hold cold": Call(hold, stored_cold, release, lambda held: held.tokens > 0, ends_with_session=True),
     "hold warm": Call(hold, stored_warm, release, lambda held: held.tokens > 0, ends_with_session=True),
     "pin": Call(pin, stored_warm, release, lambda pinned: pinned.tokens > 0),
     "pin of blocks": Call(pin_blocks, blocks_stored, release, lambda pinned: pinned.tokens > 0),
     "unpin": Call(unpin, pinned, may_leave=("pins",)),
     "put of blocks": Call(put_blocks, succeeds=all),
-    "get of blocks": Call(get_blocks, blocks_stored, succeeds=all),
+    "get of blocks": Call(get_blocks, blocks_stored, succeeds=all, may_raise=False),
     # A deletion may still be in progress: the barrier against pins expires by itself.
     "clear": Call(lambda backend, cache: cache.clear(), stored_warm, may_keep=("clearing",)),
     "prefetch": Call(prefetch, stored_cold, succeeds=lambda it: (it.state, it.done) == ("done", CHUNKS * SIZE)),
@@ -188,6 +193,7 @@ def check_each_step(made: Backend, call: Call, act: str, name: str = "m") -> int
                 error = raised
             made.settle()
         where = f"{act} step {position}, {made.steps.struck}: {error or result}"
+        assert error is None or call.may_raise, where
         if not made.steps.struck:
             assert error is None and call.succeeds(result), where
             call.undo(result)
@@ -258,3 +264,73 @@ def test_sweep_losing_any_transaction_leaves_none(tmp_root: Path, strike: Strike
             if not made.steps.struck:
                 assert position > 1
                 return
+
+
+@pytest.mark.parametrize("deletion", [1, 2, 3])
+def test_pin_after_clear_cut_short_keeps_its_chunks(tmp_root: Path, deletion: int) -> None:
+    """The deletion ends after the pin: the pin is refused, or all that it covers stays."""
+    tokens = np.arange(3 * SIZE)
+    reached, proceed = threading.Event(), threading.Event()
+
+    def block() -> None:
+        reached.set()
+        assert proceed.wait(PATIENCE_S)
+
+    with backend("embedded", tmp_root) as made:
+        cache = made.cache()
+        cache.put(tokens, kv_of(SMALL, tokens))
+        with made.steps.armed(deletion, block, only="remove chunks/"):
+            operation = made.store.clear(Selection(namespace=cache.namespace.digest))
+            assert reached.wait(PATIENCE_S)
+            operation.cancel()
+            assert operation.wait(PATIENCE_S) and operation.state == "cancelled"
+            try:
+                pinned = cache.pin(tokens).tokens
+            except Unavailable:
+                pinned = 0
+            proceed.set()
+            eventually(lambda: made.steps.has_ended, "the deletion ends")
+        assert all(made.on_root(cache, tokens)[: pinned // SMALL.chunk_tokens]), "a pinned chunk is deleted"
+
+
+# Ends of holds: each returns its share of the worker's limits
+
+HELD = np.arange(4 * SMALL.chunk_tokens)
+LIMITED = {
+    "count": WorkerLimits(holds_max=2),
+    "tokens": WorkerLimits(hold_tokens_max=2 * len(HELD)),
+}
+HOLD_ROUNDS = 4
+"""Twice as many holds as fit at once."""
+
+
+def end_by_release(made: Backend, cache: Cache) -> None:
+    with cache.hold(HELD) as hold:
+        assert hold.tokens == len(HELD)
+
+
+def end_by_time(made: Backend, cache: Cache) -> None:
+    hold = cache.hold(HELD, ttl=0.001)
+    eventually(lambda: made.store.stats()["client_holds"] == 0, "the hold expires")
+    hold.release()
+
+
+def end_by_error(made: Backend, cache: Cache) -> None:
+    with pytest.raises(RuntimeError), cache.hold(HELD):
+        raise RuntimeError
+
+
+ENDS = {"release": end_by_release, "time": end_by_time, "error": end_by_error}
+
+
+@pytest.mark.parametrize("limit", LIMITED)
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("way", REMOTE)
+def test_hold_after_many_ended_fits_limits(tmp_root: Path, way: str, end: str, limit: str) -> None:
+    with backend(way, tmp_root, worker_limits=LIMITED[limit]) as made:
+        cache = made.cache()
+        cache.put(HELD, kv_of(SMALL, HELD))
+        for _ in range(HOLD_ROUNDS):
+            ENDS[end](made, cache)
+            eventually(lambda: made.store.stats()["client_holds"] == 0, "the hold ends")
+        made.assert_idle()

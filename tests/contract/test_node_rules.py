@@ -22,6 +22,7 @@ from kvstore.meta.store import Event, LeaseId, Watch, WatchLost
 from kvstore.meta.sweeps import Condemned
 from kvstore_gc.ledger import SweepStore
 from tests.kit.clusters import SPACE, Cluster, cluster, eventually, looking, prompt, put
+from tests.kit.followers import SilentWatch
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import TINY
 
@@ -85,16 +86,6 @@ def test_p2_a_pin_keeps_the_names_of_held_chunks(c: Cluster) -> None:
     node.node.holds.release(hold)
 
 
-class Silent:
-    """A watch without events."""
-
-    def next(self, timeout_s: float) -> tuple[Event, ...] | None:
-        threading.Event().wait(min(timeout_s, 0.01))
-        return None
-
-    def close(self) -> None: ...
-
-
 class Joining(MemoryMetadata):
     """A store in which a sweep begins right after the lease of the next session was granted."""
 
@@ -107,7 +98,7 @@ class Joining(MemoryMetadata):
         return lease
 
     def watch(self, prefix: str, from_revision: int) -> Watch:  # type: ignore[override]
-        return Silent()
+        return SilentWatch()
 
 
 class Losing(MemoryMetadata):
@@ -121,7 +112,7 @@ class Losing(MemoryMetadata):
         return super().watch(prefix, from_revision) if self.watches > 1 else Lost(self)
 
 
-class Lost(Silent):
+class Lost(SilentWatch):
     """That watch."""
 
     def __init__(self, meta: Losing) -> None:

@@ -12,15 +12,14 @@ import pytest
 
 from kvstore import Layout
 from kvstore.client import Cache, Store
-from kvstore.client.local import LocalTransport
 from kvstore.core.layout import DTYPES, DType
 from kvstore.core.results import PutResult
 from kvstore.errors import HoldBroken, InvalidRequest, LayoutMismatch, PermissionDenied, StoreFull, Unavailable
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.kit.cases import for_each
-from tests.kit.faulty_root import EIO, ENOSPC, EROFS, FaultyRoot, Flipped, Missing, Rule
-from tests.kit.stores import SMALL, TINY, kv_of, member_on, same
-from tests.kit.workers import connected, eventually, serving
+from tests.kit.faulty_root import EIO, ENOSPC, EROFS, FaultyRoot, Missing, Rule
+from tests.kit.stores import SMALL, TINY, kv_of, same
+from tests.kit.workers import eventually, reached
 
 SIZE = SMALL.chunk_tokens
 TOKENS = np.arange(8 * SIZE)
@@ -28,23 +27,14 @@ KV = kv_of(SMALL, TOKENS)
 
 
 @pytest.fixture
-def files() -> MemoryFiles:
-    return MemoryFiles()
-
-
-@pytest.fixture
-def root(files: MemoryFiles) -> FaultyRoot:
-    return FaultyRoot(MemoryRoot(files))
+def root() -> FaultyRoot:
+    return FaultyRoot(MemoryRoot(MemoryFiles()))
 
 
 @pytest.fixture(params=["local", "shared", "tcp", "grpc"])
 def store(request: pytest.FixtureRequest, root: FaultyRoot) -> Iterator[Store]:
-    if request.param == "local":
-        with Store(LocalTransport(member_on(root))) as opened:
-            yield opened
-    else:
-        with serving(root) as served, connected(served, bulk=request.param) as opened:
-            yield opened
+    with reached(request.param, root) as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -80,26 +70,10 @@ def test_less_than_a_chunk_is_never_stored(cache: Cache, tokens: int) -> None:
     assert cache.refcount(TOKENS[:tokens]) == 0
 
 
-def test_a_shared_prefix_is_found_and_what_differs_is_not(cache: Cache) -> None:
-    cache.put(TOKENS, KV)
-    other = TOKENS.copy()
-    other[3 * SIZE + 2] = 99_999
-    assert cache.match(other) == 3 * SIZE
-    count, array = cache.get(other)
-    assert count == 3 * SIZE
-    assert same(array, KV[:, :, : 3 * SIZE])
-
-
 def test_a_second_put_finds_what_is_there(cache: Cache) -> None:
     cache.put(TOKENS[: 5 * SIZE], KV[:, :, : 5 * SIZE])
     assert cache.put(TOKENS, KV) == PutResult(8 * SIZE, 3, 5, 3 * SMALL.chunk_bytes)
     assert cache.put(TOKENS, KV) == PutResult(8 * SIZE, 0, 8, 0)
-
-
-def test_first_writer_wins(cache: Cache) -> None:
-    cache.put(TOKENS, KV)
-    cache.put(TOKENS, kv_of(SMALL, TOKENS, seed=b"another kernel"))
-    assert same(cache.get(TOKENS)[1], KV)
 
 
 def test_put_goes_on_behind_a_prefix(cache: Cache) -> None:
@@ -442,25 +416,6 @@ def test_blocks_larger_than_a_window(cache: Cache) -> None:
 
 
 # What goes wrong
-
-
-def test_a_damaged_chunk_is_a_miss_and_the_next_put_repairs_it(cache: Cache, root: FaultyRoot) -> None:
-    cache.put(TOKENS, KV)
-    read: list[str] = []
-
-    def is_third(name: str) -> bool:
-        """True however often a chunk is read: a client reads a bad chunk again on another path."""
-        if is_chunk(name) and name not in read:
-            read.append(name)
-        return name in read[2:3]
-
-    root.set_rules([Rule("read", Flipped(4096 + 5), is_third)])
-    count, array = cache.get(TOKENS)
-    assert count < 8 * SIZE
-    assert same(array, KV[:, :, :count])
-    root.set_rules([])
-    cache.put(TOKENS, KV)
-    assert same(cache.get(TOKENS)[1], KV)
 
 
 def test_a_chunk_lost_under_a_layer_by_layer_read(cache: Cache, root: FaultyRoot) -> None:

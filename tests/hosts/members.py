@@ -37,7 +37,7 @@ def main() -> None:
     kvstore.open(str(ROOT), shard_bits=SHARD_BITS).close()
     # A host that was cut off has another clock after its boot, so its journals are others.
     boots = len(list(given.work.glob(f"{given.name}.*.cast")))
-    players = Cast([ROOT], given.work / f"{given.name}.{boots}.cast", endpoints=given.etcd)
+    players = Cast(ROOT, given.work / f"{given.name}.{boots}.cast", endpoints=given.etcd)
     attacks = play(players, given.work, f"{given.name} {boots}")
     figures: dict[str, Mapping[str, float]] = {
         "attacks": attacks,

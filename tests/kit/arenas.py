@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -15,21 +14,14 @@ import numpy.typing as npt
 
 from kvstore import Layout
 from kvstore.core.buffers import Planes
-from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.core.namespace import Namespace
 from kvstore.core.write_mode import WriteMode
-from kvstore.engine.open import join
-from kvstore.engine.settings import Limits, NodeOptions, TierSettings
+from kvstore.engine.settings import Limits, TierSettings
 from kvstore.format.keyset import ChunkKeys
-from kvstore.meta.memory import MemoryMetadata
-from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
-from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.root.posix import PosixRoot
 from kvstore.tiers.memory import MemoryTier
 from kvstore.worker.limits import WorkerLimits
-from kvstore.worker.server import Worker
-from tests.kit.workers import WAIT_S, Served, eventually
+from tests.kit.workers import WAIT_S, Served, eventually, serving
 
 MEMORY_BYTES = 64 << 20
 
@@ -44,25 +36,9 @@ def serving_memory(
     write: WriteMode = WriteMode.BEHIND,
 ) -> Iterator[Served]:
     """A worker with memory on ``root`` (in memory itself where none is given), stopped at the end."""
-    opened = PosixRoot(root) if isinstance(root, Path) else root or MemoryRoot(MemoryFiles())
-    clock, ids = SystemClock(), RandomIds()
-    settings = TierSettings(memory_bytes=memory_bytes, write=write)
-    member = join(
-        opened,
-        create_or_open(opened, ids),
-        MemoryMetadata(clock=clock),
-        limits=limits or Limits(),
-        clock=clock,
-        ids=ids,
-        options=NodeOptions(tiers=settings),
-    )
-    worker = Worker(member, "127.0.0.1:0", worker_limits)
-    try:
-        worker.start()
-        yield Served(worker, member)
-    finally:
-        worker.stop()
-        member.close()
+    tiers = TierSettings(memory_bytes=memory_bytes, write=write)
+    with serving(root, limits=limits, worker_limits=worker_limits, tiers=tiers) as served:
+        yield served
 
 
 def memory_of(served: Served) -> MemoryTier:
@@ -124,20 +100,8 @@ def mapped_bytes(pid: int, name: str = "memfd:kvstore-memory") -> dict[str, int]
     return sums
 
 
-_WORKER = """
-import sys
-from kvstore.engine.open import open_member
-from kvstore.engine.settings import TierSettings
-from kvstore.worker.server import Worker
-member = open_member(sys.argv[1], create=True, settings=TierSettings(memory_bytes=int(sys.argv[2])))
-worker = Worker(member, "127.0.0.1:0")
-print(worker.start(), flush=True)
-sys.stdin.read()
-"""
-
 _CLIENT = """
 import sys
-import numpy as np
 import kvstore
 from tests.kit.transports import MEDIUM, same, tokens_and_kv
 chunks = int(sys.argv[2])
@@ -150,61 +114,23 @@ with kvstore.connect(sys.argv[1], bulk="shared") as store:
     for at, view in enumerate(views):
         assert same(view, kv[:, :, at * size : (at + 1) * size])
     print("viewing", flush=True)
-    sys.stdin.readline()
-    del views, view
-    print("done", flush=True)
     sys.stdin.read()
 """
 
 
-class Process:
-    """A Python process that says one line when it is ready."""
-
-    def __init__(self, script: str, *arguments: str) -> None:
-        self._child = subprocess.Popen(
-            [sys.executable, "-c", script, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-            env=dict(os.environ),
-        )
-        self.pid = self._child.pid
-        self.said = self.hear()
-        assert self.said, "it did not start"
-
-    def hear(self) -> str:
-        assert self._child.stdout is not None
-        return self._child.stdout.readline().strip()
-
-    def go_on(self) -> str:
-        """Lets it continue; returns its next output."""
-        assert self._child.stdin is not None
-        self._child.stdin.write("\n")
-        self._child.stdin.flush()
-        return self.hear()
-
-    def kill(self) -> None:
-        """SIGKILL. Idempotent."""
-        self._child.kill()
-        self._child.communicate(timeout=WAIT_S)
-
-
 @contextmanager
-def worker_with_memory(root: Path, memory_bytes: int = MEMORY_BYTES) -> Iterator[Process]:
-    """A worker in a separate process; ``said`` is its address."""
-    process = Process(_WORKER, str(root), str(memory_bytes))
+def viewing_client(address: str, chunks: int) -> Iterator[subprocess.Popen[str]]:
+    """A client in a separate process with views of the chunks of prompt 0."""
+    client = subprocess.Popen(
+        [sys.executable, "-c", _CLIENT, address, str(chunks)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
     try:
-        yield process
+        assert client.stdout is not None and client.stdout.readline() == "viewing\n"
+        yield client
     finally:
-        process.kill()
-
-
-@contextmanager
-def viewing_client(address: str, chunks: int) -> Iterator[Process]:
-    """A client in a separate process with views of the chunks of prompt 0, which it drops when told."""
-    process = Process(_CLIENT, address, str(chunks))
-    try:
-        yield process
-    finally:
-        process.kill()
+        client.kill()
+        client.communicate(timeout=WAIT_S)

@@ -192,10 +192,6 @@ class Backend:
         """The chunks of a prompt that are files on the root."""
         return [self.plain_root.stat(name) is not None for name in self.names(cache, tokens)]
 
-    def chunk_names(self) -> set[str]:
-        """The names of all published chunk files."""
-        return {name for name in self.listing() if name.startswith("chunks/")}
-
     def listing(self) -> set[str]:
         """The names of all files on the root."""
         return set(_walk(self.plain_root, ""))
@@ -272,7 +268,7 @@ class Backend:
     def plans(self, namespaces: Sequence[Namespace]) -> list[SweepPlan]:
         ids = {namespace.id for namespace in namespaces}
         shards: dict[int, list[SweepVictim]] = {}
-        for name in sorted(self.chunk_names()):
+        for name in sorted(each for each in self.listing() if each.startswith("chunks/")):
             parsed = places.parse_chunk(name.rpartition("/")[2])
             stat = self.plain_root.stat(Name(name))
             if parsed is not None and parsed[1] in ids and stat is not None:

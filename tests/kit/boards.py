@@ -8,17 +8,13 @@ from dataclasses import dataclass, replace
 
 from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
-from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.dashboard.views import Board, Documents, RefreshIntervals, SourceOpener, open_board
-from kvstore.engine.coordination import Coordination
-from kvstore.engine.open import join
-from kvstore.engine.settings import Limits
 from kvstore.meta.memory import MemoryMetadata
-from kvstore.root.identity import create_or_open
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.kit.faulty_meta import FaultyMeta
 from tests.kit.faulty_root import FaultyRoot
 from tests.kit.patience import slowness
+from tests.kit.stores import member_on
 
 QUICK = RefreshIntervals(0.05, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05, late_s=0.3)
 
@@ -38,12 +34,9 @@ class Shown:
 @contextmanager
 def shown(collector: Sequence[str] | None = None) -> Iterator[Shown]:
     """A dashboard of a store in memory, its feeds running; ``collector`` is the command that makes its plans."""
-    clock, ids = SystemClock(), RandomIds()
     files = MemoryFiles()
-    root, meta = MemoryRoot(files), MemoryMetadata(clock=clock)
-    identity = create_or_open(root, ids)
-    member = join(root, identity, meta, limits=Limits(), clock=clock, ids=ids, sharing=Coordination.CLUSTER)
-    store = Store(LocalTransport(member))
+    root, meta = MemoryRoot(files), MemoryMetadata()
+    store = Store(LocalTransport(member_on(root, meta=meta, in_cluster=True)))
     faulty_root, faulty_meta = FaultyRoot(root), FaultyMeta(meta)
     reach = SourceOpener(root.url, lambda: faulty_root, lambda: faulty_meta, lambda root_id: store, collector)
     board = open_board(reach, replace(QUICK, late_s=QUICK.late_s * slowness()))

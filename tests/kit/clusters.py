@@ -14,7 +14,6 @@ from kvstore.client.store import Store
 from kvstore.core.address import Address
 from kvstore.core.clock import Clock, Ids, RandomIds, SystemClock
 from kvstore.core.namespace import Namespace
-from kvstore.core.results import PutResult
 from kvstore.engine.coordination import ClusterMember, Coordination
 from kvstore.engine.gc_state import ChunkHold
 from kvstore.engine.open import join
@@ -158,9 +157,5 @@ def looking(member: ClusterMember, chain: ChunkKeys) -> ChunkHold:
 
 def put(member: ClusterMember, chain: ChunkKeys) -> int:
     """Stores a chain; the leading chunks that are there then."""
-    return put_result(member, chain).tokens_present // TINY.chunk_tokens
-
-
-def put_result(member: ClusterMember, chain: ChunkKeys) -> PutResult:
-    """Stores a chain."""
-    return Store(LocalTransport(member)).namespace(SPACE.name, TINY).put(chain.tokens, kv_of(TINY, chain.tokens))
+    cache = Store(LocalTransport(member)).namespace(SPACE.name, TINY)
+    return cache.put(chain.tokens, kv_of(TINY, chain.tokens)).tokens_present // TINY.chunk_tokens

@@ -14,11 +14,12 @@ from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.core.layout import Layout
 from kvstore.core.namespace import Namespace, NamespaceId
 from kvstore.format import places
-from kvstore.format.header import Expected, Incarnation, checksum, encode, expected_block
+from kvstore.format.header import Expected, expected_block
 from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
 from kvstore.root.identity import NamespaceRecords, RootIdentity, create_or_open
 from kvstore.root.interface import Root
+from tests.kit.images import encoded
 
 NOW_S = 1_700_000_000.0
 SHARD_BITS = 4
@@ -51,9 +52,7 @@ class Filled:
 
 def chunk_bytes(expected: Expected) -> bytes:
     payload = np.random.default_rng(expected.depth).bytes(expected.payload_bytes)
-    size = expected.section_bytes
-    sums = [checksum(payload[n * size : (n + 1) * size]) for n in range(expected.section_count)]
-    return bytes(encode(expected, Incarnation(RandomIds().fresh()), sums)) + payload
+    return encoded(expected, payload, RandomIds().fresh())
 
 
 def write(root: Root, name: Name, content: bytes, *, age_s: float = 0.0) -> None:

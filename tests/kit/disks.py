@@ -16,12 +16,13 @@ from kvstore.core.executor import Deadline
 from kvstore.core.metrics import Counters
 from kvstore.core.namespace import Namespace
 from kvstore.core.recency import Hints
-from kvstore.format.header import Expected, Incarnation, checksum, encode
+from kvstore.format.header import Expected
 from kvstore.format.keyset import ChunkKeys
 from kvstore.root.interface import Root
 from kvstore.root.posix import PosixRoot
 from kvstore.tiers.disk import DiskTier
 from tests.kit.faulty_root import FaultyRoot, Rule
+from tests.kit.images import encoded
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import TINY
 
@@ -56,10 +57,7 @@ def chain_of(seed: int = 0, chunks: int = CHUNKS, namespace: Namespace = NAMESPA
 def image_as(expected: Expected) -> memoryview:
     """The image of a chunk, whose bytes its address determines."""
     generator = np.random.default_rng(int.from_bytes(expected.address[:8], "little"))
-    payload = generator.bytes(expected.payload_bytes)
-    size = expected.section_bytes
-    sums = [checksum(payload[at * size : (at + 1) * size]) for at in range(expected.section_count)]
-    return memoryview(bytes(encode(expected, Incarnation(bytes(16)), sums)) + payload)
+    return memoryview(encoded(expected, generator.bytes(expected.payload_bytes)))
 
 
 def image_of(chain: ChunkKeys, index: int) -> memoryview:

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from pyetcd import etcdrpc
 from kvstore.meta.embedded_etcd import EmbeddedEtcd, find_etcd
 from tests.kit.patience import PATIENCE_S as PATIENCE_S
 from tests.kit.patience import eventually as eventually
+from tests.kit.patience import is_stopped
 from tests.kit.ports import free_port
 
 if TYPE_CHECKING:  # engines' environments have no cryptography
@@ -65,26 +66,26 @@ def frozen(pid: int) -> Iterator[None]:
     """Stops a process by SIGSTOP, waits until its last thread stands still, and continues it afterwards."""
     os.kill(pid, signal.SIGSTOP)
     try:
-        eventually(lambda: all(_state(task) == "T" for task in Path(f"/proc/{pid}/task").iterdir()))
+        eventually(lambda: is_stopped(pid))
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
 
 
-def _state(task: Path) -> str:
-    return (task / "stat").read_text().rpartition(")")[2].split()[0]
-
-
 class Proxy:
-    """A TCP relay in front of a server, which can swallow the server's answers, and cut connections."""
+    """A TCP relay in front of a server, which can swallow the server's answers, and cut connections.
 
-    def __init__(self, target: str, port: int = 0) -> None:
+    ``change`` is called with each piece, and returns what is passed on.
+    """
+
+    def __init__(self, target: str, port: int = 0, change: Callable[[bytes], bytes] = bytes) -> None:
         host, target_port = target.rsplit(":", 1)
         self._target = (host, int(target_port))
         self._listener = socket.create_server(("127.0.0.1", port))
         self.port: int = self._listener.getsockname()[1]
         self.endpoint = f"127.0.0.1:{self.port}"
         self.swallow = threading.Event()
+        self._change = change
         self._sockets: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -121,7 +122,7 @@ class Proxy:
         try:
             while piece := source.recv(65536):
                 if not (answers and self.swallow.is_set()):
-                    sink.sendall(piece)
+                    sink.sendall(self._change(piece))
             sink.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from kvstore.core.clock import SystemClock
+
 
 class FakeClock:
     """Time as the test says."""
@@ -21,6 +23,15 @@ class FakeClock:
 
     def monotonic_s(self) -> float:
         return self._time_s
+
+
+class AheadClock(SystemClock):
+    """The system's clock, whose monotonic time a test sets forward."""
+
+    ahead_s = 0.0
+
+    def monotonic_s(self) -> float:
+        return super().monotonic_s() + self.ahead_s
 
 
 class CountingIds:

@@ -6,10 +6,8 @@ now and takes effect later (``LATE``), as a packet held up in the network does.
 
 from __future__ import annotations
 
-import random
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -51,7 +49,7 @@ class Fault(Enum):
 class Rule:
     """The calls that meet ``fault``: those of ``operations`` (all when empty) on keys that contain ``key``.
 
-    The first ``skip_count`` matching calls are spared; then ``times`` are hit (None: all), each with ``probability``.
+    The first ``skip_count`` matching calls are spared; then ``times`` are hit (None: all).
     """
 
     fault: Fault
@@ -59,7 +57,6 @@ class Rule:
     key: str = ""
     times: int | None = None
     skip_count: int = 0
-    probability: float = 1.0
     delay_s: float = 0.0
 
 
@@ -84,20 +81,15 @@ class FaultyWatch:
 
 
 class FaultyMeta:
-    """``inner`` with faults. Without rules it is ``inner``. Waits with ``sleep``, so that a fake clock can be moved.
+    """``inner`` with faults. Without rules it is ``inner``. Waits with ``sleep``, so that a fake clock can be moved."""
 
-    ``counts`` has how often each (operation, fault) was met.
-    """
-
-    def __init__(self, inner: MetadataStore, seed: int = 0, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, inner: MetadataStore, sleep: Callable[[float], None] = time.sleep) -> None:
         self._inner = inner
         self._sleep = sleep
-        self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._rules: list[Rule] = []
         self._late: list[Callable[[], object]] = []
         self._watches: list[FaultyWatch] = []
-        self.counts: Counter[tuple[str, Fault]] = Counter()
 
     @property
     def operations_count(self) -> int:
@@ -199,10 +191,9 @@ class FaultyMeta:
                 if rule.skip_count > 0:
                     rule.skip_count -= 1
                     continue
-                if rule.times == 0 or self._random.random() >= rule.probability:
+                if rule.times == 0:
                     continue
                 if rule.times is not None:
                     rule.times -= 1
-                self.counts[operation, rule.fault] += 1
                 return rule
         return None

@@ -1,28 +1,25 @@
 """A root that fails on purpose, by rule. It wraps any root, even one on a real mount.
 
-A rule says which call fails (operation, name, the how-many-th, a probability from a seed) and how. The first rule that
-matches decides; later rules still count the call.
+A rule says which call fails (operation, name, the how-many-th) and how. The first rule that matches decides; later
+rules still count the call.
 """
 
 from __future__ import annotations
 
 import errno
-import random
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvstore.core.buffers import BufferLoan, Pieces, byte_length, skip
+from kvstore.core.buffers import BufferLoan, Pieces, skip
 from kvstore.errors import KVStoreError, PermissionDenied, StoreFull, Unavailable
 from kvstore.format.places import Name
 from kvstore.root.interface import FileReader, FolderEntry, Root, Seen, Stat, StorageSpace, Traits
 
 OPERATIONS = frozenset(
-    (
-        "stage publish discard open stat look touch move make_folder remove remove_if remove_folder list space read map"
-    ).split()
+    "stage publish discard open stat look touch move make_folder remove remove_if remove_folder list space read".split()
 )
 
 
@@ -48,7 +45,7 @@ EACCES = Fails(PermissionDenied, errno.EACCES)
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """The file looks as if it were not there: None, False, nothing listed, no bytes read."""
+    """The file looks as if it were not there: ``open`` returns None, or ``read`` no bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,27 +68,10 @@ class Hang:
 
 
 @dataclass(frozen=True, slots=True)
-class Torn:
-    """``stage`` writes only the first half, and reports success: the state after a host crash without fsync.
-
-    With ``zeros`` the second half exists, but is zero (a file system that allocates late).
-    """
-
-    zeros: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Flipped:
-    """``read`` or ``map`` delivers the byte at ``position`` of the file with all bits turned."""
+    """``read`` delivers the byte at ``position`` of the file with all bits turned."""
 
     position: int
-
-
-@dataclass(frozen=True, slots=True)
-class Short:
-    """``read`` delivers ``bytes_max`` at most, as if the file had been truncated."""
-
-    bytes_max: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +79,7 @@ class Lost:
     """Deletes the file first, as if another host had, and then makes the call."""
 
 
-Fault = Fails | Missing | Delay | Hang | Torn | Flipped | Short | Lost
-
-_ONLY_FOR: dict[type, frozenset[str]] = {
-    Missing: frozenset("open stat look touch move remove list read map".split()),
-    Torn: frozenset({"stage"}),
-    Flipped: frozenset({"read", "map"}),
-    Short: frozenset({"read"}),
-    Lost: frozenset("publish open stat look touch move remove remove_if read map".split()),
-}
+Fault = Fails | Missing | Delay | Hang | Flipped | Lost
 
 
 def _any_name(name: Name) -> bool:
@@ -116,40 +88,29 @@ def _any_name(name: Name) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Strikes ``operation`` on names that ``matches``: from the ``nth`` such call on, ``times`` times (None: always),
-
-    each with ``probability``. Raises ValueError for an operation that does not exist, or that the fault cannot strike.
-    """
+    """Strikes ``operation`` on names that ``matches``: from the ``nth`` call on, ``times`` times (None: always)."""
 
     operation: str
     fault: Fault
     matches: Callable[[Name], bool] = _any_name
     nth: int = 1
     times: int | None = None
-    probability: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.operation not in _ONLY_FOR.get(type(self.fault), OPERATIONS):
-            raise ValueError(f"{self.fault!r} cannot strike {self.operation!r}")
+        assert self.operation in OPERATIONS, self.operation
 
 
 class FaultyRoot:
-    """``root`` with faults. ``calls`` counts per operation, ``struck`` per operation and fault's class name."""
+    """``root`` with faults. ``calls`` counts per operation, ``struck`` all faults that were met."""
 
     def __init__(
-        self,
-        root: Root,
-        rules: Sequence[Rule] = (),
-        *,
-        seed: int = 0,
-        sleep: Callable[[float], object] = time.sleep,
+        self, root: Root, rules: Sequence[Rule] = (), *, sleep: Callable[[float], object] = time.sleep
     ) -> None:
         self.inner = root
         self.url = root.url
         self.traits: Traits = root.traits
         self.calls: Counter[str] = Counter()
-        self.struck: Counter[tuple[str, str]] = Counter()
-        self._random = random.Random(seed)
+        self.struck = 0
         self._sleep = sleep
         self._lock = threading.Lock()
         self._rules: list[_Armed] = []
@@ -171,17 +132,17 @@ class FaultyRoot:
         """Counts the call; waits, raises or loses the file if a rule says so; returns what is left to do."""
         with self._lock:
             self.calls[operation] += 1
-            due = [armed for armed in self._rules if armed.is_due(operation, name, self._random)]
+            due = [armed for armed in self._rules if armed.is_due(operation, name)]
             if not due:
                 return None
             due[0].struck += 1
             fault = due[0].rule.fault
-            self.struck[operation, type(fault).__name__] += 1
+            self.struck += 1
         if isinstance(fault, Fails):
             raise fault.make(operation, name)
         if isinstance(fault, Delay):
             self._sleep(fault.seconds)
-        elif isinstance(fault, Lost) and operation != "publish":
+        elif isinstance(fault, Lost):
             self.inner.remove(name)
         elif isinstance(fault, Hang) and operation != "read":
             fault.reached.set()
@@ -189,16 +150,11 @@ class FaultyRoot:
         return fault
 
     def stage(self, name: Name, pieces: Pieces, *, stamp_ns: int, durable: bool) -> None:
-        fault = self.strike("stage", name)
-        if isinstance(fault, Torn):
-            pieces = _torn(pieces, fault.zeros)
+        self.strike("stage", name)
         self.inner.stage(name, pieces, stamp_ns=stamp_ns, durable=durable)
 
     def publish(self, staged: Name, name: Name, *, durable: bool) -> bool:
-        # Rules match the final name; what gets lost is the staged file, since the other is not there yet.
-        fault = self.strike("publish", name)
-        if isinstance(fault, Lost):
-            self.inner.discard(staged)
+        self.strike("publish", name)
         return self.inner.publish(staged, name, durable=durable)
 
     def discard(self, staged: Name) -> None:
@@ -212,17 +168,19 @@ class FaultyRoot:
         return None if reader is None else FaultyReader(self, name, reader)
 
     def stat(self, name: Name) -> Stat | None:
-        return None if isinstance(self.strike("stat", name), Missing) else self.inner.stat(name)
+        self.strike("stat", name)
+        return self.inner.stat(name)
 
     def look(self, name: Name, size_bytes: int) -> Seen | None:
-        return None if isinstance(self.strike("look", name), Missing) else self.inner.look(name, size_bytes)
+        self.strike("look", name)
+        return self.inner.look(name, size_bytes)
 
     def touch(self, name: Name, stamp_ns: int) -> bool:
-        return not isinstance(self.strike("touch", name), Missing) and self.inner.touch(name, stamp_ns)
+        self.strike("touch", name)
+        return self.inner.touch(name, stamp_ns)
 
     def move(self, source: Name, name: Name, *, make_folder: bool = True) -> bool:
-        if isinstance(self.strike("move", source), Missing):
-            return False
+        self.strike("move", source)
         return self.inner.move(source, name, make_folder=make_folder)
 
     def make_folder(self, name: Name) -> None:
@@ -230,7 +188,8 @@ class FaultyRoot:
         self.inner.make_folder(name)
 
     def remove(self, name: Name) -> bool:
-        return not isinstance(self.strike("remove", name), Missing) and self.inner.remove(name)
+        self.strike("remove", name)
+        return self.inner.remove(name)
 
     def remove_if(self, name: Name, seen: Seen) -> bool:
         self.strike("remove_if", name)
@@ -241,7 +200,8 @@ class FaultyRoot:
         return self.inner.remove_folder(name, durable=durable)
 
     def list(self, folder: Name) -> Iterator[FolderEntry]:
-        return iter(()) if isinstance(self.strike("list", folder), Missing) else self.inner.list(folder)
+        self.strike("list", folder)
+        return self.inner.list(folder)
 
     def sync(self) -> None:
         self.strike("sync", Name(""))
@@ -270,8 +230,6 @@ class FaultyReader:
         fault = self._root.strike("read", self._name)
         if isinstance(fault, Missing):
             return 0
-        if isinstance(fault, Short):
-            return self._inner.read(_first(pieces, fault.bytes_max), offset, borrowed)
         if isinstance(fault, Hang):
             before = _first(pieces, fault.after_bytes)
             done = self._inner.read(before, offset, borrowed) if before else 0
@@ -287,13 +245,7 @@ class FaultyReader:
         return done
 
     def map(self) -> memoryview | None:
-        fault = self._root.strike("map", self._name)
-        mapped = None if isinstance(fault, Missing) else self._inner.map()
-        if mapped is not None and isinstance(fault, Flipped) and fault.position < len(mapped):
-            copy = bytearray(mapped)
-            copy[fault.position] ^= 0xFF
-            return memoryview(copy).toreadonly()
-        return mapped
+        return self._inner.map()
 
     def close(self) -> None:
         self._inner.close()
@@ -315,14 +267,12 @@ class _Armed:
         self.matched = 0
         self.struck = 0
 
-    def is_due(self, operation: str, name: Name, source: random.Random) -> bool:
+    def is_due(self, operation: str, name: Name) -> bool:
         rule = self.rule
         if operation != rule.operation or not rule.matches(name):
             return False
         self.matched += 1
-        if self.matched < rule.nth or (rule.times is not None and self.struck >= rule.times):
-            return False
-        return rule.probability >= 1.0 or source.random() < rule.probability
+        return self.matched >= rule.nth and (rule.times is None or self.struck < rule.times)
 
 
 def _first(pieces: Pieces, count: int) -> list[memoryview]:
@@ -334,12 +284,6 @@ def _first(pieces: Pieces, count: int) -> list[memoryview]:
         head.append(piece[:count])
         count -= len(piece)
     return head
-
-
-def _torn(pieces: Pieces, zeros: bool) -> list[memoryview]:
-    size = byte_length(pieces)
-    head = _first(pieces, size // 2)
-    return [*head, memoryview(bytes(size - size // 2))] if zeros else head
 
 
 def _flip(pieces: Pieces, position: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,16 @@ class HookedMeta(MemoryMetadata):
 
     def _has_fetched(self) -> None:
         self.fetched()
+
+
+class SilentWatch:
+    """A watch that reports nothing more, like one on a store that was restored to an older revision."""
+
+    def next(self, timeout_s: float) -> tuple[Event, ...] | None:
+        threading.Event().wait(min(timeout_s, 0.01))
+        return None
+
+    def close(self) -> None: ...
 
 
 def nothing() -> None:

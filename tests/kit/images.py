@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +12,9 @@ from kvstore import Layout
 from kvstore.codec.image import make_images
 from kvstore.core.buffers import planes_of
 from kvstore.core.namespace import Namespace
+from kvstore.format.header import Expected, Incarnation, checksum, encode
 from kvstore.format.keyset import ChunkKeys
+from tests.kit.fake_meta import CountingIds
 from tests.kit.stores import resealed
 
 Spoil = Callable[[bytes], bytes]
@@ -42,14 +43,11 @@ DAMAGES: dict[str, Spoil] = {
 }
 
 
-class CountedIds:
-    """Ids that a second run repeats."""
-
-    def __init__(self) -> None:
-        self._numbers = count(1)
-
-    def fresh(self) -> bytes:
-        return next(self._numbers).to_bytes(16, "big")
+def encoded(expected: Expected, payload: bytes, incarnation: bytes = bytes(16)) -> bytes:
+    """A whole chunk file with this payload."""
+    size = expected.section_bytes
+    sums = [checksum(payload[at * size : (at + 1) * size]) for at in range(expected.section_count)]
+    return bytes(encode(expected, Incarnation(incarnation), sums)) + payload
 
 
 def chain_of(layout: Layout, chunks: int) -> ChunkKeys:
@@ -66,5 +64,5 @@ def room_for(chain: ChunkKeys) -> list[memoryview]:
 
 def made(chain: ChunkKeys, kv: npt.NDArray[np.generic]) -> list[memoryview]:
     images = room_for(chain)
-    make_images(chain, range(len(chain)), planes_of(kv, chain.namespace.layout), images, CountedIds())
+    make_images(chain, range(len(chain)), planes_of(kv, chain.namespace.layout), images, CountingIds())
     return images

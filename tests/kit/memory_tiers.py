@@ -18,6 +18,7 @@ from kvstore.core.recency import Hints
 from kvstore.format.keyset import ChunkKeys
 from kvstore.tiers.arena import SealedArena
 from kvstore.tiers.memory import MemoryTier, Slot, Slots
+from tests.kit.fake_meta import FakeClock
 from tests.kit.stores import SMALL, kv_of, same
 
 SPACE = Namespace.of("m", SMALL)
@@ -32,26 +33,13 @@ def empty(memory: MemoryTier, *namespaces: Namespace) -> int:
     return memory.drop_ordered(ClearOrder(frozenset(each.id for each in namespaces)))
 
 
-class StoppedClock:
-    """A clock that a test sets."""
-
-    def __init__(self) -> None:
-        self.seconds = 1000.0
-
-    def now_s(self) -> float:
-        return self.seconds
-
-    def monotonic_s(self) -> float:
-        return self.seconds
-
-
 class Case:
     """A tier with room for this many chunks of SMALL."""
 
     def __init__(self, chunks: int) -> None:
         self.arena = SealedArena(chunks * UNIT).open()
         self.counters = Counters()
-        self.clock = StoppedClock()
+        self.clock = FakeClock()
         self.tier = MemoryTier(self.arena, self.counters, self.clock)
 
     def fill(

@@ -36,6 +36,12 @@ def eventually(holds: Callable[[], object], what: str = "it", patience_s: float 
         time.sleep(LOOK_S)
 
 
+def is_stopped(pid: int) -> bool:
+    """True if every thread of a process stands still after SIGSTOP."""
+    states = [(task / "stat").read_text().rpartition(")")[2].split()[0] for task in Path(f"/proc/{pid}/task").iterdir()]
+    return all(state == "T" for state in states)
+
+
 def returns(call: Callable[[], T], what: str = "the call") -> T:
     """Returns the result of a call in a thread, or raises its error; fails if it does not return at all."""
     ended: list[T] = []

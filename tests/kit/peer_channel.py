@@ -14,7 +14,6 @@ import numpy as np
 from kvstore.core.clock import RandomIds
 from kvstore.core.layout import Layout
 from kvstore.core.namespace import Namespace
-from kvstore.format.header import Incarnation, checksum, encode
 from kvstore.format.keyset import ChunkKeys
 from kvstore.transport.channel import (
     Channel,
@@ -35,6 +34,7 @@ from kvstore.worker.data_put import Connection
 from kvstore.worker.data_server import BulkListener, BulkRequests
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.server import Health
+from tests.kit.images import encoded
 from tests.kit.patience import NEVER_S, PATIENCE_S
 
 LAYOUT = Layout(layers=2, kv_heads=2, head_dim=64, dtype="float16", chunk_tokens=16)
@@ -53,10 +53,7 @@ def image_of(chain: ChunkKeys, index: int) -> bytes:
     """The image of a chunk, whose bytes its address determines."""
     expected = chain.expected(index)
     random = np.random.default_rng(int.from_bytes(chain.addresses[index][:8], "little"))
-    payload = random.integers(0, 256, expected.payload_bytes, dtype=np.uint8).tobytes()
-    size = expected.section_bytes
-    sums = [checksum(payload[at : at + size]) for at in range(0, len(payload), size)]
-    return bytes(encode(expected, Incarnation(bytes(16)), sums)) + payload
+    return encoded(expected, random.integers(0, 256, expected.payload_bytes, dtype=np.uint8).tobytes())
 
 
 def room_for(chain: ChunkKeys, indexes: Sequence[int]) -> list[memoryview]:

@@ -19,11 +19,12 @@ from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
 from kvstore.core.clock import Clock, RandomIds, SystemClock
 from kvstore.core.write_mode import Durability
-from kvstore.engine.coordination import ClusterMember
+from kvstore.engine.coordination import ClusterMember, Coordination
 from kvstore.engine.open import join
-from kvstore.engine.settings import Limits, NodeOptions
+from kvstore.engine.settings import NO_TIERS, Limits, NodeOptions, TierSettings
 from kvstore.format.header import checksum
 from kvstore.meta.memory import MemoryMetadata
+from kvstore.meta.store import MetadataStore
 from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.posix import PosixRoot
@@ -55,21 +56,22 @@ def member_of(store: Store) -> ClusterMember:
 
 
 def member_on(
-    root: Root, limits: Limits | None = None, clock: Clock | None = None, durability: Durability = Durability.NONE
+    root: Root,
+    limits: Limits | None = None,
+    clock: Clock | None = None,
+    durability: Durability = Durability.NONE,
+    tiers: TierSettings = NO_TIERS,
+    meta: MetadataStore | None = None,
+    *,
+    in_cluster: bool = False,
 ) -> ClusterMember:
-    """Opens a member on ``root`` with its own metadata."""
+    """Opens a member on ``root``, with its own metadata if none are given."""
     clock, ids = clock or SystemClock(), RandomIds()
-    identity = create_or_open(root, ids)
-    meta = MemoryMetadata(clock=clock)
-    return join(
-        root,
-        identity,
-        meta,
-        limits=limits or Limits(),
-        clock=clock,
-        ids=ids,
-        options=NodeOptions(durability=durability),
-    )
+    identity = create_or_open(root.inner if isinstance(root, FaultyRoot) else root, ids)
+    meta = meta or MemoryMetadata(clock=clock)
+    options = NodeOptions(durability, tiers=tiers)
+    sharing = Coordination.CLUSTER if in_cluster else Coordination.ALONE
+    return join(root, identity, meta, options, limits=limits or Limits(), clock=clock, ids=ids, sharing=sharing)
 
 
 def store_on(root: Root | Path, limits: Limits | None = None, clock: Clock | None = None) -> Store:

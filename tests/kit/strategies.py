@@ -10,8 +10,9 @@ from kvstore.core.address import BLOCK_KEY_BYTES_MAX, BLOCK_KEY_BYTES_MIN
 from kvstore.core.buffers import token_array
 from kvstore.core.layout import DTYPES, Layout
 from kvstore.core.namespace import Namespace
-from kvstore.format.header import Expected, Incarnation, checksum, encode, expected_block
+from kvstore.format.header import Expected, Incarnation, expected_block
 from kvstore.format.keyset import ChunkKeys
+from tests.kit.images import encoded
 
 token_ids = st.integers(0, 2**32 - 1)
 layouts = st.builds(
@@ -45,10 +46,7 @@ class ChunkFile:
 
 def chunk_file(expected: Expected, incarnation: bytes, payload: bytes) -> ChunkFile:
     """Encodes a chunk."""
-    size = expected.section_bytes
-    sums = [checksum(payload[n * size : (n + 1) * size]) for n in range(expected.section_count)]
-    header = encode(expected, Incarnation(incarnation), sums)
-    return ChunkFile(expected, Incarnation(incarnation), payload, bytes(header) + payload)
+    return ChunkFile(expected, Incarnation(incarnation), payload, encoded(expected, payload, incarnation))
 
 
 @st.composite

@@ -5,9 +5,9 @@ Separate from the tests, which say what the results must be.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,17 +20,15 @@ from kvstore import Layout
 from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
 from kvstore.core.buffers import planes_of
-from kvstore.core.clock import Clock, RandomIds, SystemClock
+from kvstore.core.clock import Clock
 from kvstore.core.recency import Hints
 from kvstore.core.results import PutResult
 from kvstore.core.write_mode import Durability, WriteMode
 from kvstore.engine.engine import Engine
-from kvstore.engine.open import join
-from kvstore.engine.settings import Limits, NodeOptions, TierSettings
+from kvstore.engine.settings import Limits, TierSettings
 from kvstore.format import places
 from kvstore.format.keyset import ChunkKeys
 from kvstore.meta.memory import MemoryMetadata
-from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
@@ -39,7 +37,7 @@ from kvstore.tiers.stack import TierStack
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
 from tests.kit.patience import PATIENCE_S, stretched
 from tests.kit.patience import eventually as eventually
-from tests.kit.stores import hasty_while_faulty, kv_of, same
+from tests.kit.stores import hasty_while_faulty, kv_of, member_on, same
 
 LARGE = Layout(layers=4, kv_heads=4, head_dim=64, dtype="float16", chunk_tokens=64)
 """Chunks of 256 KiB, so that few of them fill a small memory."""
@@ -99,23 +97,14 @@ class Acting:
         layout: Layout = LARGE,
         meta: MemoryMetadata | None = None,
     ) -> None:
-        clock, ids = clock or SystemClock(), RandomIds()
         limits = stretched(limits, "match_deadline_s", "read_deadline_s", "write_deadline_s", "stall_s")
-        self.identity = create_or_open(root.inner if isinstance(root, FaultyRoot) else root, ids)
         settings = TierSettings(memory_bytes, str(disk) if disk else "", disk_bytes if disk else 0, write)
         self.root = root
-        self.member = join(
-            root,
-            self.identity,
-            meta or MemoryMetadata(clock=clock),
-            limits=limits,
-            clock=clock,
-            ids=ids,
-            options=NodeOptions(durability, tiers=settings),
-        )
+        self.member = member_on(root, limits, clock, durability, settings, meta)
         if isinstance(root, FaultyRoot):
             hasty_while_faulty(root, self.member, limits)
         self.node: Engine = self.member.node
+        self.identity = self.node.identity
         assert self.node.tiers is not None
         self.tiers: TierStack = self.node.tiers
         self.memory: MemoryTier = self.tiers.memory
@@ -248,18 +237,6 @@ def timed(action: Callable[[], object]) -> float:
 
 def together(*actions: Callable[[], object]) -> None:
     """Runs functions in separate threads; raises the first error."""
-    errors: list[BaseException] = []
-
-    def run(action: Callable[[], object]) -> None:
-        try:
-            action()
-        except BaseException as error:  # noqa: BLE001 - carried to the test
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(action,)) for action in actions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(len(actions)) as threads:
+        for running in [threads.submit(action) for action in actions]:
+            running.result()

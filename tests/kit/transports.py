@@ -7,7 +7,7 @@ import gc
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -103,22 +103,15 @@ def is_cut_off(channel: Channel) -> bool:
         return is_closed(sock)
 
 
-def open_files_of(pid: int) -> list[str]:
-    """Returns the open files of a process: memory, sockets, files; without those of its interpreter."""
-    found = []
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            found.append(os.readlink(entry))
-        except OSError:
-            continue
-    return found
-
-
 def bulk_files_of(pid: int) -> list[str]:
-    """The chunk files and shared memory among them."""
+    """The chunk files and shared memory that a process has open."""
     if pid == os.getpid():
         gc.collect()  # errors that tests looked at keep frames, and frames keep memory
-    return [name for name in open_files_of(pid) if "/chunks/" in name or "memfd:kvstore" in name]
+    found = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            found.append(os.readlink(entry))
+    return [name for name in found if "/chunks/" in name or "memfd:kvstore" in name]
 
 
 def shared_memory(size_bytes: int, seals: int) -> int:

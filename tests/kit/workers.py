@@ -21,14 +21,15 @@ import numpy.typing as npt
 import kvstore
 from kvstore import Layout
 from kvstore.client.limits import ClientLimits
+from kvstore.client.local import LocalTransport
 from kvstore.client.pool import Bulk
 from kvstore.client.store import Store
 from kvstore.core.clock import Clock
 from kvstore.core.namespace import Namespace
 from kvstore.core.write_mode import WriteMode, WriteModeName
 from kvstore.engine.coordination import ClusterMember
-from kvstore.engine.settings import Limits
-from kvstore.format.header import Incarnation, checksum, decode, encode
+from kvstore.engine.settings import NO_TIERS, Limits, TierSettings
+from kvstore.format.header import checksum, decode
 from kvstore.format.keyset import ChunkKeys, KeySet
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
@@ -38,7 +39,8 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.server import Worker
-from tests.kit.patience import PATIENCE_S
+from tests.kit.images import encoded
+from tests.kit.patience import PATIENCE_S, is_stopped
 from tests.kit.patience import eventually as eventually
 from tests.kit.stores import member_on
 
@@ -66,10 +68,11 @@ def serving(
     worker_limits: WorkerLimits | None = None,
     listen: str = "127.0.0.1:0",
     clock: Clock | None = None,
+    tiers: TierSettings = NO_TIERS,
 ) -> Iterator[Served]:
     """A worker on ``root`` (memory where none is given), stopped at the end."""
     opened = PosixRoot(root) if isinstance(root, Path) else root or MemoryRoot(MemoryFiles())
-    member = member_on(opened, limits, clock)
+    member = member_on(opened, limits, clock, tiers=tiers)
     worker = Worker(member, listen, worker_limits)
     try:
         worker.start()
@@ -91,9 +94,16 @@ def connected(
     return kvstore.connect(*addresses, limits=patient, bulk=Bulk.of(bulk), write=write)
 
 
-def _state(thread: Path) -> str:
-    """The state of a thread by /proc: ``T`` if it is stopped."""
-    return (thread / "stat").read_text().rpartition(")")[2].split()[0]
+@contextmanager
+def reached(way: str, root: Root | None = None) -> Iterator[Store]:
+    """A store on ``root`` (memory where none is given): "local", in this process, or by a transport of a worker."""
+    root = root or MemoryRoot(MemoryFiles())
+    if way == "local":
+        with Store(LocalTransport(member_on(root))) as store:
+            yield store
+    else:
+        with serving(root) as served, connected(served, bulk=way) as store:
+            yield store
 
 
 @contextmanager
@@ -137,8 +147,7 @@ def images_of(wanted: KeySet, sections: Sequence[bytes]) -> list[bytes]:
     for index in range(len(wanted)):
         expected = wanted.expected(index)
         own = sections[index * expected.section_count :][: expected.section_count]
-        header = encode(expected, Incarnation(bytes(16)), list(map(checksum, own)))
-        found.append(bytes(header) + b"".join(own))
+        found.append(encoded(expected, b"".join(own)))
     return found
 
 
@@ -191,8 +200,9 @@ def refused(call: Callable[[], object]) -> tuple[grpc.StatusCode, str, str]:
 _PROCESS = """
 import sys
 from kvstore.engine.open import open_member
+from kvstore.engine.settings import TierSettings
 from kvstore.worker.server import Worker
-member = open_member(sys.argv[1], create=True)
+member = open_member(sys.argv[1], create=True, settings=TierSettings(memory_bytes=int(sys.argv[3])))
 worker = Worker(member, sys.argv[2])
 print(worker.start(), flush=True)
 sys.stdin.read()
@@ -205,9 +215,9 @@ print("drained", flush=True)
 class WorkerProcess:
     """A worker in a separate process. ``address`` is where it listens."""
 
-    def __init__(self, root: Path, listen: str = "127.0.0.1:0", folder: Path | None = None) -> None:
+    def __init__(self, root: Path, listen: str, folder: Path | None, memory_bytes: int) -> None:
         self._child = subprocess.Popen(
-            [sys.executable, "-c", _PROCESS, str(root), listen],
+            [sys.executable, "-c", _PROCESS, str(root), listen, str(memory_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -223,8 +233,7 @@ class WorkerProcess:
         """Returns when it is stopped, if the signal stops it: until then its threads may still answer."""
         os.kill(self._child.pid, number)
         if number is signal.SIGSTOP:
-            threads = Path(f"/proc/{self._child.pid}/task")
-            eventually(lambda: all(_state(thread) == "T" for thread in threads.iterdir()), "it stands still")
+            eventually(lambda: is_stopped(self._child.pid), "it stands still")
 
     def drain(self) -> str:
         """Drains it, waits for its end, returns its output."""
@@ -238,9 +247,11 @@ class WorkerProcess:
 
 
 @contextmanager
-def worker_process(root: Path, listen: str = "127.0.0.1:0", folder: Path | None = None) -> Iterator[WorkerProcess]:
+def worker_process(
+    root: Path, listen: str = "127.0.0.1:0", folder: Path | None = None, memory_bytes: int = 0
+) -> Iterator[WorkerProcess]:
     """A WorkerProcess, killed at the end; ``folder`` is for its temporary files."""
-    child = WorkerProcess(root, listen, folder)
+    child = WorkerProcess(root, listen, folder, memory_bytes)
     try:
         yield child
     finally:

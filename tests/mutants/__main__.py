@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import json
 import re
 import resource
 import sys
@@ -18,7 +17,7 @@ from tests.mutants.building import Libraries, checks
 from tests.mutants.catalogue import all_mutants
 from tests.mutants.mutant import Mutant
 from tests.mutants.planters import Native, Unplantable
-from tests.mutants.running import GOOD, ROOT, RUN_S, Outcome, run_mutant, run_pytest
+from tests.mutants.running import ROOT, RUN_S, Outcome, Verdict, run_mutant, run_pytest
 
 
 def chosen(mutants: Sequence[Mutant], patterns: Sequence[str]) -> list[Mutant]:
@@ -100,7 +99,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("patterns", nargs="*", help="names of mutants, parts of them or patterns; all without any")
     parser.add_argument("--list", action="store_true", help="print the catalogue and end")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (default: 2)")
-    parser.add_argument("--json", type=Path, help="also write the outcomes to this file")
     parser.add_argument("--check", action="store_true", help="only look whether all still fit the code: some seconds")
     parser.add_argument("--no-baseline", action="store_true", help="do not run the tests without mutants first")
     options = parser.parse_args(arguments)
@@ -131,19 +129,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             outcomes.append(future.result())
             print(f"{len(outcomes):3}/{len(mutants)} {line(outcomes[-1])}", flush=True)
     report(outcomes, time.monotonic() - began_s)
-    if options.json:
-        rows = [
-            {"name": o.mutant.name, "verdict": o.verdict.value, "s": round(o.seconds, 1), "why": o.why}
-            for o in outcomes
-        ]
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    return 0 if not missed and all(each.verdict in GOOD for each in outcomes) else 1
+    return 0 if not missed and all(each.verdict is Verdict.CAUGHT for each in outcomes) else 1
 
 
 def report(outcomes: Sequence[Outcome], seconds: float) -> None:
     """Prints the table: slowest first, then the survivors, with the reason."""
-    good = [each for each in outcomes if each.verdict in GOOD]
-    bad = [each for each in outcomes if each.verdict not in GOOD]
+    good = [each for each in outcomes if each.verdict is Verdict.CAUGHT]
+    bad = [each for each in outcomes if each.verdict is not Verdict.CAUGHT]
     print()
     for each in sorted(good, key=lambda one: one.seconds, reverse=True):
         print(f"{line(each)}\n{'':32}by {each.why}")

@@ -27,12 +27,10 @@ class Mutant:
     tests: tuple[str, ...]
     native: bool = True
     """False: the tests run without the C library, so that what Python verifies is reached."""
-    may_time_out: bool = False
-    """True if a test that does not end counts as one that failed."""
 
 
-def mutant(name: str, planter: Planter, *tests: str, native: bool = True, hangs: bool = False) -> Mutant:
+def mutant(name: str, planter: Planter, *tests: str, native: bool = True) -> Mutant:
     """One row of the catalogue. ``tests`` are arguments of pytest, as in a shell; ids are given without ``tests/``."""
     found = tuple(each for part in tests for each in shlex.split(part))
     assert found, name
-    return Mutant(name, planter, found, native, hangs)
+    return Mutant(name, planter, found, native)

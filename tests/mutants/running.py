@@ -33,13 +33,9 @@ class Verdict(enum.Enum):
     """The outcome of a mutant."""
 
     CAUGHT = "caught"
-    HUNG = "caught, did not end"
     SURVIVED = "SURVIVED"
     UNPLANTED = "NOT PLANTED"
     BROKEN = "NO VERDICT"
-
-
-GOOD = (Verdict.CAUGHT, Verdict.HUNG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +126,7 @@ def judged(mutant: Mutant, ran: Ran) -> tuple[Verdict, str]:
         return Verdict.UNPLANTED, f"nothing imported {', '.join(mutant.planter.modules)}; {_tail(ran)}"
     late = ran.code is None or any(note.get("late") for note in ran.notes)
     if late:
-        verdict = Verdict.HUNG if mutant.may_time_out else Verdict.BROKEN
-        return verdict, failed[0] if failed else f"not done in {RUN_S} s"
+        return Verdict.BROKEN, failed[0] if failed else f"not done in {RUN_S} s"
     if ran.code == FAILED and failed:
         return Verdict.CAUGHT, failed[0]
     if ran.code == 0 and ran.noted("passed"):

@@ -11,7 +11,7 @@ import pytest
 
 from tests.kit.patience import PATIENCE_S
 from tests.mutants.catalogue.interfaces import at, giving
-from tests.mutants.mutant import Mutant, mutant
+from tests.mutants.mutant import mutant
 from tests.mutants.planters import Unplantable
 from tests.mutants.running import Ran, Verdict, judged
 
@@ -75,11 +75,6 @@ def ran(code: int | None, *notes: dict[str, object]) -> Ran:
 )
 def test_mutant_is_caught_by_a_failed_test_alone(result: Ran, verdict: Verdict) -> None:
     assert judged(ROW, result)[0] is verdict
-
-
-def test_test_that_hangs_counts_where_its_row_allows_it() -> None:
-    row = Mutant("row", ROW.planter, ROW.tests, may_time_out=True)
-    assert judged(row, ran(None, {"planted": "m"}))[0] is Verdict.HUNG
 
 
 @pytest.fixture

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from kvstore.format.keyset import ChunkKeys
 from kvstore.native import is_available
 from kvstore.native import library as native
 from tests.kit.native_modes import chunks_of, opened
-from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import SMALL, TINY, kv_of, same
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
@@ -100,62 +97,6 @@ def test_an_array_whose_planes_share_memory_is_refused(tmp_root: Path) -> None:
         backwards = memory[::-1, ::-1, : len(tokens)]
         assert cache.get(tokens, backwards) == len(tokens) and same(backwards, kv)
         assert store.stats()["miss_damaged"] == 0
-
-
-AT_THE_END_OF_A_PAGE = """
-import ctypes, mmap, os, sys
-import numpy as np
-from kvstore.native import library as native
-
-memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
-start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-assert not ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + mmap.PAGESIZE), ctypes.c_size_t(mmap.PAGESIZE), 0)
-items = np.frombuffer(memory, native.CHUNK, 2, mmap.PAGESIZE - 2 * native.CHUNK.itemsize)
-for name, value in (("fd", -1), ("section_count", 2), ("section_bytes", 8), ("header_bytes", 256), ("status", 4)):
-    items[name] = value
-images, tables, run = np.zeros(2, np.uint64), np.zeros((2, 2), np.uint64), native.Common(root=b"/nowhere", shard_bits=8)
-run.session, told, taken, given = b"nobody", np.zeros(8, np.int32), ctypes.c_int64(0), native.WritePermit(0, 0)
-turn = native.Turn(ctypes.pointer(taken), 4, 4, 4, 256, told.ctypes.data)
-both = np.arange(2, dtype=np.int32)
-more = {
-    "kv_close": (), "kv_read": (given,), "kv_read_turn": (turn, given), "kv_stage_turn": (turn,),
-    "kv_read_parts": (images.ctypes.data, tables.ctypes.data, 0, 2),
-    **dict.fromkeys(("kv_open_parts", "kv_images_tables"), (images.ctypes.data, tables.ctypes.data)),
-    **dict.fromkeys(("kv_map_files", "kv_images_make", "kv_images_take", "kv_images_verify"), (images.ctypes.data,)),
-}
-def call(name):
-    if name == "kv_publish":
-        items["status"] = native.DONE
-        native.library.kv_publish(run, items.ctypes.data, both.ctypes.data, 2, 0)
-    elif name.startswith("kv_known"):
-        prints, marks, payload = np.zeros((1, 8), np.uint64), np.zeros((1, 8), np.uint32), ctypes.c_uint64()
-        table = native.PresenceTable(prints.ctypes.data, marks.ctypes.data, 0)
-        rest = {"kv_known_add": (2, 0, ctypes.addressof(payload))}.get(name, ())
-        getattr(native.brief, name)(table, items.ctypes.data, both.ctypes.data, 2, 4, *rest)
-    else:
-        common = () if name == "kv_close" else (run,)
-        getattr(native.library, name)(*common, items.ctypes.data, 2, *more.get(name, ()))
-
-for name in sys.argv[1:]:
-    child = os.fork()
-    if not child:
-        call(name)
-        os._exit(0)
-    if os.waitpid(child, 0)[1]:
-        print(name)
-"""
-"""Calls each function in a child of its own and prints the names of those that crashed."""
-FUNCTIONS = (
-    *("kv_open", "kv_close", "kv_read", "kv_read_turn", "kv_map_files", "kv_look", "kv_stage_turn", "kv_publish"),
-    *("kv_open_parts", "kv_read_parts", "kv_known_add", "kv_known_forget"),
-    *("kv_images_make", "kv_images_take", "kv_images_verify", "kv_images_tables"),
-)
-
-
-def test_nothing_behind_the_last_chunk_is_looked_at() -> None:
-    command = [sys.executable, "-c", AT_THE_END_OF_A_PAGE, *FUNCTIONS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr[-500:]
 
 
 def test_a_lane_that_reads_what_is_not_cached_opens_no_more_files_than_it_may(

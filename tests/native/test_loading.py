@@ -104,17 +104,6 @@ def test_only_a_library_older_than_its_sources_is_removed(tmp_path: Path) -> Non
     assert not library.exists()
 
 
-def test_a_process_without_the_library_says_so_once(tmp_path: Path) -> None:
-    """On standard error, where Python prints warnings of programs without a logging setup."""
-    shutil.copytree(ROOT / "kvstore", tmp_path / "kvstore", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    environment = {**os.environ, "KVSTORE_NATIVE": "", "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    command = [sys.executable, "-c", "import kvstore.native.library; import kvstore.native"]
-    done = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S, check=True
-    )
-    assert done.stderr.count("native.missing") == 1 and str(tmp_path) in done.stderr
-
-
 @pytest.mark.parametrize("named", [None, "", "cc -g"])
 @pytest.mark.timeout(960)  # as long as the build itself may take
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,7 @@ from kvstore.client.store import Store
 from kvstore.engine.settings import Limits
 from kvstore.native import is_available
 from kvstore.native import library as native
-from tests.kit.native_modes import opened
+from tests.kit.native_modes import open_files, opened
 from tests.kit.stores import chunk_files, kv_of, same
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
@@ -36,20 +34,11 @@ def mapped_files(root: Path) -> int:
     return Path("/proc/self/maps").read_text().count(f"{root}/chunks/")
 
 
-def open_chunks(root: Path) -> int:
-    """Returns the descriptors that this process has of chunks; others come and go as garbage is collected."""
-    links = []
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # the one that reads the folder
-            links.append(os.readlink(descriptor))
-    return sum(link.startswith(f"{root}/chunks/") for link in links)
-
-
 def test_a_view_maps_all_its_chunks_and_keeps_no_descriptor(tmp_root: Path) -> None:
     with opened(tmp_root, native=True, limits=Limits(open_files_max=2)) as store:
         store.namespace("m", LAYOUT).put(TOKENS, KV)
         views = views_of(store)
-        assert (mapped_files(tmp_root), open_chunks(tmp_root)) == (CHUNKS, 0)
+        assert (mapped_files(tmp_root), open_files(tmp_root)) == (CHUNKS, 0)
         assert same(np.concatenate(views, axis=2), KV)
         assert not any(view.flags.writeable for view in views)
         with pytest.raises(ValueError, match="WRITEABLE"):
@@ -78,7 +67,7 @@ def test_more_than_may_be_mapped_are_copies(tmp_root: Path, ten_at_most: None) -
         store.namespace("m", LAYOUT).put(TOKENS, KV)
         for _ in range(3):  # after views are dropped, as many may be mapped again
             views = views_of(store)
-            assert (mapped_files(tmp_root), mapped_count(), open_chunks(tmp_root)) == (10, 10, 0)
+            assert (mapped_files(tmp_root), mapped_count(), open_files(tmp_root)) == (10, 10, 0)
             assert same(np.concatenate(views, axis=2), KV)
             assert same(np.concatenate(views_of(store), axis=2), KV), "while others have all of them"
             del views

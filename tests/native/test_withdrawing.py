@@ -1,29 +1,24 @@
-"""A native read never writes into memory that was taken back, leaves no file open, and may end at any moment."""
+"""A native read never writes into memory that was taken back, by a deadline or Ctrl-C, and leaves no file open."""
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvstore.core.buffers import BufferLoan, Withdrawn, planes_of
-from kvstore.core.clock import RandomIds
 from kvstore.engine.chunk_store import StoredRun
 from kvstore.format.keyset import ChunkKeys
 from kvstore.native import is_available
 from kvstore.native import library as native
-from kvstore.root.identity import create_or_open
-from kvstore.root.posix import PosixRoot
 from tests.kit.native_modes import Paused, chunks_of, open_files, opened
-from tests.kit.patience import PATIENCE_S
+from tests.kit.patience import PATIENCE_S, eventually
 from tests.kit.stores import SMALL, kv_of, same
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
@@ -116,42 +111,6 @@ def test_memory_taken_back_at_any_moment_is_not_written_afterwards(tmp_root: Pat
         assert open_files(tmp_root) == before
 
 
-def put_for_ever(root: str) -> None:
-    """Runs in a separate process until it is killed."""
-    with opened(Path(root), native=True) as store:
-        cache = store.namespace("m", SMALL)
-        for number in range(1_000_000):
-            tokens = TOKENS + number * 7
-            cache.put(tokens, kv_of(SMALL, tokens))
-            print(number, flush=True)
-
-
-@pytest.mark.slow
-def test_killed_at_any_moment_of_native_puts_nothing_torn_is_ever_found(tmp_root: Path) -> None:
-    create_or_open(PosixRoot(tmp_root), RandomIds())
-    script = f"from tests.native.test_withdrawing import put_for_ever; put_for_ever({str(tmp_root)!r})"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    for attempt in range(5):
-        writer = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
-        assert writer.stdout is not None
-        try:
-            writer.stdout.readline()
-            time.sleep(0.013 * attempt)
-        finally:
-            writer.send_signal(signal.SIGKILL)
-            written = 1 + len(writer.stdout.read().splitlines())
-            writer.stdout.close()
-            writer.wait(PATIENCE_S)
-        with opened(tmp_root, native=True) as store:
-            cache = store.namespace("m", SMALL)
-            for number in range(written + 1):
-                tokens = TOKENS + number * 7
-                count, found = cache.get(tokens)
-                assert count == len(tokens) or number >= written
-                assert same(found, kv_of(SMALL, tokens)[:, :, :count])
-            assert store.stats()["miss_damaged"] == 0
-
-
 def test_a_group_of_files_is_given_up_between_two_of_them(tmp_root: Path) -> None:
     """Otherwise a caller that takes its memory back would wait for tens of MiB."""
     with opened(tmp_root, native=True) as store:
@@ -176,3 +135,88 @@ def test_a_group_of_files_is_given_up_between_two_of_them(tmp_root: Path) -> Non
         borrowed.withdraw()
         with pytest.raises(Withdrawn):
             run.read(0, CHUNKS, borrowed)
+
+
+FEW = np.arange(8 * SMALL.chunk_tokens)
+
+
+@contextmanager
+def interrupted_at(reached: threading.Event) -> Iterator[None]:
+    """Expects that its body is interrupted, which happens once ``reached`` is set."""
+    main = threading.main_thread().ident
+    assert main is not None and threading.get_ident() == main
+
+    def interrupt() -> None:
+        assert reached.wait(PATIENCE_S)
+        time.sleep(0.05)  # until the call waits
+        signal.pthread_kill(main, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread = threading.Thread(target=interrupt)
+    try:
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        thread.join(PATIENCE_S)
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def pause(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Paused]:
+    """Makes native code stand still at one of its functions."""
+
+    def paused_at(name: str) -> Paused:
+        paused = Paused(native.library, name)
+        monkeypatch.setattr(native, "library", paused)
+        return paused
+
+    return paused_at
+
+
+def wait_for_lanes(root: Path) -> None:
+    time.sleep(0.1)  # they may not have begun to write
+    eventually(lambda: not list(root.glob("staging/*/*")), "no file stays in staging")
+
+
+def test_interrupted_get_writes_nothing_afterwards(tmp_root: Path, pause: Callable[[str], Paused]) -> None:
+    with opened(tmp_root, native=True) as store:
+        cache = store.namespace("m", SMALL)
+        cache.put(FEW, kv_of(SMALL, FEW))
+        out = np.full(SMALL.shape(len(FEW)), 7, SMALL.numpy_dtype)
+        paused = pause("kv_read_turn")
+        with interrupted_at(paused.reached):
+            cache.get(FEW, out)
+        paused.release.set()
+        assert cache.get(FEW)[0] == len(FEW), "by then the lanes are done with the other"
+        assert (out == 7).all()
+
+
+def test_interrupted_put_stores_nothing_written_later(tmp_root: Path, pause: Callable[[str], Paused]) -> None:
+    with opened(tmp_root, native=True) as store:
+        cache, kv = store.namespace("m", SMALL), kv_of(SMALL, FEW)
+        cache.put(FEW + 1, kv)
+        changing = kv.copy()
+        paused = pause("kv_stage_turn")
+        with interrupted_at(paused.reached):
+            cache.put(FEW, changing)
+        changing[:] = 99
+        paused.release.set()
+        wait_for_lanes(tmp_root)
+        count, found = cache.get(FEW)
+        assert same(found, kv[:, :, :count])
+
+
+def test_interrupted_put_of_blocks_stores_nothing_written_later(tmp_root: Path, pause: Callable[[str], Paused]) -> None:
+    with opened(tmp_root, native=True) as store:
+        blocks = store.namespace("m", SMALL).blocks
+        blocks.put([b"first".ljust(16)], [b"makes the folders"])
+        keys, buffers = [bytes([at]) * 16 for at in range(8)], [np.full(5000, 1, np.uint8) for _ in range(8)]
+        paused = pause("kv_stage_turn")
+        with interrupted_at(paused.reached):
+            blocks.put(keys, buffers)
+        for buffer in buffers:
+            buffer[:] = 99
+        paused.release.set()
+        wait_for_lanes(tmp_root)
+        assert blocks.get(keys, [np.zeros(5000, np.uint8) for _ in keys]) == [False] * len(keys)

@@ -1,16 +1,21 @@
-"""The rules of a loop in the background: deciding, stopping, failing and forking (Ctrl-C: ``tests/client``)."""
+"""Work in threads: a loop in the background, and work that its caller shares until a deadline."""
 
 from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
-from kvstore.core.executor import Decision, Loop
+from kvstore.client import remote
+from kvstore.core.clock import SystemClock
+from kvstore.core.executor import Deadline, DeadlinePassed, Decision, Executor, Loop
 from tests.kit.patience import NEVER_S, PATIENCE_S, returns
 
 
@@ -105,3 +110,43 @@ def test_a_forked_child_has_no_threads_and_never_waits_for_the_lock() -> None:
             os._exit(not (not starting.is_alive() and not queue.loop.owner.is_here and queue.loop.close(NEVER_S)))
     assert os.waitpid(child, 0)[1] == 0
     assert queue.loop.close(PATIENCE_S)
+
+
+def test_shared_work_begins_nothing_after_the_deadline() -> None:
+    """It raises what the work raises."""
+    clock = SystemClock()
+    lanes = Executor(1, 1, 8, 5, clock)
+    done: list[int] = []
+
+    def work(number: int) -> bool:
+        done.append(number)
+        if number == 2:
+            raise ValueError("its own")
+        return True
+
+    try:
+        with pytest.raises(DeadlinePassed):
+            lanes.share(9, work, Deadline(clock, 0))
+        assert not done
+        with pytest.raises(ValueError, match="its own"):
+            lanes.share(9, work, Deadline(clock, 30))
+        assert done == [0, 1, 2]
+    finally:
+        lanes.close()
+
+
+def test_source_of_a_copy_lives_as_long_as_the_copy() -> None:
+    """A late lane writes into memory that still exists, even if the arena was closed meanwhile."""
+    clock, alive = SystemClock(), np.zeros(8, np.uint8)
+    kept = weakref.ref(alive)
+    lanes = Executor(1, 2, 8, 5, clock)
+    at = np.array([alive.ctypes.data], np.uint64)
+    try:
+        batch = lanes.start(1, partial(remote._copy_step, alive, at, at, [(0, 8)]), helped=True)
+        del alive
+        assert kept() is not None
+        batch.help(Deadline(clock, 30))
+        batch.wait(Deadline(clock, 30))
+        assert kept() is None
+    finally:
+        lanes.close()

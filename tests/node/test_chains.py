@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.core.address import ADDRESS_BYTES, TokenArray
+from kvstore.core.address import TokenArray
 from kvstore.core.layout import Layout
 from kvstore.core.namespace import Namespace
 from kvstore.errors import InvalidRequest
-from kvstore.format import keyset
-from kvstore.format.keyset import CHAIN_CHUNKS_MAX, CHAINS_MAX, CHUNKS_MIN, ChunkKeys, RecentChains, chained_addresses
+from kvstore.format.keyset import CHAIN_CHUNKS_MAX, CHAINS_MAX, ChunkKeys, RecentChains
 
 LAYOUT = Layout(layers=1, kv_heads=1, head_dim=1, chunk_tokens=2)
 ONE = Namespace.of("one", LAYOUT)
@@ -45,10 +43,6 @@ def assert_right(chain: ChunkKeys, namespace: Namespace, tokens: TokenArray) -> 
         assert bytes(chain.chunk_tokens(index)) == tokens[index * size : (index + 1) * size].tobytes()
 
 
-def prompt(count: int, seed: int = 0) -> TokenArray:
-    return np.random.default_rng(seed).integers(0, 1 << 32, count, dtype=np.uint32)
-
-
 @st.composite
 def conversations(draw: st.DrawFn) -> list[tuple[Namespace, TokenArray]]:
     """Prompts that begin like earlier ones: cut short, gone on with, changed somewhere, or asked of another model."""
@@ -73,33 +67,6 @@ def test_every_chain_is_that_of_the_definition_and_the_memory_stays_in_its_bound
     for namespace, tokens in asked:
         assert_right(recent.of(namespace, tokens), namespace, tokens)
         assert recent.size_bytes <= bytes_max and len(recent) <= CHAINS_MAX
-
-
-@pytest.fixture
-def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many chunks were hashed, each time that any were."""
-    counts, real = list[int](), chained_addresses
-
-    def counting(namespace: Namespace, packed: bytes, *begun: Any) -> bytes:
-        found = real(namespace, packed, *begun)
-        counts.append(len(found) // ADDRESS_BYTES)
-        return found
-
-    monkeypatch.setattr(keyset, "chained_addresses", counting)
-    return counts
-
-
-def test_what_two_prompts_share_is_not_hashed_again(hashed: list[int]) -> None:
-    for shared in (0, 1, 2, 15, 16, 17, 31, 63, 64):
-        for more in (0, 1, 2, 40):
-            recent = RecentChains(AMPLE)
-            hashed.clear()
-            first = prompt(128)
-            recent.of(ONE, first)
-            later = np.concatenate([first[: 2 * shared], prompt(2 * CHUNKS_MIN + more, seed=1)])
-            chain = recent.of(ONE, later)
-            assert_right(chain, ONE, later)
-            assert hashed == [64, len(chain) - shared]
 
 
 def test_a_prompt_of_too_many_chunks_is_refused() -> None:

@@ -16,12 +16,11 @@ import pytest
 import kvstore
 from kvstore.client import Store
 from kvstore.engine.settings import Limits
-from kvstore.errors import KVStoreError, RootMismatch, SessionLost, Unavailable
+from kvstore.errors import RootMismatch, SessionLost, Unavailable
 from kvstore.meta.embedded_etcd import EmbeddedEtcd
 from kvstore.meta.etcd import EtcdMetadata
-from kvstore.meta.keys import Keys, root_binding
+from kvstore.meta.keys import Keys
 from tests.kit.etcd import eventually, frozen, running_etcd
-from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import SMALL, TINY, kv_of, member_of, same
 
 pytestmark = pytest.mark.slow
@@ -30,8 +29,6 @@ TOKENS = np.arange(6 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)
 PATIENT = Limits(meta_deadline_s=20.0)
 QUICK = Limits(meta_deadline_s=2.0)
-IN_TIME_S = PATIENCE_S
-"""A call to etcd gives up after 2 s here; one without a deadline would never end."""
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +41,6 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedEtcd]:
 def store(tmp_root: Path, etcd: EmbeddedEtcd) -> Iterator[Store]:
     with kvstore.open(str(tmp_root), etcd=etcd.endpoints, limits=PATIENT) as opened:
         yield opened
-
-
-def in_time(began_s: float) -> bool:
-    return time.monotonic() - began_s < IN_TIME_S
 
 
 def test_no_chunk_costs_an_etcd_operation(store: Store) -> None:
@@ -68,28 +61,6 @@ def test_no_chunk_costs_an_etcd_operation(store: Store) -> None:
         cache.blocks.match([start.to_bytes(16, "big")])
     keepalives_max = (time.monotonic() - began_s) / (15 / 3) + 2
     assert kv_operations.operations_count - before <= keepalives_max
-
-
-def test_a_pin_outlives_its_process_but_not_its_ttl(tmp_root: Path, etcd: EmbeddedEtcd) -> None:
-    with kvstore.open(str(tmp_root), etcd=etcd.endpoints) as first:
-        cache = first.namespace("m", SMALL)
-        cache.put(TOKENS, KV)
-        pin = cache.pin(TOKENS, ttl=60)
-    with kvstore.open(str(tmp_root), etcd=etcd.endpoints) as later:
-        assert later.namespace("m", SMALL).refcount(TOKENS) == 1
-        assert later.unpin(pin.id)
-
-
-def test_clear_keeps_what_is_pinned(store: Store) -> None:
-    cache, other = store.namespace("m", SMALL), store.namespace("other", SMALL)
-    cache.put(TOKENS, KV)
-    other.put(TOKENS, KV)
-    with cache.pin(TOKENS[:32], ttl=60):
-        cleared = cache.clear()
-        assert cleared.chunks == 4 and cleared.bytes >= 4 * SMALL.chunk_bytes
-        assert cache.match(TOKENS) == 32
-        assert other.match(TOKENS) == len(TOKENS)
-    assert cache.clear().chunks == 2
 
 
 def test_an_empty_mount_point_is_not_taken_for_the_root(tmp_root: Path, etcd: EmbeddedEtcd) -> None:
@@ -128,26 +99,20 @@ def test_while_etcd_does_not_answer_chunks_go_on_and_pins_say_so(tmp_root: Path,
     with running_etcd(tmp_path) as etcd, kvstore.open(str(tmp_root), etcd=etcd.endpoints, limits=QUICK) as store:
         cache = store.namespace("m", SMALL)
         with without_answers(etcd, how):
-            began_s = time.monotonic()
             assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
             assert same(cache.get(TOKENS)[1], KV)
             with cache.hold(TOKENS) as hold:
                 assert hold.tokens == len(TOKENS)
-            assert in_time(began_s)
             for call in (
                 lambda: cache.pin(TOKENS, ttl=60),
                 lambda: cache.refcount(TOKENS),
                 store.pins,
                 lambda: store.namespace("new", SMALL),
             ):
-                began_s = time.monotonic()
                 with pytest.raises(Unavailable):
                     call()
-                assert in_time(began_s)
-            began_s = time.monotonic()
             with pytest.raises(Unavailable):
                 kvstore.open(str(tmp_root), etcd=etcd.endpoints, limits=QUICK)
-            assert in_time(began_s)
 
         def pinned() -> bool:
             try:
@@ -158,51 +123,6 @@ def test_while_etcd_does_not_answer_chunks_go_on_and_pins_say_so(tmp_root: Path,
         eventually(pinned)
         assert store.stats()["session_alive"] == 1
         store.namespace("new", SMALL)
-
-
-def test_a_session_lost_ends_holds_and_a_new_one_begins(tmp_root: Path, etcd: EmbeddedEtcd) -> None:
-    with kvstore.open(str(tmp_root), etcd=etcd.endpoints, limits=PATIENT) as store:
-        cache = store.namespace("m", SMALL)
-        cache.put(TOKENS, KV)
-        hold = cache.hold(TOKENS)
-        member = member_of(store)
-        lost = member.presence.current()
-        member.meta.revoke(lost.lease)
-        lost.beat()
-        eventually(lambda: store.stats()["sessions_lost"] >= 1)
-        with pytest.raises(Unavailable, match="match again"):
-            hold.read_into(np.zeros_like(KV))
-        eventually(lambda: store.stats()["session_alive"] == 1)
-        assert member.presence.current().id != lost.id
-        assert cache.put(TOKENS, KV).chunks_found == 6
-        cache.clear()
-        assert cache.put(TOKENS, KV).chunks_written == 6
-        assert cache.pin(TOKENS, ttl=60).release()
-
-
-def test_an_etcd_that_came_back_empty_learns_again_where_the_root_is(tmp_root: Path, tmp_path: Path) -> None:
-    with running_etcd(tmp_path) as etcd, kvstore.open(str(tmp_root), etcd=etcd.endpoints, limits=PATIENT) as store:
-        cache = store.namespace("m", SMALL)
-        cache.put(TOKENS, KV)
-        member = member_of(store)
-        binding = root_binding(member.node.root.url)
-        before = member.presence.current()
-        etcd.stop()
-        for entry in tmp_path.iterdir():
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        etcd.start()
-
-        def known_again() -> bool:
-            try:
-                before.beat()
-                return member.presence.current() is not before and member.meta.get(binding) is not None
-            except KVStoreError:
-                return False
-
-        eventually(known_again)
-        assert same(cache.get(TOKENS)[1], KV)
-        with pytest.raises(Unavailable, match="cannot pin"):
-            cache.pin(TOKENS, ttl=60)  # until `kvstore fsck --adopt`: rule C6, in test_pins
 
 
 def test_a_node_that_is_dropped_leaves_the_cluster(tmp_root: Path, etcd: EmbeddedEtcd) -> None:

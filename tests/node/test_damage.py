@@ -11,13 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstore import Layout
 from kvstore.client import Cache, Store
 from kvstore.client.cache import BAND_MAX
 from kvstore.codec import image
+from kvstore.codec.image import VERIFY_BYTES
 from kvstore.core.buffers import BufferLoan, Pieces, Withdrawn
 from kvstore.errors import HoldBroken
 from kvstore.format.keyset import ChunkKeys
-from tests.kit.native_modes import chunks_of
+from kvstore.format.places import Name
+from kvstore.root.posix import PosixReader
+from tests.kit.native_modes import PlainRoot, chunks_of, opened
 from tests.kit.stores import TINY, chunk_files, counted, in_turn, kv_of, resealed, same, store_on
 
 Spoil = Callable[[bytes], bytes]
@@ -146,16 +150,6 @@ def test_another_chunks_file_under_this_name_is_a_miss_and_repaired(store: Store
     assert count == len(tokens) and same(found, kv)
 
 
-def test_another_namespaces_file_under_this_name_is_a_miss_and_repaired(store: Store, tmp_root: Path) -> None:
-    tokens = np.arange(TINY.chunk_tokens)
-    ours, theirs = store.namespace("m", TINY, tenant="a"), store.namespace("m", TINY, tenant="b")
-    ours.put(tokens, kv_of(TINY, tokens))
-    file = the_file(tmp_root)
-    theirs.put(tokens, kv_of(TINY, tokens, b"other"))
-    (foreign,) = set(chunk_files(tmp_root)) - {file}
-    assert_missed_and_repaired(store, ours, tmp_root, file, lambda _: foreign.read_bytes())
-
-
 @pytest.mark.parametrize("reads", ["one by one", "together"])
 def test_damage_in_a_layer_ends_the_layers_there(store: Store, tmp_root: Path, reads: str) -> None:
     """If layers are read together, and one is damaged, none of them is yielded."""
@@ -179,3 +173,102 @@ def test_damage_in_a_layer_ends_the_layers_there(store: Store, tmp_root: Path, r
         assert seen == list(range(section // 2 // size * size))
         assert broken.value.tokens_valid == 0
         assert cache.put(tokens, kv).chunks_written == 1
+
+
+LARGE = Layout(layers=5, kv_heads=8, head_dim=128, dtype="float16", chunk_tokens=256)
+"""Chunks of 5 MiB: more than is read and verified at once."""
+TOKENS = np.arange(LARGE.chunk_tokens)
+KV = kv_of(LARGE, TOKENS)
+PLACES = pytest.mark.parametrize("place", [4096, 4096 + VERIFY_BYTES - 1, 4096 + VERIFY_BYTES, -1])
+
+
+@pytest.fixture
+def large_store(tmp_root: Path) -> Iterator[Store]:
+    assert LARGE.chunk_bytes > VERIFY_BYTES
+    with opened(tmp_root, native=False) as made:
+        made.namespace("m", LARGE).put(TOKENS, KV)
+        yield made
+
+
+def flip(root: Path, place: int) -> Path:
+    (file,) = chunk_files(root)
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+    return file
+
+
+@PLACES
+def test_i1_a_bit_that_turned_anywhere_in_a_large_chunk_is_never_read(
+    large_store: Store, tmp_root: Path, place: int
+) -> None:
+    cache = large_store.namespace("m", LARGE)
+    file = flip(tmp_root, place)
+    assert cache.get(TOKENS)[0] == 0
+    assert not file.exists() and large_store.stats()["quarantined"] == 1, (
+        "what is set aside is verified to its end as well"
+    )
+
+
+@PLACES
+def test_i1_a_bit_that_turned_anywhere_in_a_large_chunk_is_in_no_view(
+    large_store: Store, tmp_root: Path, place: int
+) -> None:
+    cache = large_store.namespace("m", LARGE)
+    with cache.hold(TOKENS) as hold:
+        (view,) = hold.view()
+        assert same(view, KV)
+        flip(tmp_root, place)
+        assert hold.view() == []
+
+
+def test_i1_a_bit_that_turned_in_a_late_layer_is_in_no_layer(large_store: Store, tmp_root: Path) -> None:
+    flip(tmp_root, -1)
+    with large_store.namespace("m", LARGE).hold(TOKENS) as hold, pytest.raises(HoldBroken):
+        for layer, k, v in hold.layers():
+            assert layer < LARGE.layers - 1 and same(k, KV[layer, 0]) and same(v, KV[layer, 1])
+
+
+def test_w3_what_was_repaired_between_the_look_and_the_rename_goes_back(tmp_root: Path) -> None:
+    """Another node has put a whole chunk under the name of the damaged one that we have seen."""
+    whole: dict[str, bytes] = {}
+
+    class Repaired(PlainRoot):
+        def move(self, source: Name, name: Name, *, make_folder: bool = True) -> bool:
+            if name.startswith("quarantine/"):
+                Path(self.path, source).write_bytes(whole["content"])
+            return super().move(source, name, make_folder=make_folder)
+
+    tokens = np.arange(TINY.chunk_tokens)
+    kv = kv_of(TINY, tokens)
+    with store_on(Repaired(tmp_root)) as store:
+        cache = store.namespace("m", TINY)
+        cache.put(tokens, kv)
+        (file,) = chunk_files(tmp_root)
+        whole["content"] = file.read_bytes()
+        flip(tmp_root, -1)
+        assert cache.get(tokens)[0] == 0
+        assert file.read_bytes() == whole["content"]
+        assert (store.stats()["quarantine_restored"], store.stats()["quarantined"]) == (1, 0)
+
+
+def test_i1_a_file_that_is_cut_while_it_is_read_is_not_taken(tmp_root: Path) -> None:
+    """If the caller's memory has the missing bytes from an earlier read, their checksum is right."""
+    tokens = np.arange(TINY.chunk_tokens)
+    kv = kv_of(TINY, tokens)
+    cuts: list[int] = []
+
+    class Cut(PlainRoot):
+        def open(self, name: Name) -> PosixReader | None:
+            reader = super().open(name)
+            if cuts and name.startswith("chunks/"):
+                Path(self.path, name).write_bytes(Path(self.path, name).read_bytes()[: cuts[0]])
+            return reader
+
+    with store_on(Cut(tmp_root)) as store:
+        cache = store.namespace("m", TINY)
+        cache.put(tokens, kv)
+        out = np.zeros_like(kv)
+        assert cache.get(tokens, out) == len(tokens) and same(out, kv)
+        cuts.append(4096 + TINY.section_bytes)
+        assert cache.get(tokens, out) == 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +14,16 @@ import pytest
 from kvstore import Layout
 from kvstore.codec.image import ImagesIn, copy_sections, make_images, take_images, verify_images
 from kvstore.core.buffers import BufferLoan, Planes, Withdrawn, planes_of
+from kvstore.core.clock import RandomIds
 from kvstore.core.namespace import Namespace
 from kvstore.errors import InvalidRequest
 from kvstore.format.header import decode
 from kvstore.format.keyset import ChunkKeys
 from kvstore.native import is_available
 from kvstore.native import library as native
-from tests.kit.images import DAMAGES, CountedIds, Spoil, chain_of, made
+from tests.kit.fake_meta import CountingIds
+from tests.kit.images import DAMAGES, Spoil, chain_of, made
+from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import (
     LARGE,
     MANY,
@@ -148,7 +153,7 @@ def test_nothing_is_written_beside_sections_and_images(way: bool) -> None:
         memory = np.full(2 * (chain.image_bytes(0) + 8192), 0xEE, np.uint8)
         stride = memory.size // 2
         images = [memory[at * stride : at * stride + chain.image_bytes(0)].data for at in range(2)]
-        make_images(chain, [0, 1], planes_in(source), images, CountedIds())
+        make_images(chain, [0, 1], planes_in(source), images, CountingIds())
         assert (memory.reshape(2, -1)[:, chain.image_bytes(0) :] == 0xEE).all()
         before = memory.copy()
         assert take_images(chain, [0, 1], images, planes_in(target), BufferLoan()).all()
@@ -184,3 +189,45 @@ def test_a1_images_out_of_the_memory_are_refused() -> None:
     for offsets, size in (([0, 8193], 4096), ([0], 4 * 4096), ([1 << 63], 4096), ([(1 << 64) - 4096], 4096)):
         with pytest.raises(InvalidRequest):
             ImagesIn(memory, np.array(offsets, np.uint64), [size] * len(offsets))
+
+
+@pytest.mark.skipif(not is_available(), reason="no native library")
+def test_i1_bytes_that_are_replaced_while_they_are_taken_are_not_said_to_be_right() -> None:
+    """Whose lease was ended while it stood still reads what another chunk is being written into."""
+    count = 4
+    chain = ChunkKeys.of(Namespace.of("m", LARGE), np.arange(count * LARGE.chunk_tokens, dtype=np.uint32))
+    kv = np.random.default_rng(1).integers(0, 256, (1, 2, count * LARGE.section_bytes), np.uint8)
+    size = chain.image_bytes(0)
+    memory = np.zeros(count * size, np.uint8)
+    images = ImagesIn(memory.data, [at * size for at in range(count)], [size] * count)
+    make_images(chain, range(count), Planes(kv, LARGE.section_bytes), images, RandomIds())
+    right, out = memory.copy(), np.zeros_like(kv)
+    outcomes = [0, 0]
+    turn = threading.Barrier(2)
+
+    def replace() -> None:
+        generator = np.random.default_rng(2)
+        with suppress(threading.BrokenBarrierError):
+            while True:
+                start = int(generator.integers(0, memory.size))
+                turn.wait()
+                memory[start:] = 0
+                turn.wait()
+
+    thread = threading.Thread(target=replace, daemon=True)
+    thread.start()
+    try:
+        for _ in range(60):
+            memory[:] = right
+            out[:] = 1
+            turn.wait()
+            mask = take_images(chain, range(count), images, Planes(out, LARGE.section_bytes), BufferLoan())
+            for at in range(count):
+                part = slice(at * LARGE.section_bytes, (at + 1) * LARGE.section_bytes)
+                outcomes[int(mask[at])] += 1
+                assert not mask[at] or np.array_equal(out[..., part], kv[..., part])
+            turn.wait()
+    finally:
+        turn.abort()
+    thread.join(PATIENCE_S)
+    assert min(outcomes) > 0, "some were replaced, and some were not"

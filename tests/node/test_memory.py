@@ -14,7 +14,6 @@ from kvstore.client import Store
 from kvstore.errors import InvalidRequest
 from kvstore.root.posix import PosixRoot
 from tests.kit.faulty_root import ENOSPC, FaultyRoot, Rule
-from tests.kit.native_modes import opened
 from tests.kit.stores import SMALL, kv_of, same, store_on
 
 TOKENS = np.arange(8 * SMALL.chunk_tokens, dtype=np.uint32)
@@ -90,15 +89,3 @@ def test_arrays_of_the_other_byte_order_are_refused(store: Store) -> None:
             cache.put(TOKENS, swapped)
         with pytest.raises(InvalidRequest, match="dtype"):
             cache.get(TOKENS, out=swapped)
-
-
-def test_views_without_native_code_are_copies(tmp_root: Path) -> None:
-    with opened(tmp_root, native=False) as store:
-        cache = store.namespace("m", SMALL)
-        cache.put(TOKENS, KV)
-        before = len(list(Path("/proc/self/fd").iterdir()))
-        with cache.hold(TOKENS) as hold:
-            views = hold.view()
-            assert len(list(Path("/proc/self/fd").iterdir())) == before
-            assert same(np.concatenate(views, axis=2), KV)
-            assert not any(view.flags.writeable for view in views)

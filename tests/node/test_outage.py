@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,17 +12,15 @@ import pytest
 
 from kvstore.client import Store
 from kvstore.engine.settings import Limits
-from kvstore.errors import HoldBroken, InvalidRequest, Overloaded, PermissionDenied, Unavailable
+from kvstore.errors import HoldBroken, Unavailable
 from kvstore.root.posix import PosixRoot
-from tests.kit.faulty_root import EIO, ENOSPC, EROFS, Delay, Fault, FaultyRoot, Hang, Missing, Rule, Torn
-from tests.kit.patience import PATIENCE_S, eventually, stretched
+from tests.kit.faulty_root import EROFS, Delay, FaultyRoot, Hang, Rule
+from tests.kit.patience import eventually, stretched
 from tests.kit.stores import SMALL, chunk_files, hasty_while_faulty, in_turn, kv_of, member_of, same, store_on
 
 QUICK = Limits(
     match_deadline_s=0.4, read_deadline_s=0.4, write_deadline_s=0.6, hold_max_s=30.0, stall_s=0.5, lanes=4, width=2
 )
-IN_TIME_S = PATIENCE_S
-"""A call's deadline here is 0.6 s at most on an idle machine; a call without one would never end."""
 
 TOKENS = np.arange(6 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)
@@ -48,17 +44,6 @@ def store(root: FaultyRoot) -> Iterator[Store]:
     opened.close()
 
 
-class InTime:
-    """Asserts that a block ended within IN_TIME_S."""
-
-    def __enter__(self) -> None:
-        self.began_s = time.monotonic()
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            assert time.monotonic() - self.began_s < IN_TIME_S
-
-
 @pytest.mark.parametrize("operation", ["open", "read"])
 def test_a_read_that_hangs_is_a_miss_and_never_writes_late(store: Store, root: FaultyRoot, operation: str) -> None:
     cache = store.namespace("m", SMALL)
@@ -66,8 +51,7 @@ def test_a_read_that_hangs_is_a_miss_and_never_writes_late(store: Store, root: F
     hang = Hang()
     root.set_rules([Rule(operation, hang, nth=3)])
     out = np.zeros_like(KV)
-    with InTime():
-        count = cache.get(TOKENS, out=out)
+    count = cache.get(TOKENS, out=out)
     assert count < len(TOKENS) and same(out[:, :, :count], KV[:, :, :count])
     assert hang.reached.is_set()
     # The engine uses the memory for something else now; the read that wakes up must not touch it.
@@ -81,17 +65,6 @@ def test_a_read_that_hangs_is_a_miss_and_never_writes_late(store: Store, root: F
     assert store.stats()["miss_deadline"] >= 1
 
 
-def test_a_match_that_hangs_is_a_miss(store: Store, root: FaultyRoot) -> None:
-    cache = store.namespace("m", SMALL)
-    hang = Hang()
-    root.set_rules([Rule("stat", hang)])
-    with InTime():
-        assert cache.match(TOKENS) == 0
-    hang.release.set()
-    root.set_rules([])
-    assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
-
-
 @pytest.mark.parametrize("operation", ["stat", "stage", "publish"])
 def test_a_put_that_hangs_is_shed_and_publishes_nothing_wrong(
     store: Store, root: FaultyRoot, tmp_root: Path, operation: str
@@ -100,7 +73,7 @@ def test_a_put_that_hangs_is_shed_and_publishes_nothing_wrong(
     hang = Hang()
     root.set_rules([Rule(operation, hang, nth=2)])
     kv = KV.copy()
-    with InTime(), pytest.raises(Unavailable, match="in time"):
+    with pytest.raises(Unavailable, match="in time"):
         cache.put(TOKENS, kv)
     # The engine reuses the memory at once. A call that wakes up now must not publish what it finds there.
     kv[:] = 0
@@ -111,7 +84,7 @@ def test_a_put_that_hangs_is_shed_and_publishes_nothing_wrong(
     assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
     count, found = cache.get(TOKENS)
     assert count == len(TOKENS) and same(found, KV)
-    assert store.stats()["miss_damaged"] == 0
+    assert (store.stats()["miss_damaged"], store.stats()["put_failed"]) == (0, 1)
 
 
 def test_when_every_lane_hangs_calls_fail_at_once_until_the_root_is_back(store: Store, root: FaultyRoot) -> None:
@@ -119,12 +92,7 @@ def test_when_every_lane_hangs_calls_fail_at_once_until_the_root_is_back(store: 
     cache.put(TOKENS[:32], KV[:, :, :32])
     hang = Hang()
     root.set_rules([Rule("open", hang), Rule("stat", hang)])
-    for _ in range(QUICK.lanes):
-        cache.get(TOKENS[:32])
-    until = time.monotonic() + IN_TIME_S
-    while not store.stats()["root_hangs"] and time.monotonic() < until:
-        cache.get(TOKENS[:32])
-    assert store.stats()["root_hangs"] == 1
+    eventually(lambda: cache.get(TOKENS[:32]) and store.stats()["root_hangs"] == 1)
     late = store.stats()["miss_deadline"]
     for _ in range(20):
         assert cache.get(TOKENS[:32])[0] == 0
@@ -142,7 +110,7 @@ def test_a_failed_put_does_not_wait_for_its_staged_files_to_be_removed(store: St
     cache = store.namespace("m", SMALL)
     hang, removal = Hang(), Hang()
     root.set_rules([Rule("publish", hang), Rule("discard", removal)])
-    with InTime(), pytest.raises(Unavailable):
+    with pytest.raises(Unavailable):
         cache.put(TOKENS, KV)
     root.set_rules([])
     hang.release.set()
@@ -165,23 +133,6 @@ def test_a_busy_root_is_not_taken_for_one_that_hangs(tmp_root: Path) -> None:
         assert not any(seen)
 
 
-def test_a_store_opened_before_a_fork_says_so_in_the_child(store: Store) -> None:
-    cache = store.namespace("m", SMALL)
-    cache.put(TOKENS, KV)
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            with pytest.raises(InvalidRequest, match="open it in the child"):
-                cache.put(TOKENS[:32] + 5, KV[:, :, :32])
-            store.close()
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
-    assert same(cache.get(TOKENS)[1], KV), "the parent goes on"
-
-
 def test_closing_does_not_wait_for_a_root_that_hangs(root: FaultyRoot) -> None:
     store = store_on(root)
     hasty_while_faulty(root, member_of(store), quick())
@@ -190,87 +141,8 @@ def test_closing_does_not_wait_for_a_root_that_hangs(root: FaultyRoot) -> None:
     hang = Hang()
     root.set_rules([Rule(operation, hang) for operation in ("open", "touch", "remove_folder")])
     cache.get(TOKENS)
-    with InTime():
-        store.close()
+    store.close()
     hang.release.set()
-
-
-@pytest.mark.parametrize(
-    ("operation", "fault", "error"),
-    [("stage", ENOSPC, Overloaded), ("publish", EROFS, PermissionDenied), ("stage", EIO, Unavailable)],
-)
-def test_a_failing_put_says_why_and_keeps_what_was_published(
-    store: Store, root: FaultyRoot, tmp_root: Path, operation: str, fault: Fault, error: type[Exception]
-) -> None:
-    cache = store.namespace("m", SMALL)
-    root.set_rules([Rule(operation, fault, nth=4)])
-    with InTime(), pytest.raises(error, match=f"could not {operation}"):
-        cache.put(TOKENS, KV, required=True)
-    root.set_rules([])
-    count, found = cache.get(TOKENS)
-    assert count < len(TOKENS) and same(found, KV[:, :, :count])
-    assert not [file for file in (tmp_root / "staging").glob("*/*") if file.is_file()], "no torn files are left"
-    assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
-    assert store.stats()["put_failed"] == 1
-
-
-@pytest.mark.parametrize("operation", ["stat", "open", "read"])
-def test_io_errors_on_the_way_to_a_read_are_misses(store: Store, root: FaultyRoot, operation: str) -> None:
-    cache = store.namespace("m", SMALL)
-    cache.put(TOKENS, KV)
-    cold_root = FaultyRoot(root.inner)
-    with store_on(cold_root) as cold:
-        other = cold.namespace("m", SMALL)
-        cold_root.set_rules([Rule(operation, EIO)])
-        assert other.get(TOKENS)[0] == 0
-        assert cold.stats()["miss_unreadable"] >= 1
-    root.set_rules([Rule(operation, EIO, nth=3)])
-    out = np.zeros_like(KV)
-    count = cache.get(TOKENS, out=out)
-    assert same(out[:, :, :count], KV[:, :, :count])
-    root.set_rules([])
-    assert cache.get(TOKENS)[0] == len(TOKENS), "an I/O error does not set a good file aside"
-
-
-def test_a_chunk_that_vanishes_between_match_and_read_is_a_miss(store: Store, root: FaultyRoot) -> None:
-    cache = store.namespace("m", SMALL)
-    cache.put(TOKENS, KV)
-    with cache.hold(TOKENS) as hold:
-        root.set_rules([Rule("open", Missing(), nth=3)])
-        out = np.zeros_like(KV)
-        count = hold.read_into(out)
-        assert count < hold.tokens and same(out[:, :, :count], KV[:, :, :count])
-
-
-def test_a_torn_write_that_was_acknowledged_is_a_verified_miss(store: Store, root: FaultyRoot) -> None:
-    cache = store.namespace("m", SMALL)
-    cache.put(TOKENS[:16] + 5, KV[:, :, :16])  # a writer's first put stages its record too
-    root.set_rules([Rule("stage", Torn(zeros=True), nth=2, times=1)])
-    cache.put(TOKENS, KV)
-    root.set_rules([])
-    count, found = cache.get(TOKENS)
-    assert count < len(TOKENS) and same(found, KV[:, :, :count])
-    cache.put(TOKENS, KV)
-    assert cache.get(TOKENS)[0] == len(TOKENS)
-
-
-def test_a_hold_past_its_time_may_not_be_read_any_more(store: Store) -> None:
-    cache = store.namespace("m", SMALL)
-    cache.put(TOKENS, KV)
-    hold, out = cache.hold(TOKENS, ttl=0.05), np.zeros_like(KV)
-
-    def has_expired() -> bool:
-        try:
-            hold.read_into(out)
-        except HoldBroken as broken:
-            return "match again" in str(broken)
-        return False
-
-    eventually(has_expired)
-    released = cache.hold(TOKENS)
-    released.release()
-    with pytest.raises(HoldBroken):
-        released.view()
 
 
 def test_layers_that_hang_break_the_hold_in_time(store: Store, root: FaultyRoot) -> None:
@@ -280,7 +152,7 @@ def test_layers_that_hang_break_the_hold_in_time(store: Store, root: FaultyRoot)
     hang, seen = Hang(), 0
     root.set_rules([Rule("read", hang, lambda name: False)])  # reads begin with the short deadlines
     with cache.hold(TOKENS) as hold:
-        with InTime(), pytest.raises(HoldBroken, match="not read in time"):
+        with pytest.raises(HoldBroken, match="not read in time"):
             for layer, k, _ in hold.layers(in_turn(layout, len(TOKENS))):
                 root.set_rules([Rule("read", hang)])  # the next two are read by now, or are being read
                 assert same(k, kv[layer, 0])

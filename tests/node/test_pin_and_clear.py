@@ -16,22 +16,17 @@ import pytest
 
 from kvstore.census.selection import Selection
 from kvstore.core.buffers import Planes
-from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.core.namespace import Namespace
 from kvstore.core.results import PinRecord
-from kvstore.engine.coordination import ClusterMember
-from kvstore.engine.open import join
-from kvstore.engine.settings import Limits
 from kvstore.errors import Unavailable
 from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
 from kvstore.meta.clears import PASSING_S, Clears
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMetadata
-from kvstore.meta.store import MetadataStore
-from kvstore.root.identity import create_or_open
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from tests.kit.stores import SMALL, kv_of
+from tests.kit.fake_meta import AheadClock
+from tests.kit.stores import SMALL, kv_of, member_on
 
 WAIT_S = 60.0
 ALL = 1000
@@ -102,11 +97,7 @@ class Stage:
                     stage.step(next((each for each in actors if each and each.thread is current), None))
                 return super().__getattribute__(name)
 
-        clock, ids = SystemClock(), RandomIds()
-        self.root = Root(MemoryFiles())
-        meta: MetadataStore = Metadata(clock=clock)
-        identity = create_or_open(self.root, ids)
-        self.member: ClusterMember = join(self.root, identity, meta, limits=Limits(), clock=clock, ids=ids)
+        self.member = member_on(Root(MemoryFiles()), meta=Metadata())
         self.member.claim_namespace(NAMESPACE)
         self.chain: ChunkKeys = self.member.node.chains.of(NAMESPACE, np.asarray(TOKENS, np.uint32))
         self.member.node.put(self.chain, 0, Planes(kv_of(SMALL, TOKENS), SMALL.section_bytes))
@@ -178,13 +169,7 @@ def test_a_pin_keeps_its_chunks_in_every_order_with_a_clear(clear: Callable[[Sta
 
 
 def test_a_clear_stops_deleting_once_its_order_may_have_ended() -> None:
-    class Late(SystemClock):
-        ahead_s = 0.0
-
-        def monotonic_s(self) -> float:
-            return super().monotonic_s() + self.ahead_s
-
-    clock = Late()
+    clock = AheadClock()
     clears = Clears(MemoryMetadata(), Keys(bytes(16)), clock)
     published = clears.publish(bytes(16), b"{}", 5.0)
     published.check()

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,8 +22,6 @@ from kvstore.client.store import Store
 from kvstore.core.buffers import token_array
 from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.core.namespace import Namespace
-from kvstore.engine.coordination import Coordination
-from kvstore.engine.open import join
 from kvstore.engine.settings import Limits
 from kvstore.errors import HoldBroken, KVStoreError, Overloaded, RootMismatch, SessionLost, Unavailable
 from kvstore.format import places
@@ -45,7 +42,7 @@ from tests.kit.faulty_root import EIO, FaultyRoot, Hang
 from tests.kit.faulty_root import Rule as RootRule
 from tests.kit.patience import PATIENCE_S
 from tests.kit.ports import free_port
-from tests.kit.stores import TINY, kv_of, member_of, same, store_on
+from tests.kit.stores import TINY, kv_of, member_of, member_on, same, store_on
 
 TOKENS = np.arange(6 * TINY.chunk_tokens)
 KV = kv_of(TINY, TOKENS)
@@ -64,9 +61,7 @@ class Shared:
 
     @contextmanager
     def store(self, limits: Limits = LIMITS) -> Iterator[Store]:
-        ids, clock = RandomIds(), SystemClock()
-        identity = create_or_open(self.root, ids)
-        member = join(self.root, identity, self.meta, limits=limits, clock=clock, ids=ids, sharing=Coordination.CLUSTER)
+        member = member_on(self.root, limits, meta=self.meta, in_cluster=True)
         with Store(LocalTransport(member)) as opened:
             yield opened
 
@@ -267,43 +262,6 @@ def _beat(store: Store) -> None:
 def command(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, list(arguments), prog_name="kvstore")
     return result.exit_code, result.output
-
-
-@pytest.mark.slow
-def test_c6_a_wiped_etcd_loses_no_pin(tmp_root: Path, tmp_path: Path) -> None:
-    """The whole way as an operator sees it: pin, etcd comes back empty, adopt, and everything is there again."""
-    root = str(tmp_root)
-    with running_etcd(tmp_path / "etcd") as etcd, kvstore.open(root, etcd=etcd.endpoints, limits=LIMITS) as store:
-        at = ("--root", root, "--etcd", etcd.endpoints)
-        cache = filled(store)
-        pin = cache.pin(TOKENS, ttl=600, owner="job/1")
-        assert json.loads((tmp_root / places.generation(1)).read_text())["generation"] == 1
-        assert len(list((tmp_root / places.PINS).glob("*/*"))) == 1
-
-        etcd.stop()
-        shutil.rmtree(tmp_path / "etcd")
-        etcd.start()
-        eventually(lambda: store.stats()["sessions_lost"] >= 1 and _refuses(cache))
-        assert same(cache.get(TOKENS)[1], KV), "served all the same"
-        code, said = command("ls", "--pins", *at)
-        assert code == 0 and "job/1" not in said
-        code, said = command("pin", "m", ",".join(map(str, TOKENS)), *at)
-        assert code == 2 and "cannot pin" in said
-
-        code, said = command("fsck", root, "--adopt", "--etcd", etcd.endpoints)
-        assert code == 0, said
-        assert "generation 1 -> 2" in said and "pins: 1 restored" in said
-        code, said = command("ls", "--pins", *at, "--json")
-        (found,) = json.loads(said)["pins"]
-        assert (found["id"], found["owner"], found["tokens"]) == (pin.record.id, "job/1", len(TOKENS))
-        assert 0 < found["expires_s"] - time.time() <= 600
-        code, said = command("ls", "--pins", *at)
-        assert "job/1" in said
-
-        eventually(lambda: not _refuses(cache))
-        assert command("unpin", pin.record.id, *at)[0] == 0
-        assert command("unpin", pin.record.id, *at)[0] == 1
-        assert not list((tmp_root / places.PINS).glob("*/*"))
 
 
 def _refuses(cache: Cache) -> bool:

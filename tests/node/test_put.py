@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvstore.client import Store
+from kvstore.core.results import PutResult
 from kvstore.format.places import Name
 from kvstore.root.posix import PosixRoot
 from tests.kit.faulty_root import FaultyRoot
@@ -49,19 +51,15 @@ def test_chunks_become_visible_parents_first(tmp_root: Path) -> None:
 
 def test_many_writers_of_one_prompt_publish_each_chunk_once(tmp_root: Path) -> None:
     stores = [store_on(tmp_root) for _ in range(4)]
-    results = []
     barrier = threading.Barrier(len(stores))
 
-    def put(store: Store) -> None:
+    def put(store: Store) -> PutResult:
         cache = store.namespace("m", SMALL)
         barrier.wait(PATIENCE_S)
-        results.append(cache.put(TOKENS, KV))
+        return cache.put(TOKENS, KV)
 
-    threads = [threading.Thread(target=put, args=(store,)) for store in stores]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
+    with ThreadPoolExecutor(len(stores)) as threads:
+        results = list(threads.map(put, stores))
     assert [result.tokens_present for result in results] == [len(TOKENS)] * 4
     assert sum(result.chunks_written for result in results) == 8
     for store in stores:

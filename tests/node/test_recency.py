@@ -1,76 +1,341 @@
-"""Recency without etcd and without atime: the mtimes after readers and writers used a chain."""
+"""What the mtimes of chunks say: last use, place in the prompt, uses, hints, and whether a branch is abandoned."""
 
 from __future__ import annotations
 
+import hashlib
+import math
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from kvstore.client import Store
-from kvstore.core.buffers import token_array
-from kvstore.core.recency import quantum_of, stamp_ns
+from kvstore.client import Cache, Store
+from kvstore.client.cache import BlockCache
+from kvstore.client.local import LocalTransport
+from kvstore.core.buffers import Pieces, token_array
+from kvstore.core.recency import DEFAULT, NS_PER_S, PRESETS, TICK_S, TTL_CLASSES_S, Hints, Recency, decode, quantum_of
+from kvstore.engine.engine import Engine
 from kvstore.engine.settings import Limits
+from kvstore.errors import InvalidRequest
+from kvstore.format import places
 from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
-from kvstore.root.interface import Stat
+from kvstore.root.interface import Root, Stat
+from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
-from tests.kit.stores import TINY, SetClock, chunk_files, kv_of, member_of, store_on
+from tests.kit.native_modes import PlainRoot
+from tests.kit.patience import eventually
+from tests.kit.stores import TINY, SetClock, kv_of, member_on
+from tests.kit.workers import connected, serving
 
 NOW_S = 1_800_000_000.0
 QUANTUM_S = Limits().quantum_s
-CHUNKS = 6
-TOKENS = np.arange(CHUNKS * TINY.chunk_tokens)
+SIZE = TINY.chunk_tokens
+CHUNKS, KEPT = 6, 2
+TOKENS = np.arange(CHUNKS * SIZE)
+OTHER = np.concatenate((TOKENS[: 4 * SIZE], TOKENS[: 2 * SIZE] + 1000))
+"""Another branch, which shares two chunks after those that are kept."""
+KEYS = [hashlib.blake2b(bytes([number]), digest_size=20).digest() for number in range(CHUNKS)]
+BLOCKS = [bytes([number]) * 100 for number in range(CHUNKS)]
 
 
-def drain(store: Store) -> None:
-    member_of(store).node.drain()
+class CountingRoot(MemoryRoot):
+    """A memory root that keeps mtimes in grains of ``grain_ns``, and records touches."""
+
+    def __init__(self, grain_ns: int = 1) -> None:
+        super().__init__(MemoryFiles())
+        self.grain_ns = grain_ns
+        self.touched: list[str] = []
+
+    def stage(self, name: Name, pieces: Pieces, *, stamp_ns: int, durable: bool) -> None:
+        super().stage(name, pieces, stamp_ns=stamp_ns // self.grain_ns * self.grain_ns, durable=durable)
+
+    def touch(self, name: Name, stamp_ns: int) -> bool:
+        self.touched.append(name)
+        return super().touch(name, stamp_ns // self.grain_ns * self.grain_ns)
 
 
-def mtimes(root: Path) -> list[int]:
-    """The chunks' mtimes, newest first."""
-    return sorted((file.stat().st_mtime_ns for file in chunk_files(root)), reverse=True)
+class Opened:
+    """A store, the node behind it, and what their root says of chunks."""
+
+    def __init__(self, store: Store, node: Engine, clock: SetClock, calls: Callable[[], int] = lambda: 0) -> None:
+        """``calls`` counts those that a worker has not ended: it notes a use after its last byte is sent."""
+        self.store, self.node, self.clock, self._calls = store, node, clock, calls
+        self.use("m")
+
+    def use(self, name: str) -> None:
+        """Continues with a namespace, which is empty at first."""
+        self.cache: Cache = self.store.namespace(name, TINY)
+
+    def put(self, tokens: np.ndarray = TOKENS, prefix: int = 0, **hints: Any) -> None:
+        kv = kv_of(TINY, tokens)[:, :, prefix:]
+        assert self.cache.put(tokens, kv, prefix, **hints).tokens_present == len(tokens)
+        self.settle()
+
+    def get(self, tokens: np.ndarray = TOKENS) -> None:
+        assert self.cache.get(tokens)[0] == len(tokens)
+        self.settle()
+
+    def settle(self) -> None:
+        """Waits until every use is noted on the root."""
+        eventually(lambda: not self._calls(), "the calls end")
+        self.node.drain()
+
+    def mtimes(self) -> list[int]:
+        """The mtimes of the namespace's chunks, newest first."""
+        found = []
+        for folder in self.node.root.list(places.CHUNKS):
+            for entry in self.node.root.list(Name(f"{places.CHUNKS}/{folder.name}")):
+                parsed = places.parse_chunk(entry.name)
+                if parsed is not None and parsed[1] == self.cache.namespace.id and entry.stat is not None:
+                    found.append(entry.stat.mtime_ns)
+        return sorted(found, reverse=True)
+
+    def recencies(self) -> list[Recency]:
+        """The recency of each chunk, first to last."""
+        return sorted((decode(each, QUANTUM_S) for each in self.mtimes()), key=lambda each: each.depth)
+
+    def hints(self) -> list[Hints]:
+        return [each.hints for each in self.recencies()]
+
+    def uses(self) -> list[int]:
+        return [each.uses for each in self.recencies()]
+
+    def used_at(self) -> list[float]:
+        return [each.last_use_s for each in self.recencies()]
+
+    def superseded(self) -> list[int]:
+        """The depths of abandoned chunks."""
+        self.settle()
+        return [each.depth for each in self.recencies() if each.is_superseded]
+
+    def now(self) -> int:
+        return quantum_of(self.clock.wall_s, QUANTUM_S)
+
+    def pass_quanta(self, count: int = 1) -> None:
+        self.settle()
+        self.clock.wall_s += count * QUANTUM_S
 
 
-def chain_stamps(now_s: float, count: int = CHUNKS, uses: int = 0) -> list[int]:
-    return [stamp_ns(quantum_of(now_s, QUANTUM_S), depth, uses=uses) for depth in range(count)]
+@contextmanager
+def local(root: Root, clock: SetClock | None = None) -> Iterator[Opened]:
+    clock = clock or SetClock(NOW_S)
+    member = member_on(root, clock=clock)
+    with Store(LocalTransport(member)) as store:
+        yield Opened(store, member.node, clock)
 
 
-def test_readers_renew_once_per_quantum_parents_no_later_than_children(tmp_root: Path) -> None:
+@pytest.fixture(params=["files", "python", "remote"])
+def opened(request: pytest.FixtureRequest, tmp_root: Path) -> Iterator[Opened]:
+    """In this process with native code and without it, or through a worker."""
+    if request.param != "remote":
+        with local(PosixRoot(tmp_root) if request.param == "files" else PlainRoot(tmp_root)) as made:
+            yield made
+        return
     clock = SetClock(NOW_S)
-    with store_on(tmp_root, clock=clock) as store:
-        cache = store.namespace("m", TINY)
-        cache.put(TOKENS, kv_of(TINY, TOKENS))
+    with serving(CountingRoot(), clock=clock) as served, connected(served) as store:
+        yield Opened(store, served.member.node, clock, lambda: served.worker.service.gate.inside_count)
+
+
+# Hints
+
+SAID: list[tuple[dict[str, Any], Hints]] = [
+    ({}, DEFAULT),
+    ({"priority": 0}, Hints(0)),
+    ({"priority": 100, "ttl": 1}, Hints(100, 300)),
+    ({"ttl": 301.5}, Hints(35, 1_800)),
+    ({"ttl": 2_592_001}, DEFAULT),
+    ({"preset": "batch"}, PRESETS["batch"]),
+    ({"preset": "rag", "priority": 7}, Hints(7, PRESETS["rag"].ttl_s)),
+    ({"preset": "chat", "ttl": math.inf}, Hints(PRESETS["chat"].priority)),
+]
+
+
+def test_hints_of_a_put_are_those_of_its_chunks(opened: Opened) -> None:
+    for said, kept in SAID:
+        expected = [Recency(opened.now(), depth, 0, kept.priority, kept.ttl_s) for depth in range(CHUNKS)]
+        opened.use(str(said))
+        opened.put(**said)
+        assert opened.recencies() == expected
+        opened.use(f"{said} blocks")
+        assert opened.cache.blocks.put(KEYS[:2], BLOCKS[:2], **said) == [True] * 2
+        assert opened.cache.blocks.put(KEYS[2:], BLOCKS[2:], first=2, **said) == [True] * 4
+        assert opened.recencies() == expected
+
+
+def test_invalid_hints_are_refused_before_anything_is_stored(opened: Opened) -> None:
+    for said in ({"priority": 101}, {"ttl": 0}, {"ttl": math.nan}, {"preset": "chats"}):
+        with pytest.raises(InvalidRequest, match="expected"):
+            opened.cache.put(TOKENS, kv_of(TINY, TOKENS), **said)
+        with pytest.raises(InvalidRequest, match="expected"):
+            opened.cache.blocks.put(KEYS, BLOCKS, **said)
+        assert opened.mtimes() == []
+
+
+def test_readers_renew_once_per_quantum_and_keep_the_hints(opened: Opened) -> None:
+    opened.put(priority=80, ttl=7_200)
+    opened.get()
+    assert opened.store.stats()["refreshed"] == 0, "chunks of this quantum are not renewed"
+    for uses in (1, 2, 3, 3):
+        opened.pass_quanta()
         for _ in range(3):
-            cache.get(TOKENS)
-        drain(store)
-        assert store.stats()["refreshed"] == 0, "what is of this quantum is not renewed"
-        clock.wall_s += QUANTUM_S
-        for _ in range(5):
-            cache.get(TOKENS[: 3 * TINY.chunk_tokens])
-            drain(store)
-        assert store.stats()["refreshed"] == 3
-        assert mtimes(tmp_root) == chain_stamps(clock.wall_s, 3, uses=1) + chain_stamps(NOW_S)[3:]
-        cache.get(TOKENS)
-        drain(store)
-        assert mtimes(tmp_root) == chain_stamps(clock.wall_s, uses=1)
+            opened.get()
+        assert opened.hints() == [Hints(80, 7_200)] * CHUNKS
+        assert opened.uses() == [uses] * CHUNKS and opened.used_at() == [opened.now()] * CHUNKS
+    before = opened.now()
+    opened.pass_quanta()
+    opened.get(TOKENS[: 3 * SIZE])
+    assert opened.used_at() == [opened.now()] * 3 + [before] * 3
+    assert opened.store.stats()["refreshed"] == 4 * CHUNKS + 3
 
 
-def test_views_and_layers_renew_their_chunks(tmp_root: Path) -> None:
-    clock = SetClock(NOW_S)
-    with store_on(tmp_root, clock=clock) as store:
-        cache = store.namespace("m", TINY)
-        cache.put(TOKENS, kv_of(TINY, TOKENS))
-        for uses, reads in ((1, "view"), (2, "layers")):
-            clock.wall_s += QUANTUM_S
-            with cache.hold(TOKENS) as hold:
-                assert list(getattr(hold, reads)())
-            drain(store)
-            assert mtimes(tmp_root) == chain_stamps(clock.wall_s, uses=uses)
+@pytest.mark.parametrize("quanta", [0, 5])
+def test_put_of_stored_chunks_raises_their_hints_only(opened: Opened, quanta: int) -> None:
+    opened.put(preset="batch")
+    opened.pass_quanta(quanta)
+    opened.put(TOKENS[: 3 * SIZE])
+    assert opened.hints() == [DEFAULT] * 3 + [PRESETS["batch"]] * 3
+    before = opened.mtimes()
+    opened.put(preset="batch")
+    assert opened.hints() == [DEFAULT] * 3 + [PRESETS["batch"]] * 3
+    assert all(now >= then for now, then in zip(opened.mtimes(), before, strict=True))
+    assert opened.uses() == [int(quanta > 0)] * CHUNKS
 
 
-def test_a_renewal_looks_again_right_before_its_touch(tmp_root: Path) -> None:
+def test_put_of_stored_blocks_raises_their_hints(opened: Opened) -> None:
+    blocks = opened.cache.blocks
+    assert blocks.put(KEYS[:2], BLOCKS[:2], priority=10) == [True, True]
+    assert blocks.put(KEYS[1:3], BLOCKS[1:3], first=1, preset="rag") == [True, True]
+    opened.settle()
+    assert opened.hints() == [Hints(10), Hints(70, None), PRESETS["rag"]]
+
+
+def test_repaired_parent_gets_the_hints_of_its_children() -> None:
+    root = CountingRoot()
+    with local(root) as opened:
+        opened.put(priority=90, ttl=7_200)
+        address = ChunkKeys.of(opened.cache.namespace, token_array(TOKENS)).addresses[1]
+        root.remove(places.chunk(address, opened.cache.namespace.id, opened.node.identity.shard_bits))
+        opened.put(priority=5, ttl=300)
+        assert opened.hints()[1] == Hints(5, 300)
+        opened.pass_quanta()
+        opened.get()
+        assert opened.hints() == [Hints(90, 7_200)] * CHUNKS
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.integers(0, 1),
+        st.sampled_from(["put", "get", "wait"]),
+        st.integers(1, CHUNKS),
+        st.fixed_dictionaries(
+            {"priority": st.none() | st.integers(0, 100), "ttl": st.none() | st.sampled_from(TTL_CLASSES_S)}
+        ),
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(STEPS, st.sampled_from([0, QUANTUM_S // 2, 3 * QUANTUM_S]))
+def test_parent_is_never_staler_or_worth_less_than_its_child(
+    steps: list[tuple[int, str, int, dict[str, Any]]], skew_s: int
+) -> None:
+    """Two nodes, and the clock of one may be behind."""
+    root = CountingRoot()
+    with local(root) as first, local(root, SetClock(NOW_S - skew_s)) as second:
+        before: list[int] = []
+        for which, action, count, hints in steps:
+            at = (first, second)[which]
+            if action == "wait":
+                first.pass_quanta(count % 2)
+                second.pass_quanta(count % 2)
+            elif action == "put":
+                at.put(TOKENS[: count * SIZE], **hints)
+            else:
+                at.get(TOKENS[: min(count, len(before)) * SIZE])
+            mtimes, recencies = first.mtimes(), first.recencies()
+            assert [each.depth for each in recencies] == [*range(len(mtimes))]
+            assert [decode(each, QUANTUM_S) for each in mtimes] == recencies
+            assert all(now >= then for now, then in zip(mtimes, before, strict=False))
+            for parent, child in pairwise(recencies):
+                assert parent.hints.covers(child.hints)
+                # Where a clock is behind, a child can be of an earlier quantum than the one its parent is published in.
+                assert parent.uses >= child.uses or skew_s
+            before = mtimes
+
+
+def test_root_of_whole_seconds_keeps_recency_alone() -> None:
+    """It reads as default hints."""
+    root = CountingRoot(grain_ns=NS_PER_S)
+    with local(root) as opened:
+        for quanta in (0, 1):
+            opened.pass_quanta(quanta)
+            opened.put(preset="rag")
+            assert opened.hints() == [DEFAULT] * CHUNKS
+            assert {quantum_of(each + TICK_S, QUANTUM_S) for each in opened.used_at()} == {opened.now()}
+
+
+# Renewals
+
+
+def hold(blocks: BlockCache) -> None:
+    with blocks.hold(KEYS):
+        pass
+
+
+LOOKS: dict[str, Callable[[BlockCache], object]] = {
+    "match": lambda blocks: blocks.match(KEYS),
+    "present": lambda blocks: blocks.present(KEYS),
+    "hold": hold,
+    "get": lambda blocks: blocks.get(KEYS, [bytearray(100) for _ in KEYS]),
+    "put": lambda blocks: blocks.put(KEYS, BLOCKS),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_any_look_at_blocks_renews_them_once_per_quantum(opened: Opened, look: str) -> None:
+    opened.cache.blocks.put(KEYS, BLOCKS)
+    opened.pass_quanta()
+    for _ in range(3):
+        LOOKS[look](opened.cache.blocks)
+        opened.settle()
+    assert opened.recencies() == [
+        Recency(opened.now(), depth, 1, DEFAULT.priority, DEFAULT.ttl_s) for depth in range(CHUNKS)
+    ]
+    assert opened.store.stats()["refreshed"] == CHUNKS
+
+
+@pytest.mark.parametrize("reads", ["view", "layers"])
+def test_reads_of_a_hold_renew_its_chunks(opened: Opened, reads: str) -> None:
+    opened.put()
+    opened.pass_quanta()
+    with opened.cache.hold(TOKENS) as held:
+        assert list(getattr(held, reads)())
+    opened.settle()
+    assert opened.recencies() == [
+        Recency(opened.now(), depth, 1, DEFAULT.priority, DEFAULT.ttl_s) for depth in range(CHUNKS)
+    ]
+
+
+def test_blocks_after_a_missing_one_are_not_renewed(opened: Opened) -> None:
+    opened.cache.blocks.put(KEYS[:2], BLOCKS[:2])
+    opened.cache.blocks.put(KEYS[3:], BLOCKS[3:], first=3)
+    before = opened.now()
+    opened.pass_quanta()
+    assert opened.cache.blocks.match(KEYS) == 2
+    opened.settle()
+    assert opened.used_at() == [opened.now()] * 2 + [before] * 3
+
+
+def test_renewal_looks_again_right_before_its_touch(tmp_root: Path) -> None:
     calls: list[tuple[str, str]] = []
 
     class Noting(PosixRoot):
@@ -82,71 +347,91 @@ def test_a_renewal_looks_again_right_before_its_touch(tmp_root: Path) -> None:
             calls.append(("touch", threading.current_thread().name))
             return super().touch(name, stamp_ns)
 
-    clock = SetClock(NOW_S)
-
-    def renewing(store: Store) -> list[str]:
+    def renewing(opened: Opened) -> list[str]:
         calls.clear()
-        store.namespace("m", TINY).get(TOKENS)
-        drain(store)
+        opened.get()
         return [call for call, thread in calls if thread == "kvstore-refresh"]
 
-    with store_on(Noting(tmp_root), clock=clock) as first, store_on(Noting(tmp_root), clock=clock) as second:
-        first.namespace("m", TINY).put(TOKENS, kv_of(TINY, TOKENS))
+    clock = SetClock(NOW_S)
+    with local(Noting(tmp_root), clock) as first, local(Noting(tmp_root), clock) as second:
+        first.put()
         clock.wall_s += QUANTUM_S
-        # Both read before either renews: nobody's look at the read tells it that there is nothing to do.
-        used = member_of(second).node.refresher.used
+        # Both read before either renews: neither look at the read tells that there is nothing to do.
         assert renewing(first) == ["stat"] * CHUNKS + ["stat", "touch"] * CHUNKS
         assert renewing(first) == [], "what is known to be renewed costs nothing"
         calls.clear()
-        namespace = first.namespace("m", TINY).namespace
-        used(ChunkKeys.of(namespace, token_array(TOKENS)))
-        drain(second)
+        second.node.refresher.used(ChunkKeys.of(first.cache.namespace, token_array(TOKENS)))
+        second.settle()
         assert [call for call, _ in calls] == ["stat"] * CHUNKS
-    assert mtimes(tmp_root) == chain_stamps(clock.wall_s, uses=1), "and it is one use"
+        assert first.uses() == [1] * CHUNKS, "and it is one use"
 
 
-@pytest.mark.parametrize("prefix", [0, 3 * TINY.chunk_tokens])
-def test_a_chunk_is_never_staler_than_its_child_while_a_put_extends_an_old_prefix(tmp_root: Path, prefix: int) -> None:
-    clock = SetClock(NOW_S)
-    half = 3 * TINY.chunk_tokens
-    stamps_at_publish: list[list[int]] = []
+@pytest.mark.parametrize("prefix", [0, 3 * SIZE])
+def test_put_that_extends_an_old_prefix_renews_it_first(tmp_root: Path, prefix: int) -> None:
+    at_publish: list[list[float]] = []
 
     class Noting(PosixRoot):
         def publish(self, staged: Name, name: Name, *, durable: bool) -> bool:
-            if name.startswith("chunks/"):
-                stamps_at_publish.append(mtimes(tmp_root))
+            if name.startswith("chunks/") and len(made.mtimes()) >= 3:
+                at_publish.append(made.used_at())
             return super().publish(staged, name, durable=durable)
 
-    kv = kv_of(TINY, TOKENS)
-    with store_on(Noting(tmp_root), clock=clock) as store:
-        cache = store.namespace("m", TINY)
-        cache.put(TOKENS[:half], kv[:, :, :half])
-        clock.wall_s += 5 * QUANTUM_S
-        stamps_at_publish.clear()
-        cache.put(TOKENS, kv[:, :, prefix:], prefix=prefix)
-    renewed, written = chain_stamps(clock.wall_s, 3, uses=1), chain_stamps(clock.wall_s)
-    assert stamps_at_publish == [renewed + written[3:count] for count in (3, 4, 5)]
+    with local(Noting(tmp_root)) as made:
+        made.put(TOKENS[: 3 * SIZE])
+        made.pass_quanta(5)
+        made.put(prefix=prefix)
+        assert at_publish == [[made.now()] * count for count in (3, 4, 5)]
 
 
-def test_a_host_whose_clock_is_behind_does_not_make_a_chunk_staler(tmp_root: Path) -> None:
-    with store_on(tmp_root, clock=SetClock(NOW_S)) as store:
-        store.namespace("m", TINY).put(TOKENS, kv_of(TINY, TOKENS))
-    before = mtimes(tmp_root)
-    with store_on(tmp_root, clock=SetClock(NOW_S - 10 * QUANTUM_S)) as behind:
-        behind.namespace("m", TINY).get(TOKENS)
-        drain(behind)
-    assert mtimes(tmp_root) == before
+# Abandoned branches
 
 
-def test_a_renewal_that_the_root_refuses_fails_no_read(tmp_root: Path) -> None:
-    clock = SetClock(NOW_S)
-    with store_on(tmp_root, clock=clock) as store:
-        cache = store.namespace("m", TINY)
-        cache.put(TOKENS, kv_of(TINY, TOKENS))
-        clock.wall_s += QUANTUM_S
-        cache.get(TOKENS)
-        for file in chunk_files(tmp_root):
-            file.unlink()
-        clock.wall_s += QUANTUM_S
-        assert cache.get(TOKENS)[0] == 0
-        drain(store)
+def test_chunks_after_the_kept_tokens_go_first_with_their_hints(opened: Opened) -> None:
+    opened.put(priority=70, ttl=300)
+    opened.pass_quanta()
+    opened.get()
+    opened.cache.supersede(TOKENS, KEPT * SIZE)
+    assert opened.superseded() == list(range(KEPT, CHUNKS))
+    assert opened.hints() == [Hints(70, 300)] * CHUNKS and opened.used_at() == [opened.now()] * CHUNKS
+    assert opened.uses() == [1] * KEPT + [0] * (CHUNKS - KEPT)
+    assert opened.store.stats()["superseded"] == CHUNKS - KEPT
+
+
+def test_chunks_that_another_branch_used_later_stay(opened: Opened) -> None:
+    opened.put()
+    opened.pass_quanta()
+    opened.put(OTHER)
+    opened.cache.supersede(TOKENS, 0)
+    assert opened.superseded() == [4, 5], "the two after what both share"
+
+
+def test_chunks_used_since_a_time_stay(opened: Opened) -> None:
+    opened.put()
+    opened.pass_quanta(3)
+    opened.get()
+    opened.cache.supersede(TOKENS, KEPT * SIZE, unused=2 * QUANTUM_S)
+    assert opened.superseded() == []
+    opened.cache.supersede(TOKENS, KEPT * SIZE)
+    assert opened.superseded() == list(range(KEPT, CHUNKS))
+
+
+@pytest.mark.parametrize(("use", "later"), [("get", 0), ("put", 1)])
+def test_next_use_takes_a_branch_back(opened: Opened, use: str, later: int) -> None:
+    opened.put()
+    opened.pass_quanta()
+    opened.get()
+    opened.cache.supersede(TOKENS, KEPT * SIZE)
+    assert opened.superseded() == list(range(KEPT, CHUNKS))
+    opened.pass_quanta(later)
+    getattr(opened, use)(TOKENS[: 5 * SIZE])
+    assert opened.superseded() == [5], "what was not used is still abandoned"
+    assert min(opened.uses()[:5]) == 1
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_any_look_at_blocks_takes_a_branch_back(opened: Opened, look: str) -> None:
+    opened.cache.blocks.put(KEYS, BLOCKS)
+    opened.cache.blocks.supersede(KEYS[KEPT:])
+    assert opened.superseded() == list(range(KEPT, CHUNKS))
+    LOOKS[look](opened.cache.blocks)
+    assert opened.superseded() == []

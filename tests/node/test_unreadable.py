@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.client import Cache, Store
 from kvstore.engine.chunk_store import FAILURES_MAX
-from kvstore.errors import PermissionDenied, Unavailable
+from kvstore.errors import PermissionDenied
 from kvstore.format.header import decode_any
 from kvstore.format.places import QUARANTINE, Name
 from kvstore.root.posix import PosixRoot
@@ -89,19 +89,6 @@ def test_a_failure_that_passes_costs_a_miss_and_moves_nothing(store: Store, root
     assert sorted(gets(cache)) == [2 * TINY.chunk_tokens, len(TOKENS)]
     assert gets(cache) == [len(TOKENS)] * 2
     assert wrong.exists() and not [*(tmp_root / "quarantine").glob("*")]
-
-
-def test_unreadable_files_stay_while_no_rename_succeeds(store: Store, root: FaultyRoot, tmp_root: Path) -> None:
-    cache = filled(store)
-    before = chunk_files(tmp_root)
-    root.set_rules([Rule("open", EIO), Rule("move", EIO)])
-    for _ in range(2 * FAILURES_MAX):
-        assert gets(cache) == [0, 0]
-    with pytest.raises(Unavailable):
-        cache.put(TOKENS, KV)
-    assert chunk_files(tmp_root) == before and not [*(tmp_root / "quarantine").glob("*")]
-    root.set_rules([])
-    assert gets(cache) == [len(TOKENS)] * 2
 
 
 def test_a_file_that_can_neither_be_read_nor_moved_is_an_error_of_puts(

@@ -176,16 +176,6 @@ def test_a_full_root_ends_the_wait() -> None:
     assert node.usage.is_full
 
 
-def test_a_waiting_put_reports_again(node: Reporting) -> None:
-    node.receive(record(0, 0))
-    node.report(0.0)
-    node.usage._waiting.append(object())
-    node.usage.wrote(1)
-    assert node.later(PACE_S_MIN) == UsageReport(1, 0)
-    node.report(0.0)
-    assert node.later(PACE_S_MIN) is None and node.later(REPEAT_S) == UsageReport(1, 0), "etcd may have lost it"
-
-
 # Sessions
 
 
@@ -200,14 +190,6 @@ def test_a_session_reports_what_the_last_one_did_not(node: Reporting) -> None:
     node.usage.begin()
     node.receive(record(0))
     assert node.later(0.0) == UsageReport(34, 0), "deletions would hide writes if they were reported twice"
-
-
-def test_a_session_reports_nothing_from_before_the_first_collector(node: Reporting) -> None:
-    node.usage.wrote(1 << 40)
-    node.usage.end()
-    node.usage.begin()
-    node.receive(record(0))
-    assert node.later(0.0) == UsageReport(0, 0) and node.put(CREDIT)
 
 
 # With a follower

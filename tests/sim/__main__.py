@@ -6,9 +6,7 @@ import argparse
 import sys
 import time
 from collections import Counter
-from contextlib import nullcontext
 
-from tests.sim.bugs import BUGS
 from tests.sim.mutants import HOMES, first_to_find_mutant
 from tests.sim.profiles import BY_NAME
 from tests.sim.run import first_to_find, run, run_many
@@ -45,7 +43,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
     parser.add_argument("seed", nargs="?", type=int, help="replay this one")
     parser.add_argument("--trace", action="store_true", help="print every call of the replayed run")
-    parser.add_argument("--bug", choices=sorted(BUGS), help="plant this bug")
     parser.add_argument("--profile", choices=sorted(BY_NAME), help="not in the seed's own")
     parser.add_argument("--seeds", type=int, default=1000, help="how many to search")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
@@ -56,13 +53,13 @@ def main() -> int:
     if asked.mutants is not None:
         return search_mutants(asked.mutants or sorted(HOMES), asked.seeds)
     if asked.seed is None and asked.until_found:
-        found = first_to_find(nullcontext, range(asked.seeds), BY_NAME[asked.profile] if asked.profile else None)
+        found = first_to_find(range(asked.seeds), BY_NAME[asked.profile] if asked.profile else None)
         print(f"seed {found.seed} ({found.profile}): {found.violation}" if found else "no violation")
         return int(found is not None)
     if asked.seed is None:
         return search(asked.first, asked.seeds, asked.workers, asked.profile)
     profile = BY_NAME[asked.profile] if asked.profile else None
-    outcome = run(asked.seed, profile=profile, bug=BUGS[asked.bug] if asked.bug else nullcontext, trace=asked.trace)
+    outcome = run(asked.seed, profile=profile, trace=asked.trace)
     print(*outcome.log, sep="\n", end="\n" if outcome.log else "")
     print(f"seed {outcome.seed} ({outcome.profile}): {outcome.steps} steps, digest {outcome.digest:08x}")
     print(outcome.violation or "no violation")

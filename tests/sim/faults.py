@@ -34,8 +34,6 @@ class Call(Enum):
     """... or ends one."""
     ANNOUNCE = "announce"
     """A node announces."""
-    VIEW = "view"
-    """A node has read what is condemned."""
     LINK = "link"
     """A collector has looked at the sweeps in flight, and is about to read the end of their chain."""
     OTHER = "other"
@@ -51,7 +49,6 @@ WAITS: dict[Call, tuple[str, ...]] = {
     Call.FENCE: ("", "condemned", "taken", "claimed", "closed"),
     Call.TXN: ("", "condemned", "take", "taken", "closed"),
     Call.CONDEMN: ("", "condemned", "taken", "closed"),
-    Call.VIEW: ("", "condemned", "condemned>take"),
     Call.CLOSE: ("", "condemned", "taken", "closed"),
     Call.ANNOUNCE: ("", "condemned", "take", "taken", "closed"),
     Call.LINK: ("", "condemned", "closed"),
@@ -90,7 +87,6 @@ class Rates:
     announce: float | None = None
     """As ``txn`` where None."""
     link: float = 0.0
-    view: float = 0.0
     dies: float = 0.0
     """That a process is killed before one of the others than ``look`` and ``read``."""
     lag: float = 0.0

@@ -183,11 +183,7 @@ class MetaPort:
             self._time_out(operation, timeout_s)
         result = call()
         self._kernel.note(f"{operation} {_short(key)}")
-        actor = self._kernel.current
-        is_view = operation == "list" and key.endswith("/gc/") and actor is not None and not actor.process.is_collector
-        if is_view:
-            self._kernel.happened("viewed")
-        self._faults.maybe_pause(Call.VIEW if is_view else Call.READ)
+        self._faults.maybe_pause(Call.READ)
         self._kernel.point()
         return result
 

@@ -1,7 +1,6 @@
-"""The mutants of tests/mutants in the simulation: each breaks a rule of a cluster, and some seed must show that.
+"""The mutants of tests/mutants in the simulation: each breaks a rule, and some seed must show that.
 
-A simulation that finds nothing may simply not look; these show where it looks. ``bugs_folder`` and ``bugs_capacity``
-have bugs of one host and of the capacity, which the catalogue lacks.
+A simulation that finds nothing may simply not look; these show where it looks.
 """
 
 from __future__ import annotations
@@ -48,6 +47,17 @@ HOMES = {
     "h3-sweep-forgets-nothing": "narrow",
     "h4-ended-hold-is-read": "arriving",
     "leftovers-stay": "narrow",
+    "host-log-before-table": "one_host",
+    "host-tables-before-append": "one_host",
+    "host-pins-before-tables": "one_host",
+    "host-unsettled-is-there": "one_host",
+    "host-parents-first": "one_host",
+    "host-put-renews-no-parent": "one_host",
+    "host-log-forgets-nothing": "one_host",
+    "host-overrun-forgets-nothing": "one_host",
+    "host-no-limit": "one_host",
+    "credit-counts-no-bytes": "full",
+    "full-store-keeps-its-credit": "full",
     "o1-removes-another-version": "objects",
     "p1-pin-without-a-hold": "repinned",
     "v2-holds-outlive-the-session": "arriving",

@@ -230,56 +230,6 @@ PROFILES = (
             PAUSES, txn=0.4, take=1.0, lag=0.8, waits={**WAITS, Call.TXN: ("take",), Call.TAKE: ("claimed", "joined")}
         ),
     ),
-    replace(
-        NARROW,
-        name="joining",
-        nodes=1,
-        workers=3,
-        mishap=0.004,
-        dwell_long=0.3,
-        rates=replace(
-            PAUSES,
-            view=0.9,
-            await_steps=400,
-            txn=0.15,
-            take=0.7,
-            condemn=0.5,
-            lag=0.6,
-            waits={
-                **WAITS,
-                Call.CONDEMN: ("joined>claimed",),
-                Call.TAKE: ("claimed", "joined"),
-                Call.VIEW: ("condemned>take",),
-            },
-        ),
-        work={"put": 3.0, "hold": 6.0, "match": 0.5},
-        ambushes=(Ambush(0.5, "viewed", "sweep", 5), Ambush(0.8, "lapsed", "sweep", 5)),
-        mishaps={"kill": 0.5, "expire": 4.0, "leave": 0.5},
-        collect={"sweep": 1.0},
-    ),
-    replace(
-        NARROW,
-        name="zombie",
-        nodes=1,
-        workers=3,
-        mishap=0.004,
-        mishaps={"kill": 0.3, "expire": 3.0},
-        relapse=Relapse(0.4, to=("now joining",), at=("published", "joined>published"), times=3, cut=0.0, bump=0.0),
-        rates=replace(
-            PAUSES,
-            look=0.25,
-            txn=0.1,
-            take=1.0,
-            read=0.02,
-            lag=0.7,
-            await_steps=400,
-            waits={**WAITS, Call.LOOK: ("take", "joined>take"), Call.TXN: ("take",), Call.TAKE: ("pinned", "claimed")},
-        ),
-        work={"put": 4.0, "pin": 6.0, "unpin": 1.0},
-        ambushes=(Ambush(0.3, "restored", "sweep", 5), Ambush(0.3, "joined", "sweep", 10)),
-        stall_s=100.0,
-        collect={"sweep": 1.0},
-    ),
     Profile(
         "restored",
         prompts=3,
@@ -439,13 +389,9 @@ FULL = Profile(
     mishaps={"kill_node": 1.0, "kill_counting": 2.0, "cut_watches": 1.0, "compact": 0.5},
     work={"put": 8.0, "hold": 1.0},
 )
-CAPACITY_PROFILES = (
-    FULL,
-    replace(FULL, name="full_shared", nodes=3, workers=1, collectors=2),
-    replace(FULL, name="full_large", workers=1, chunks=12, prompts=100, mishaps={"kill_counting": 1.0}),
-)
+CAPACITY_PROFILES = (FULL, replace(FULL, name="full_shared", nodes=3, workers=1, collectors=2))
 """Nodes fill the root, and collectors evict. No seed chooses them: they are asked for by name."""
-DEEP = ("forked", "relayed", "joining", "paired", "deposed")
+DEEP = ("forked", "relayed", "paired", "deposed")
 """What they are for takes many steps in the right order: they come twice as often."""
 ROTATION = (*PROFILES, *(profile for profile in PROFILES if profile.name in DEEP))
 """Seeds take them in turn."""

@@ -7,12 +7,10 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
 
-from tests.sim.bugs import Bug
 from tests.sim.capacity_world import CapacityWorld
 from tests.sim.folder_world import FolderWorld
 from tests.sim.kernel import Kernel
@@ -41,8 +39,8 @@ class Outcome:
     log: tuple[str, ...] = ()
 
 
-def run(seed: int, *, profile: Profile | None = None, bug: Bug = nullcontext, trace: bool = False) -> Outcome:
-    """Runs one seed, in a profile that it chooses unless told; ``bug`` breaks the code meanwhile."""
+def run(seed: int, *, profile: Profile | None = None, trace: bool = False) -> Outcome:
+    """Runs one seed, in a profile that it chooses unless told."""
     first = random.Random(seed)
     chosen = profile or ROTATION[seed % len(ROTATION)]
     stay, is_ranked = first.choice(STAYS), first.random() < RANKED
@@ -50,7 +48,7 @@ def run(seed: int, *, profile: Profile | None = None, bug: Bug = nullcontext, tr
     kernel = Kernel(seed, stay=stay, demotions=demotions if is_ranked else (), trace=trace)
     logging.disable(logging.CRITICAL)
     try:
-        with installed(kernel), bug():
+        with installed(kernel):
             world = _world_of(chosen)(kernel, chosen)
             try:
                 world.run()
@@ -80,10 +78,10 @@ def run_many(seeds: Sequence[int], workers: int, profile: str | None = None) -> 
             yield from outcomes
 
 
-def first_to_find(bug: Bug, seeds: Sequence[int], profile: Profile | None = None) -> Outcome | None:
-    """The outcome of the first seed in which the bug shows."""
+def first_to_find(seeds: Sequence[int], profile: Profile | None = None) -> Outcome | None:
+    """The outcome of the first seed with a violation."""
     for seed in seeds:
-        outcome = run(seed, profile=profile, bug=bug)
+        outcome = run(seed, profile=profile)
         if outcome.violation is not None:
             return outcome
     return None

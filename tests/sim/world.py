@@ -40,6 +40,7 @@ from tests.sim.metadata import SimStore
 from tests.sim.oracle import Oracle
 from tests.sim.profiles import Profile
 from tests.sim.shared_root import SimFiles
+from tests.sim.threads import NowClock
 
 LAYOUT = Layout(layers=1, kv_heads=1, head_dim=2, dtype="float16", chunk_tokens=2)
 NAMESPACE = Namespace("model", LAYOUT)
@@ -65,19 +66,6 @@ class SimIds:
 
     def fresh(self) -> bytes:
         return self._source.randbytes(16)
-
-
-class EtcdClock:
-    """The store's clock."""
-
-    def __init__(self, kernel: Kernel) -> None:
-        self._kernel = kernel
-
-    def now_s(self) -> float:
-        return self._kernel.now_s
-
-    def monotonic_s(self) -> float:
-        return self._kernel.now_s
 
 
 class World:
@@ -233,7 +221,7 @@ class World:
     # Setting up.
 
     def _make_store(self) -> SimStore:
-        return SimStore(EtcdClock(self.kernel), self._was_put, lambda: self.kernel.happened("closed"))
+        return SimStore(NowClock(), self._was_put, lambda: self.kernel.happened("closed"))
 
     def _first_generation(self) -> None:
         clock = Process(self.kernel, "first")
@@ -248,7 +236,7 @@ class World:
 
     def _other_cluster(self) -> SimStore:
         """An etcd that is not this root's: a new one, or one whose root this once was."""
-        store = SimStore(EtcdClock(self.kernel), lambda put: None, lambda: None)
+        store = SimStore(NowClock(), lambda put: None, lambda: None)
         if self.kernel.random() < 0.5:
             store.txn((), (Put(self.keys.generation, Generation(1, self.ids.fresh()).to_json()),))
         return store
@@ -361,7 +349,6 @@ class World:
 
     def _expire(self) -> None:
         self.kernel.advance(self.kernel.source.choice((6.0, 16.0, 40.0)))
-        self.kernel.happened("lapsed")
 
     def _etcd_down(self) -> None:
         self.faults.meta_down_until_s = self.kernel.now_s + 20 * self.kernel.random()

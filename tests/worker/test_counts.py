@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +11,6 @@ import numpy as np
 import kvstore
 from kvstore.client.cache import Cache
 from kvstore.client.store import Store
-from kvstore.core.address import TokenArray
-from kvstore.replay import Content, expect, generate, replay_layout
-from kvstore.replay.runner import KvBytes
-from kvstore.replay.trace import BLOCK_TOKENS
 from tests.kit.administration import damage_payload
 from tests.kit.arenas import serving_memory
 from tests.kit.cases import for_each
@@ -47,59 +42,44 @@ def opened(root: Path, way: str, *, has_memory: bool = False) -> Iterator[tuple[
             )
 
 
-# Look-ups: the expected figures are those of a trace.
-
-REQUESTS = generate(14, seed=3)
-LAYOUT = replay_layout(8)
-CONTENT = Content(LAYOUT, 0)
+# Look-ups
 
 
-def match_get_put(cache: Cache, tokens: TokenArray, kv: KvBytes) -> None:
-    """Gets and puts, whatever the match found: an engine need not look at its answer."""
-    cache.match(tokens)
-    cache.get(tokens, out=np.empty_like(kv))
-    cache.put(tokens, kv)
-
-
-def get_put(cache: Cache, tokens: TokenArray, kv: KvBytes) -> None:
-    cache.get(tokens)
-    cache.put(tokens, kv)
-
-
-def match_hold_view_put(cache: Cache, tokens: TokenArray, kv: KvBytes) -> None:
-    cache.match(tokens)
-    with cache.hold(tokens) as hold:
+def hold_and_view(cache: Cache) -> None:
+    with cache.hold(LONGER) as hold:
         hold.view()
-        hold.read_into(np.empty_like(kv))
-    cache.put(tokens, kv)
+        hold.read_into(np.empty_like(KV))
 
 
-def blocks(cache: Cache, tokens: TokenArray, kv: KvBytes) -> None:
-    count = len(tokens) // BLOCK_TOKENS
-    keys = [sha256(tokens[: stop * BLOCK_TOKENS].tobytes()).digest() for stop in range(1, count + 1)]
-    found = cache.blocks.match(keys)
-    with cache.blocks.hold(keys) as hold:
-        assert sum(hold.present) == found
-    buffers = [bytearray(LAYOUT.chunk_bytes) for _ in keys]
-    assert cache.blocks.get(keys[:found], buffers[:found]) == [True] * found
-    cache.blocks.put(keys, buffers)
+def hold_blocks(cache: Cache) -> None:
+    with cache.blocks.hold([*KEYS, bytes(16)]) as hold:
+        hold.get(KEYS, buffers(len(KEYS)))
 
 
-USES = {match_get_put: 2, get_put: 1, match_hold_view_put: 2, blocks: 2}
-"""Look-ups of each use."""
+LONGER = np.arange(8 * SMALL.chunk_tokens)
+LOOKUPS: dict[str, tuple[Callable[[Cache], object], int, int]] = {
+    "match": (lambda cache: cache.match(LONGER), 8, 6),
+    "get": (lambda cache: cache.get(LONGER), 8, 6),
+    "hold": (hold_and_view, 8, 6),
+    "put": (lambda cache: cache.put(TOKENS, KV), 0, 0),
+    "match of blocks": (lambda cache: cache.blocks.match([*KEYS, bytes(16)]), 6, 5),
+    "hold of blocks": (hold_blocks, 6, 5),
+}
+"""Calls, and the chunks or blocks that each requests and finds."""
 
 
 @for_each("way", ["here", *WAYS])
-@for_each("use", USES)
-def test_lookups_count_in_match_hold_and_get(tmp_root: Path, way: str, use: Callable[..., None]) -> None:
+def test_lookups_count_in_match_hold_and_get(tmp_root: Path, way: str) -> None:
     with opened(tmp_root / "root", way) as (store, count):
-        cache = store.namespace("trace", LAYOUT)
-        for request in REQUESTS:
-            tokens = CONTENT.tokens(request)
-            use(cache, tokens, np.zeros(LAYOUT.shape(len(tokens)), LAYOUT.numpy_dtype))
-        matched, asked = expect(REQUESTS).blocks, sum(each.full_blocks for each in REQUESTS)
-        assert count("tokens_matched") == USES[use] * matched * BLOCK_TOKENS
-        assert count("tokens_asked") == USES[use] * asked * BLOCK_TOKENS
+        cache = store.namespace("m", SMALL)
+        cache.put(TOKENS, KV)
+        cache.blocks.put(KEYS, [bytes(BLOCK_BYTES)] * len(KEYS))
+        for name, (call, requested, found) in LOOKUPS.items():
+            before = count("tokens_asked"), count("tokens_matched")
+            call(cache)
+            size = SMALL.chunk_tokens
+            rise = count("tokens_asked") - before[0], count("tokens_matched") - before[1]
+            assert rise == (requested * size, found * size), name
 
 
 # Requests: one get or put of a caller is one.

@@ -12,11 +12,11 @@ import pytest
 
 from kvstore.client.remote import RemoteHold, RemoteTransport
 from kvstore.client.store import Store
-from kvstore.core.clock import SystemClock
 from kvstore.errors import HoldBroken
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.worker.limits import WorkerLimits
 from tests.kit.cases import for_each
+from tests.kit.fake_meta import AheadClock
 from tests.kit.stores import SMALL, kv_of
 from tests.kit.workers import WAIT_S, Served, connected, eventually, opened, packed, raw_stub, serving
 
@@ -25,25 +25,13 @@ LEASE_S = 30.0
 _CLIENT = """
 import sys, time
 import kvstore, numpy as np
+from tests.kit.fake_meta import AheadClock
 from tests.kit.stores import SMALL
 store = kvstore.connect(sys.argv[1])
 hold = store.namespace("m", SMALL).hold(np.arange(4 * SMALL.chunk_tokens))
 print(hold.tokens, flush=True)
 time.sleep(600)
 """
-
-
-class Ahead:
-    """The system's clock, set forward by a test."""
-
-    def __init__(self) -> None:
-        self.ahead_s = 0.0
-
-    def now_s(self) -> float:
-        return SystemClock().now_s()
-
-    def monotonic_s(self) -> float:
-        return SystemClock().monotonic_s() + self.ahead_s
 
 
 def renewals(served: Served) -> int:
@@ -79,7 +67,7 @@ def test_a_killed_client_holds_nothing_after_its_lease() -> None:
 
 def test_a_hold_lives_as_long_as_it_is_renewed_and_no_longer() -> None:
     """By the .proto alone, as a client in another language does."""
-    clock = Ahead()
+    clock = AheadClock()
     with serving(worker_limits=WorkerLimits(hold_lease_s=LEASE_S)) as served:
         served.member.node.holds._clock = served.worker.service.holds._clock = clock
         with connected(served) as store:

@@ -24,12 +24,12 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.worker.server import Worker
 from tests.kit.etcd import running_etcd
-from tests.kit.faulty_root import FaultyRoot, Hang, Rule
+from tests.kit.faulty_root import FaultyRoot
 from tests.kit.patience import stretched
 from tests.kit.stores import SMALL, kv_of, member_on, same
+from tests.kit.tiers import held
 from tests.kit.workers import (
     WAIT_S,
-    Served,
     Several,
     chain_of,
     connected,
@@ -174,36 +174,28 @@ def test_no_acknowledged_put_is_lost_by_draining(tmp_root: Path) -> None:
 # A root that hangs
 
 
-@pytest.fixture
-def hanging() -> Iterator[tuple[Served, FaultyRoot, Hang]]:
-    """A worker with short deadlines, and a hang that is released at the end."""
-    hang = Hang()
+def test_every_call_returns_in_time_while_the_root_hangs() -> None:
     root = FaultyRoot(MemoryRoot(MemoryFiles()))
     limits = Limits(lanes=2, width=2, stall_s=0.2, match_deadline_s=0.5, read_deadline_s=0.5, write_deadline_s=1.0)
     limits = stretched(limits, "stall_s", "match_deadline_s", "read_deadline_s", "write_deadline_s")
-    with serving(root, limits=limits) as served:
-        yield served, root, hang
-        hang.release.set()
-
-
-def test_every_call_returns_in_time_while_the_root_hangs(hanging: tuple[Served, FaultyRoot, Hang]) -> None:
-    served, root, hang = hanging
-    with connected(served) as store, raw_channel(served) as channel:
+    with (
+        serving(root, limits=limits) as served,
+        connected(served) as store,
+        raw_channel(served) as channel,
+    ):
         cache = store.namespace("m", SMALL)
         cache.put(TOKENS, KV)
         served.member.node.forget()
-        root.set_rules([Rule(operation, hang) for operation in ("stat", "open", "stage", "publish", "list")])
-        assert cache.match(TOKENS) == 0
-        assert cache.get(TOKENS)[0] == 0
-        with cache.hold(TOKENS) as hold:
-            assert hold.tokens == 0
-        with pytest.raises(KVStoreError):
-            cache.put(TOKENS + 1000, KV)
-        assert cache.blocks.match([bytes(16)]) == 0
-        assert cache.blocks.get([bytes(16)], [bytearray(5)]) == [False]
-        eventually(lambda: health_of(channel) == NOT_SERVING, "health says that the root hangs")
-        hang.release.set()
-        root.set_rules([])
+        with held(root, "stat", "open", "stage", "publish", "list"):
+            assert cache.match(TOKENS) == 0
+            assert cache.get(TOKENS)[0] == 0
+            with cache.hold(TOKENS) as hold:
+                assert hold.tokens == 0
+            with pytest.raises(KVStoreError):
+                cache.put(TOKENS + 1000, KV)
+            assert cache.blocks.match([bytes(16)]) == 0
+            assert cache.blocks.get([bytes(16)], [bytearray(5)]) == [False]
+            eventually(lambda: health_of(channel) == NOT_SERVING, "health says that the root hangs")
         eventually(lambda: health_of(channel) == SERVING, "health says that the root is back")
         eventually(lambda: cache.match(TOKENS) == len(TOKENS), "the chunks are found again")
         assert same(cache.get(TOKENS)[1], KV)

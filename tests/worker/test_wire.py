@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
 import pytest
+from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,12 +18,17 @@ from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError
 from kvstore.format.header import DESCENT_BYTES_MAX, Expected, expected_block
 from kvstore.transport import status
 from kvstore.transport.images import image_messages, receive_images
-from kvstore.transport.limits import DESCENTS_BYTES_MAX, MESSAGE_BYTES_MAX
+from kvstore.transport.limits import DESCENTS_BYTES_MAX
 from kvstore.transport.messages import (
+    SEAL_BYTES,
+    SEAL_FIELD,
     namespace_of,
     pack_descents,
     pack_keys,
     pack_sizes,
+    pack_tokens,
+    parse,
+    sealed,
     unpack_descents,
     unpack_keys,
     unpack_sizes,
@@ -63,20 +70,6 @@ def test_image_with_flipped_bit_is_refused(block: bytes, where: int) -> None:
     data[where % len(data)] ^= 1
     with pytest.raises(BrokenTransfer, match="image 3 changed on the way"):
         received([pb.GetResponse(index=3, data=bytes(data))], len(block))
-
-
-@for_each(
-    "change, says",
-    [
-        (lambda messages: messages[:-1], "ended within image 3"),
-        (lambda messages: [messages[0], pb.GetResponse(index=4, data=b"x")], "ended within image 3"),
-        (lambda messages: [*messages[:-1], pb.GetResponse(index=3, data=messages[-1].data + b"xy")], "2 bytes more"),
-        (lambda _: [pb.GetResponse(index=3, data=bytes(MESSAGE_BYTES_MAX + 1))], "over the limit of 4194304"),
-    ],
-)
-def test_stream_of_wrong_length_is_refused(change: Callable[..., list[pb.GetResponse]], says: str) -> None:
-    with pytest.raises(InvalidRequest, match=says):
-        received(change(sent(b"block", 4096)), 5)
 
 
 @given(st.lists(st.binary(min_size=16, max_size=64), max_size=10))
@@ -152,3 +145,44 @@ def test_a_long_message_is_cut() -> None:
 @given(st.lists(st.binary(max_size=40), max_size=8))
 def test_descents_arrive_as_they_were_sent(descents: list[bytes]) -> None:
     assert unpack_descents(pack_descents(descents), len(descents)) == (descents if any(descents) else [])
+
+
+PACKED = pack_tokens(np.random.default_rng(1).integers(0, 1 << 32, 256, dtype=np.uint32))
+REQUESTS: list[Message] = [
+    pb.PutStart(namespace=b"n" * 32, tokens=PACKED, first=3),  # over a bulk connection
+    pb.GetRequest(namespace=b"n" * 32, tokens=PACKED, chunks_max=2),
+    pb.PinRequest(namespace=b"n" * 32, tokens=PACKED),
+    pb.GetRequest(namespace=b"n" * 32, keys=pack_keys([b"k" * 32, b"l" * 32]), sizes=b"\0" * 8),
+    pb.ClearRequest(),
+]
+
+
+@for_each("request_", REQUESTS)
+def test_a_request_is_what_was_sent_or_refused_whichever_bit_flips(request_: Message) -> None:
+    raw = sealed(request_)
+    refused = 0
+    for bit in range(8 * len(raw)):
+        changed = bytearray(raw)
+        changed[bit // 8] ^= 1 << bit % 8
+        try:
+            found = parse(type(request_), bytes(changed))
+        except (BrokenTransfer, InvalidRequest):
+            refused += 1
+        else:
+            found.DiscardUnknownFields()
+            assert found == request_, f"bit {bit} made another request"
+    assert refused >= 8 * (len(raw) - SEAL_BYTES)
+
+
+@given(st.binary(max_size=64), st.integers(0, 2**64 - 1))
+def test_a_request_without_a_seal_is_taken_whatever_its_bytes_look_like(begin: bytes, end: int) -> None:
+    """Another client may leave seals out, and its tokens may end as a seal would."""
+    tokens = begin + b"\xf9\x7f" + end.to_bytes(8, "little")
+    message = pb.MatchRequest(namespace=b"n" * 32, tokens=tokens)
+    assert parse(pb.MatchRequest, message.SerializeToString()) == message
+    assert parse(pb.MatchRequest, sealed(message)).tokens == tokens
+
+
+def test_a_seal_is_a_field_that_nobody_declares() -> None:
+    for message in pb.DESCRIPTOR.message_types_by_name.values():
+        assert SEAL_FIELD not in message.fields_by_number

@@ -60,18 +60,6 @@ def test_a_put_that_waits_for_the_root_does_so_whatever_the_worker_and_the_clien
         assert acting.stat("behind_bytes") == 0
 
 
-@for_each("bulk", ["shared", "grpc"])
-def test_a_client_that_says_behind_means_it_where_a_put_does_not_say(bulk: str) -> None:
-    root = faulty()
-    with working(root) as (acting, served), caching(served, acting, bulk, write="behind") as cache:
-        with held(root):
-            assert cache.put(acting.prompts.tokens(1, 8), acting.prompts.kv(1, 8)).tokens_present == 8 * acting.size
-            assert cache.match(acting.prompts.tokens(1, 8)) == 8 * acting.size
-            assert not any(acting.on_root(1, 8))
-        acting.drain()
-        assert all(acting.on_root(1, 8))
-
-
 def test_a_foreign_client_that_sends_what_is_there_writes_only_the_rest() -> None:
     with working(faulty(), write=WriteMode.BEHIND) as (acting, served), raw_stub(served) as stub:
         acting.put(1, 3)

@@ -13,7 +13,7 @@ HEADER = "kvstore.format.header"
 VERIFY = "kvstore.codec.image"
 CODEC = "kvstore.codec.codec"
 SEAL = "kvstore.codec.codec:PartCipher"
-READS = ("node/test_verifying.py", "node/test_damage.py")
+READS = ("node/test_damage.py",)
 
 
 def _field(name: str) -> Mutant:
@@ -147,8 +147,8 @@ PLAIN = [
         native=False,
     ),
     mutant("damage-stays", at("kvstore.engine.chunk_store:ChunkStore", "set_aside", giving(None)), *READS),
-    mutant("w3-damaged-file-is-deleted", at(ROOT[:2], "move", _delete_the_damaged), "node/test_verifying.py"),
-    mutant("w3-intact-file-stays-in-quarantine", at(ROOT[:2], "publish", _lose_the_intact), "node/test_verifying.py"),
+    mutant("w3-damaged-file-is-deleted", at(ROOT[:2], "move", _delete_the_damaged), "node/test_damage.py"),
+    mutant("w3-intact-file-stays-in-quarantine", at(ROOT[:2], "publish", _lose_the_intact), "node/test_damage.py"),
     mutant(
         "chain-of-another-namespace",
         at("kvstore.format.keyset:RecentChains", "of", _chain_by_tokens),

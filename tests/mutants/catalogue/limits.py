@@ -7,9 +7,11 @@ from typing import Any
 
 from tests.mutants.catalogue.interfaces import PINS, VIEW, at, giving
 from tests.mutants.mutant import Mutant, mutant
+from tests.mutants.planters import several
 
 MESSAGES = "kvstore.transport.messages"
 CONTEXT = "kvstore.worker.context"
+USAGE = "kvstore.engine.capacity:NodeUsage"
 
 
 def _any_tokens(real: Any, packed: bytes) -> Any:
@@ -83,8 +85,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant("limit-pins-of-an-owner", at(PINS, "pin", _pin_unlimited), "meta/test_pins.py"),
     mutant("limit-full-root", at(VIEW, "check_room", giving(None)), "node/test_view.py"),
+    mutant("credit-is-ignored", at(USAGE, "received", giving(None)), "node/test_usage.py"),
     mutant(
-        "credit-is-ignored", at("kvstore.engine.capacity:NodeUsage", "received", giving(None)), "node/test_usage.py"
+        "credit-counts-no-bytes",
+        several(
+            at(USAGE, "reserve", lambda real, self, size_bytes=1, *rest, **how: real(self, min(size_bytes, 1))),
+            at(USAGE, "wrote", giving(None)),
+        ),
+        "node/test_usage.py",
     ),
     mutant(
         "full-store-keeps-its-credit",
@@ -92,6 +100,8 @@ MUTANTS: list[Mutant] = [
         "gc/test_capacity.py",
     ),
     mutant(
-        "deadline-of-shared-work", at("kvstore.core.executor:IndexedWork", "help", _help_late), "node/test_lanes.py"
+        "deadline-of-shared-work",
+        at("kvstore.core.executor:IndexedWork", "help", _help_late),
+        "node/test_background.py",
     ),
 ]

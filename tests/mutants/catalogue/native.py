@@ -7,7 +7,7 @@ from tests.mutants.planters import blind, blind_field
 
 VERIFYING = "native/test_verifying.py"
 IMAGES = "node/test_images.py"
-SAME = "native/test_same_results.py"
+PARITY = "contract/test_parity_files.py"
 WITHDRAWING = "native/test_withdrawing.py"
 WRITING = ("tiers/test_writing.py", "-k", "native_code_stages")
 
@@ -28,11 +28,11 @@ FIELDS = {
 
 CHECKS: dict[str, tuple[str, ...]] = {
     "header_identity": (VERIFYING,),
-    "header_sum": (SAME, IMAGES),
-    "section_sum": (SAME,),
+    "header_sum": (PARITY, IMAGES),
+    "section_sum": (PARITY,),
     "sum_of_pieces": (VERIFYING,),
-    "file_header": (SAME,),
-    "file_first_piece": (SAME,),
+    "file_header": (PARITY,),
+    "file_first_piece": (PARITY,),
     "file_later_piece": (VERIFYING,),
     "straight_header": (VERIFYING,),
     "straight_sums": (VERIFYING,),
@@ -58,7 +58,7 @@ CHECKS: dict[str, tuple[str, ...]] = {
     "staged_image_sums": WRITING,
     "looked_size": (VERIFYING,),
     "staged_whole": (VERIFYING,),
-    "put_goes_on": ("native/test_interrupts.py",),
+    "put_goes_on": (WITHDRAWING,),
 }
 
 

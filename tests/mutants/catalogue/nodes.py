@@ -55,17 +55,15 @@ SESSIONS = [
     mutant(
         "v2-holds-outlive-the-session",
         several(at(HOLDS, "drop_all", giving(None)), at(HOLDS, "drop_protecting", giving(None))),
-        "node/test_follower_rules.py",
+        "node/test_follower.py",
     ),
     mutant("v2-session-never-dies", at(SESSION, "alive", giving(True)), "meta/test_meta_session.py"),
     mutant("v2-lost-lease-unnoticed", at(META, "keep_alive", giving(True)), "meta/test_meta_session.py"),
-    mutant(
-        "v2-view-outlives-the-session", at(VIEW, "end", giving(None)), "node/test_view.py node/test_follower_rules.py"
-    ),
-    mutant("v3-holds-keep-their-births", at(HOLDS, "age_all", giving(None)), "node/test_follower_rules.py"),
-    mutant("v3-chain-not-checked", at(SESSION, "check_chain", giving(None)), "node/test_follower_rules.py"),
+    mutant("v2-view-outlives-the-session", at(VIEW, "end", giving(None)), "node/test_view.py node/test_follower.py"),
+    mutant("v3-holds-keep-their-births", at(HOLDS, "age_all", giving(None)), "node/test_follower.py"),
+    mutant("v3-chain-not-checked", at(SESSION, "check_chain", giving(None)), "node/test_follower.py"),
     mutant("v3-keeps-the-view-of-a-lost-watch", at(VIEW, "reread", giving(None)), "contract/test_node_rules.py"),
-    mutant("v3-silent-watch-believed", at(VIEW, "is_last", giving(True)), "node/test_follower_rules.py"),
+    mutant("v3-silent-watch-believed", at(VIEW, "is_last", giving(True)), "node/test_follower.py"),
     mutant("v3-knows-what-lost-events-condemned", at(KNOWN, "clear", giving(None)), "node/test_view.py"),
 ]
 
@@ -146,9 +144,7 @@ HOLDING = [
         several(at(KNOWN, "add", _late_add), at(KNOWN, "add_all", _late_add), at(KNOWN, "add_run", _late_add)),
         "node/test_view.py native/test_looks.py",
     ),
-    mutant(
-        "h4-ended-hold-is-read", at(HOLDS, "check", giving(None)), "node/test_follower_rules.py node/test_outage.py"
-    ),
+    mutant("h4-ended-hold-is-read", at(HOLDS, "check", giving(None)), "node/test_follower.py node/test_outage.py"),
     mutant("h4-renewed-past-its-end", at(HOLDS, "renew", _renew_for_ever), "worker/test_leased_holds.py"),
     mutant(
         "h4-client-holds-never-expire",
@@ -163,12 +159,12 @@ HOLDING = [
     mutant(
         "h4-expired-holds-stay-counted",
         at("kvstore.worker.context:ClientHolds", "expire", _keep_counting),
-        "contract/test_holds_end.py",
+        "contract/test_faults.py -k ended",
     ),
     mutant(
         "h4-lagging-node-keeps-alive",
         at("kvstore.engine.follower:GcFollower", "keeps_up", giving(True)),
-        "node/test_follower_rules.py",
+        "node/test_follower.py",
     ),
 ]
 
@@ -188,24 +184,24 @@ def _half_of_a_transaction(real: Any, self: Any, events: Any) -> Any:
 
 
 ANNOUNCING = [
-    mutant("a1-announces-ahead-of-its-view", at(HOLDS, "announcement", _announce_ahead), "node/test_follower_rules.py"),
+    mutant("a1-announces-ahead-of-its-view", at(HOLDS, "announcement", _announce_ahead), "node/test_follower.py"),
     mutant(
         "a1-applies-half-of-a-transaction", at(VIEW, "apply", _half_of_a_transaction), "contract/test_node_rules.py"
     ),
     mutant(
         "a2-names-nothing",
         at(HOLDS, "announcement", lambda real, self, view: real(self, view)._replace(held=b"", on=())),
-        "node/test_follower_rules.py",
+        "node/test_follower.py",
     ),
     mutant(
         "a2-hold-between-two-sweeps-is-not-named",
         at(VIEW, "stamps", lambda real, self, **how: sorted(real(self, **how))[:1]),
-        "node/test_follower_rules.py",
+        "node/test_follower.py",
     ),
     mutant(
         "a2-write-drops-the-names",
         at(SESSION, "txn", lambda real, self, *what, held=b"", **how: real(self, *what, **how)),
-        "node/test_follower_rules.py",
+        "node/test_follower.py",
     ),
     mutant(
         "a2-look-counts-as-empty",
@@ -216,13 +212,13 @@ ANNOUNCING = [
                 real(self, *what, whatever=whatever, **how)
             ),
         ),
-        "node/test_follower_rules.py",
+        "node/test_follower.py",
     ),
-    mutant("a2-held-is-not-renewed", at(HOLDS, "announced", giving(None)), "node/test_follower_rules.py"),
+    mutant("a2-held-is-not-renewed", at(HOLDS, "announced", giving(None)), "node/test_follower.py"),
     mutant(
         "a3-announces-off-the-chain",
         at(SESSION, "txn", lambda real, self, compares=(), *rest, **how: real(self, (), *rest, **how)),
-        "node/test_follower_rules.py",
+        "node/test_follower.py",
     ),
 ]
 

@@ -76,18 +76,17 @@ MUTANTS: list[Mutant] = [
         at("kvstore.transport.images", "fill_verified", _damage_ignored),
         "worker/test_wire.py",
     ),
-    mutant("message-seal-ignored", at("kvstore.transport.messages", "is_whole", giving(None)), "worker/test_seals.py"),
+    mutant("message-seal-ignored", at("kvstore.transport.messages", "is_whole", giving(None)), "worker/test_wire.py"),
     mutant(
         "run-unverified",
         at("kvstore.transport.channel", "plane_sums", lambda real, planes, first, count: _anything()),
-        "bulk/test_sums.py bulk/test_hostile.py bulk/test_failures.py",
+        "bulk/test_hostile.py bulk/test_arrivals.py",
     ),
     mutant(
         "blocks-unverified",
         at("kvstore.transport.channel", "block_sums", lambda real, blocks: _anything()),
         "bulk/test_blocks_hostile.py",
     ),
-    mutant("file-unverified", at("kvstore.transport.images", "fill_verified", _damage_ignored), "bulk/test_sums.py"),
     mutant("frame-of-any-length", at(FRAMES, "decode_head", _unlimited), "bulk/test_hostile.py -k length"),
     mutant(
         "grant-unproven",
@@ -97,7 +96,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "worker-unproven",
         at("kvstore.transport.channel:Grant", "is_welcome", giving(True)),
-        "contract/test_transport_rules.py",
+        "bulk/test_hostile.py -k welcome",
     ),
     mutant(
         "arena-reused-one-chunk-early",
