@@ -69,8 +69,8 @@ def stats(access: Access, is_full: bool, as_json: bool) -> None:
 def health(access: Access, as_json: bool) -> None:
     """Show whether each worker reaches its root and etcd, and how much it has to do.
 
-    A worker reports what it knows: it notices a root that hangs within seconds, and an etcd that is gone once its
-    session has ended. `kvstore doctor` writes and reads through a worker.
+    A worker notices a root that hangs or is gone within ten seconds, and an etcd that is gone once its session has
+    ended. `kvstore doctor` writes and reads through a worker.
 
     Exit codes: 0 no problems, 1 a worker has a problem or does not answer, 2 none answers.
 

@@ -246,6 +246,7 @@ WORKER_GAUGES = {
     "root_free_bytes": "room left on what holds the root; absent where it is unknown",
     "root_total_bytes": "all of its room",
     "certificate_expires_seconds": "until the worker's certificate ends; only with TLS",
+    "root_gone": "1 while the worker's URL does not lead to the root that it opened: unmounted, deleted or silent",
     "draining": "1 while the worker finishes what it accepted and takes no more",
 }
 """The gauges of a worker, without those of its node."""
@@ -253,7 +254,7 @@ WORKER_GAUGES = {
 LEAST = frozenset(
     {STARTED, "root_free_bytes", "root_total_bytes", "lease_margin_seconds", "certificate_expires_seconds"}
 )
-MOST = frozenset({"etcd_silent_seconds", "root_full", "root_hangs", "bound_bytes", "bound_used_bytes"})
+MOST = frozenset({"etcd_silent_seconds", "root_full", "root_gone", "root_hangs", "bound_bytes", "bound_used_bytes"})
 """Gauges of several workers that are no sum: of the root that they share, or of the one that is worst off."""
 
 

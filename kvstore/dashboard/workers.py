@@ -160,6 +160,8 @@ def problems_of(counts: Counts | KVStoreError) -> list[str]:
     problems = []
     if counts.get("root_hangs"):
         problems.append("gets no answer from the root: check the mount (kvstore check-root)")
+    elif counts.get("root_gone"):
+        problems.append("does not find the root: is its file system mounted, and its FORMAT file intact?")
     if not counts.get("session_alive", 1):
         problems.append("has no session in etcd: holds and pins wait")
     elif not counts.get("protected", 1):

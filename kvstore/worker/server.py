@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
@@ -364,12 +363,15 @@ class Worker:
             self._health.set(serving)
 
     def _look_at_space(self) -> None:
-        """Reads the root's space now and then, for metrics. Without an answer the last value stays."""
+        """Reads the root's space now and then, for metrics. Without an answer the root counts as gone."""
         now_s = time.monotonic()
         if now_s >= self._space_at_s:
             self._space_at_s = now_s + SPACE_PERIOD_S
-            with suppress(KVStoreError):
+            try:
                 self.service.space = self.member.node.space(SPACE_S)
+                self.service.root_is_gone = False
+            except KVStoreError:
+                self.service.root_is_gone = True
 
     def _bind(self, server: grpc.Server) -> int:
         tls = self.security.tls

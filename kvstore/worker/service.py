@@ -147,6 +147,7 @@ class WorkerService:
         self.bulk: BulkListener | None = None
         """Set while the worker listens for bulk connections."""
         self.space = StorageSpace(None, None)
+        self.root_is_gone = False
         """The space of the root, as last reported by it."""
         self._unary: dict[str, UnaryCall[Any]] = {
             "OpenNamespace": UnaryCall(pb.OpenNamespaceRequest, self._open_namespace),
@@ -182,6 +183,7 @@ class WorkerService:
             "bulk_connections_open": float(self.bulk.connections_count if self.bulk else 0),
             "leases": float(len(self.bulk_requests.leases or ())),
             "draining": float(self.gate.draining),
+            "root_gone": float(self.root_is_gone),
             STARTED: self._started_s,
             **({} if ends_s is None else {"certificate_expires_seconds": ends_s}),
         }

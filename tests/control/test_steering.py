@@ -82,6 +82,17 @@ def test_health_reports_every_worker(run: Run, up: Running) -> None:
     assert unreachable.exit_code == 2 and "does not answer" in unreachable.stdout
 
 
+def test_health_reports_a_root_that_is_gone(run: Run, up: Running, module_root: Path) -> None:
+    root, away = module_root / "root", module_root / "away"
+    root.rename(away)
+    try:
+        eventually(lambda: "does not find the root" in run("health", "--connect", up.grpc).stdout, "it is reported")
+        assert run("health", "--connect", up.grpc).exit_code == 1
+    finally:
+        away.rename(root)
+    eventually(lambda: run("health", "--connect", up.grpc).exit_code == 0, "it is back")
+
+
 def test_operations_are_listed_and_cancelled_by_command(run: Run, up: Running) -> None:
     first, _ = workers(up)
     at = ("--connect", up.grpc)
