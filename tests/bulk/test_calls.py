@@ -11,8 +11,7 @@ import pytest
 from kvstore.client.cache import Cache
 from kvstore.errors import Overloaded
 from kvstore.segments import Rope
-from kvstore.transport.channel import CONTROL_BYTES_MAX, SHORT_CALLS, Channel, FrameKind, encode_request
-from kvstore.transport.limits import BLOCKS_MAX
+from kvstore.transport.channel import SHORT_CALLS, Channel, FrameKind, encode_request
 from kvstore.transport.messages import parse, traced
 from kvstore.v1 import kvstore_pb2 as pb
 from tests.kit.transports import MEDIUM, WAYS, greeted, tokens_and_kv
@@ -68,16 +67,6 @@ def test_a_short_call_gives_the_same_on_every_way(served: Served, way: str) -> N
         with segments.find_held(TOKENS[:128], [0]) as held:
             assert sum(map(len, held.matches)) == 128
     assert set(counted(served) - before) == {(method, PATHS[way]) for method in SHORT_CALLS}
-
-
-def test_an_answer_larger_than_other_frames_may_be_is_read(served: Served) -> None:
-    keys = [number.to_bytes(16, "little") for number in range(BLOCKS_MAX)] * 3
-    with connected(served, bulk="shared") as store:
-        cache = store.namespace("m", MEDIUM)
-        assert cache.blocks.put(keys[7:8], [b"x" * 100]) == [True]
-        found = store._port.present_blocks(cache.blocks._namespace, keys)
-    assert found.count(True) == 3 and len(found) > CONTROL_BYTES_MAX
-    assert counted(served) == {("MatchBlocks", "unix"): 1}
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

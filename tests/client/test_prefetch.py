@@ -175,7 +175,7 @@ def test_close_ends_all_prefetches() -> None:
         (lambda cache: cache.prefetch([1]), "--memory"),
         (lambda cache: cache.prefetch([1], tier="root"), "expected memory or disk"),
         (lambda cache: cache.prefetch([1], worker="127.0.0.1:1"), "has no workers"),
-        (lambda cache: cache.prefetch([-1]), "out of range"),
+        (lambda cache: cache.prefetch([-1]), "item 0 is -1"),
     ],
 )
 def test_prefetch_without_memory_or_tier_says_what_to_do(begin: Callable[[Cache], Operation], message: str) -> None:

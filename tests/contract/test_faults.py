@@ -169,8 +169,8 @@ CALLS: dict[str, Call] = {
     "unpin": Call(unpin, pinned, may_leave=("pins",)),
     "put of blocks": Call(put_blocks, succeeds=all),
     "get of blocks": Call(get_blocks, blocks_stored, succeeds=all, may_raise=False),
-    # A deletion may still be in progress: the barrier against pins expires by itself.
-    "clear": Call(lambda backend, cache: cache.clear(), stored_warm, may_keep=("clearing",)),
+    # A deletion may still be in progress: the order, which keeps pins out, expires by itself.
+    "clear": Call(lambda backend, cache: cache.clear(), stored_warm, may_keep=("clears/doing",)),
     "prefetch": Call(prefetch, stored_cold, succeeds=lambda it: (it.state, it.done) == ("done", CHUNKS * SIZE)),
     "sweep": Call(sweep, stored_cold, may_leave=("gc/condemned",), tidied=("plans", "trash", "quarantine")),
 }
