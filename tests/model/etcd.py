@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.model.config import Config, Dropped
+from tests.model.configs import Config, Dropped
 from tests.model.state import (
     DEAD,
     FENCING,

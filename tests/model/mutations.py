@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests.model.config import Dropped
-
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
@@ -21,11 +19,6 @@ class Mutation:
     def name(self) -> str:
         """The name on the command line."""
         return f"{self.config}/{self.dropped}"
-
-    @property
-    def rules(self) -> Dropped:
-        """The rules left out; some need a second one, which would otherwise catch it."""
-        return frozenset(self.dropped.split("+"))
 
 
 MUTATIONS = tuple(

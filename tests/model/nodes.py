@@ -1,32 +1,36 @@
-"""Sessions and views: how a node comes, follows the watch, announces, and dies (V1 to V3, A1 to A3, C4).
-
-A node's work for requests is in ``requests.py`` and ``pins.py``.
-"""
+"""Nodes: sessions and views (V1 to V3, A1 to A3, C4), then their work for requests (H1 to H3) and pins (P1 to P4)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import combinations
 
-from tests.model import pins, requests
-from tests.model.config import Config, Dropped
+from tests.model.configs import Config, Dropped
 from tests.model.etcd import Step, listed
 from tests.model.state import (
     BEFORE_ALL,
     DEAD,
     FENCING,
+    FOUND,
     JOINING,
     KEY_CHAIN,
     LIVE,
+    LOOKING,
     NEVER,
+    NO_HOLD,
     NO_LOOK,
     NO_ROLLBACK,
+    NOT_HELD,
     OUT,
+    SEEN,
     SEEN_EARLY,
+    TAKEN,
     UP,
     Event,
+    Hold,
     Node,
     State,
+    Violation,
     address_of,
     put,
 )
@@ -122,9 +126,9 @@ def _serve(s: State, i: int, n: Node, k: Config, dropped: Dropped) -> Iterator[S
         yield from _lose_watch(s, i, n, k, dropped)
     if not n.broken:
         yield from _announce(s, i, n, dropped)
-    yield from requests.steps(s, i, n, k, dropped)
+    yield from request_steps(s, i, n, k, dropped)
     if k.pins:
-        yield from pins.steps(s, i, n, k, dropped)
+        yield from pin_steps(s, i, n, k, dropped)
 
 
 def _apply_event(s: State, i: int, n: Node, k: Config, dropped: Dropped) -> Iterator[Step]:
@@ -208,3 +212,95 @@ def _birth(n: Node, unknown: tuple[int, ...], dropped: Dropped) -> int:
     if "announce_youngest" in dropped and births:
         births = [max(births)]
     return min(births, default=NEVER) + (1 if "announce_past_birth" in dropped else 0)
+
+
+def request_steps(s: State, i: int, n: Node, k: Config, dropped: Dropped) -> Iterator[Step]:
+    """Returns the steps that a serving node may take for each address."""
+    for address, tag in enumerate(k.tags):
+        if k.holds:
+            yield from _hold(s, i, n, address, tag, k, dropped)
+        if k.looks:
+            yield from _look(s, i, n, address, tag)
+
+
+def _hold(s: State, i: int, n: Node, address: int, tag: str, k: Config, dropped: Dropped) -> Iterator[Step]:
+    hold, inc = n.holds[address], s.files[address]
+    # H1: condemned is absent. H2: the hold comes first, in one step with H1; then the look at the file.
+    skips = n.seen[address] and "match_ignores_condemned" not in dropped
+    # P1: a pin being put keeps its hold, even through a miss.
+    may_release = not n.pinning or "pin_no_hold" in dropped
+    if hold.stage == NOT_HELD:
+        if skips:
+            return
+        if "stat_before_hold" not in dropped:
+            yield f"n{i}.hold{tag}", _with_hold(s, i, n, address, Hold(TAKEN, n.seen_rev, 0))
+        elif inc:
+            yield f"n{i}.stat{tag}", _with_hold(s, i, n, address, Hold(SEEN_EARLY, NEVER, 0))
+        if n.cache[address]:
+            if not inc and not s.damaged:
+                raise Violation("I1", "a match was answered from memory, the chunk is gone", f"n{i}.match_cached{tag}")
+            yield f"n{i}.match_cached{tag}", _with_hold(s, i, n, address, Hold(SEEN, n.seen_rev, inc))
+    elif hold.stage == SEEN_EARLY:
+        if skips:
+            yield f"n{i}.give_up{tag}", _with_hold(s, i, n, address, NO_HOLD)
+        elif not inc:
+            raise Violation("I1", "a match was answered, the chunk is gone", f"n{i}.hold_late{tag}")
+        else:
+            yield f"n{i}.hold_late{tag}", _with_hold(s, i, n, address, Hold(SEEN, n.seen_rev, inc))
+    elif hold.stage == TAKEN:
+        if inc:
+            # H3: a chunk seen under a hold may be remembered while the view does not condemn it.
+            if k.cache and (not n.seen[address] or "cache_unchecked" in dropped):
+                n = n._replace(cache=put(n.cache, address, 1))
+            yield f"n{i}.stat{tag}", _with_hold(s, i, n, address, Hold(SEEN, hold.born, inc))
+        elif may_release:
+            yield f"n{i}.stat_miss{tag}", _with_hold(s, i, n, address, NO_HOLD)
+    elif may_release:
+        yield f"n{i}.release{tag}", _with_hold(s, i, n, address, NO_HOLD)
+
+
+def _with_hold(s: State, i: int, n: Node, address: int, hold: Hold) -> State:
+    return s._replace(nodes=put(s.nodes, i, n._replace(holds=put(n.holds, address, hold))))
+
+
+def _look(s: State, i: int, n: Node, address: int, tag: str) -> Iterator[Step]:
+    """H3 without a hold: a read, a renewal, a put that lost its race. A look during a condemnation is forgotten."""
+    look = n.looks[address]
+    if look == NO_LOOK:
+        yield f"n{i}.look{tag}", _with_look(s, i, n, address, LOOKING)
+    elif look == LOOKING:
+        found = FOUND if s.files[address] else NO_LOOK
+        yield f"n{i}.look_{'found' if found else 'miss'}{tag}", _with_look(s, i, n, address, found)
+    else:
+        remembering = n._replace(cache=put(n.cache, address, 1))
+        yield f"n{i}.remember{tag}", _with_look(s, i, remembering, address, NO_LOOK)
+
+
+def _with_look(s: State, i: int, n: Node, address: int, look: int) -> State:
+    return s._replace(nodes=put(s.nodes, i, n._replace(looks=put(n.looks, address, look))))
+
+
+def pin_steps(s: State, i: int, n: Node, k: Config, dropped: Dropped) -> Iterator[Step]:
+    """Returns the steps that a serving node may take with its pin."""
+
+    def becomes(node: Node) -> State:
+        return s._replace(nodes=put(s.nodes, i, node))
+
+    holds = n.holds[0].stage not in (NOT_HELD, SEEN_EARLY)
+    unprotected = "pin_no_hold" in dropped and not n.seen[0]
+    if not n.ref and not n.pinning and not n.broken and (holds or unprotected):
+        yield f"n{i}.pin_begin", becomes(n._replace(pinning=1))
+    if n.pinning:
+        # P2: the session's key is part of the transaction. Ids differ, so that a late unpin cannot mean the next pin.
+        pin = 2 if n.unpinning == 1 else 1
+        named = (0,) * k.shards if "pin_drops_named" in dropped else n.named
+        yield f"n{i}.pin_put", becomes(n._replace(ref=pin, pinned=s.files[0], pinning=0, named=named, written=1))
+    if n.ref and not n.unpinning and not n.pinning and not n.broken:
+        unpinned = n._replace(ref=0, pinned=0, written=1)
+        yield f"n{i}.unpin", becomes(unpinned)
+        if k.late_unpins:  # it was done, its reply was lost, and a copy still travels
+            yield f"n{i}.unpin_timeout", becomes(unpinned._replace(unpinning=n.ref))
+    if n.unpinning:
+        # P3: only with its own id. The node goes on believing in what a blind one takes.
+        ref = -n.ref if "unpin_blind" in dropped else n.ref
+        yield f"n{i}.late_unpin", becomes(n._replace(ref=ref, unpinning=0))

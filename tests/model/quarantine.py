@@ -1,4 +1,4 @@
-"""Damaged files: set aside by rename, checked there, put back if the wrong one was taken (W3).
+"""Writers (W1), and damaged files: set aside by rename, checked, put back if the wrong one was taken (W3).
 
 This needs no session and may stop after any step; a collector's round then puts whole files back.
 """
@@ -7,10 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.model.config import Config, Dropped
+from tests.model.configs import Config, Dropped
 from tests.model.etcd import Step
-from tests.model.state import Mender, Set, State, Violation, put
+from tests.model.state import INCS_PER_ADDRESS, Mender, Set, State, Violation, put
 from tests.model.world import NEW, any_left
+
+
+def publishing_steps(s: State, k: Config, dropped: Dropped) -> Iterator[Step]:
+    """W1: link(2), so the first writer wins and nothing is ever replaced."""
+    for address in k.addresses:
+        inc = s.next_inc[address]
+        if inc - INCS_PER_ADDRESS * address > k.incs:
+            continue
+        published = s._replace(files=put(s.files, address, inc), next_inc=put(s.next_inc, address, inc + 1))
+        if s.files[address] == 0:
+            yield f"link(i{inc})", published
+        elif k.replaces or "publish_replaces" in dropped:
+            yield f"rename_over(i{inc})", published
+    if k.menders and not s.damaged and s.files[0]:
+        yield f"damage(i{s.files[0]})", s._replace(damaged=frozenset({s.files[0]}))
+
 
 SAW_DAMAGE, TAKEN, WHOLE, LINKED, DROPPING, ENDED = range(1, 7)
 

@@ -10,7 +10,6 @@ import pytest
 
 from tests.model import host
 from tests.model.check import EXPECTED, check
-from tests.model.configs import CONFIGS, QUICK
 from tests.model.mutations import MUTATIONS
 
 SLOWER_MUTATIONS = {
@@ -54,10 +53,3 @@ def test_a_trace_can_be_followed_from_the_beginning() -> None:
     trace = check("hold/no_grace").trace
     assert len(trace) == 8
     assert trace[-1] == "g0.rename(i1->trash)"
-
-
-def test_names_are_unique_and_lead_somewhere() -> None:
-    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
-    assert {mutation.config for mutation in MUTATIONS} <= CONFIGS.keys()
-    assert {mutation.name for mutation in MUTATIONS} >= SLOWER_MUTATIONS
-    assert set(QUICK) <= CONFIGS.keys()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.model.config import Config
+from tests.model.configs import Config
 from tests.model.state import (
     DEAD,
     FENCING,
