@@ -144,8 +144,10 @@ def test_a_file_under_another_name_or_namespace_is_found(file: ChunkFile, salt: 
         (72, replace(file.expected, namespace=type(file.expected.namespace)(bytes(32)))),
     ):
         moved = replace(file, expected=other)
-        with pytest.raises(Damaged):
-            decoded(moved, content, KEY)
+        for wish in (Wish(key=KEY), Wish(compress=True)):
+            with pytest.raises(Damaged) as caught:
+                decode_header(encoded(file, wish, salt), other)
+            assert caught.value.damage is Damage.IDENTITY, "no key is needed to see it"
         forged = bytearray(content)  # and said so in its header
         forged[start : start + 16] = bytes(16)
         if start == 72:

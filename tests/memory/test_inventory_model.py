@@ -39,6 +39,8 @@ class Model:
     entries: list[TierEntry] = field(default_factory=list)
     references: dict[TierEntry, int] = field(default_factory=dict)
     claimed: set[TierEntry] = field(default_factory=set)
+    dirty: set[TierEntry] = field(default_factory=set)
+    """Claimed as dirty, and not cleaned since."""
     now_s: float = 0.0
 
     def there(self) -> dict[Address, TierEntry]:
@@ -46,7 +48,7 @@ class Model:
 
     def is_kept(self, entry: TierEntry) -> bool:
         """True if E2 keeps it."""
-        return bool(self.references.get(entry) or entry.is_dirty or not entry.is_ready or entry in self.claimed)
+        return bool(self.references.get(entry) or entry in self.dirty or not entry.is_ready or entry in self.claimed)
 
     def evictable(self) -> set[TierEntry]:
         """Returns what may be evicted, in order: not kept entries, nor their ancestors."""
@@ -94,6 +96,7 @@ class Model:
             self.entries.append(entry)
             self.references[entry] = 1
             self.claimed.add(entry)
+            self.dirty |= {entry} if dirty else set()
             if isinstance(self.room, Bytes) and gone:
                 evicted_bytes = sum(each.size_bytes for each in gone)
                 last_bytes = max(each.size_bytes for each in gone)
@@ -127,9 +130,11 @@ class Model:
         self.references[entry] -= 1
 
     def do_clean(self) -> None:
-        dirty = [entry for entry in self.entries if entry.is_dirty]
+        dirty = [entry for entry in self.entries if entry in self.dirty]
         if dirty:
-            self.inventory.clean(self.choose.choice(dirty))
+            entry = self.choose.choice(dirty)
+            self.inventory.clean(entry)
+            self.dirty.discard(entry)
 
     def do_used(self) -> None:
         found = [self.inventory.find(place.address) for place in self.choose.sample(self.places, 5)]

@@ -42,6 +42,7 @@ def empty(layout: str = "page_first", kind: str = "mha", extra: dict[str, Any] |
     return Rank({PoolName.KV: host_pool(device, layout)}, extra or {}, device, **told)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("calls", ["in place", "generic"])
 @pytest.mark.parametrize(("kind", "layout"), [(kind, layout) for kind, each in LAYOUTS.items() for layout in each])
 @pytest.mark.parametrize("hybrid", [False, True], ids=["base", "hybrid"])
