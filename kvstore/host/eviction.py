@@ -161,6 +161,8 @@ class Eviction:
         if is_held or is_pinned or was_used or victim.address in self._kept:
             self._stays(victim, done, is_pinned=is_pinned, was_used=was_used and not is_held)
             return
+        # Before and after: a listing that begins or ends in between must not subtract it once more.
+        self._shared.add(Number.DELETED, status.st_size)
         try:
             os.unlink(path)
         except OSError:
