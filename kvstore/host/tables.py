@@ -239,6 +239,7 @@ class Number(IntEnum):
     """Bytes of the root's files and of puts that have begun; a listing corrects it."""
     WRITTEN = 4
     DELETED = 5
+    """What a listing takes for deleted while it ran: at least all that was, since an eviction counts twice."""
     LIMIT = 6
     """No put begins that would bring USED above this; 0: no limit."""
     WAKES_AT = 7
