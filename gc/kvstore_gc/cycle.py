@@ -57,7 +57,7 @@ class Cycle:
         collectors: Collectors | None = None,
         listed: Callable[[int], object] = lambda shard: None,
     ) -> None:
-        """Of all ``collectors`` one works, and the others stand by. ``listed`` is called after each listed shard."""
+        """One of ``collectors`` works; the others stand by. ``listed`` is called after each listed shard."""
         self._site = site
         self._root = site.root
         self._clock = site.clock

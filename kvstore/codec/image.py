@@ -428,7 +428,7 @@ class ChunkRun(NativeBatch):
         """
         blocked = places[self.items["status"][places] == native.BLOCKED].tolist()
         try:
-            if not self.common.direct:  # lets the device read all of it in parallel
+            if not self.common.direct:  # the device reads all of it in parallel
                 for place in blocked:
                     with suppress(OSError):
                         os.posix_fadvise(int(self.items["fd"][place]), 0, 0, os.POSIX_FADV_WILLNEED)

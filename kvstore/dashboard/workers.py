@@ -154,7 +154,7 @@ DRAINING = "is draining"
 
 
 def problems_of(counts: Counts | KVStoreError) -> list[str]:
-    """What is wrong with a worker, for people, by its counters or by the error instead of them."""
+    """Returns a worker's problems as text, from its counters or from the error that replaced them."""
     if isinstance(counts, KVStoreError):
         return [f"does not answer: {counts}"]
     problems = []

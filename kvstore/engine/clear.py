@@ -78,7 +78,7 @@ class ClearsFollower:
         """Orders that this session has answered: each answer is a key in etcd, and must go with its order."""
         self._unswept: list[ClearOrder] = []
         self._forbidding: set[bytes] = set()
-        """Orders of which nothing may come back."""
+        """Orders whose chunks may not be stored again."""
 
     def begin(self, session: Session) -> None:
         """Follows orders from now on, as long as ``session`` lives."""

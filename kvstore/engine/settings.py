@@ -220,7 +220,7 @@ NO_TIERS = TierSettings()
 
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
-    """What an operator chooses for one node."""
+    """The settings of one node."""
 
     durability: Durability = Durability.NONE
     tiers: TierSettings = NO_TIERS

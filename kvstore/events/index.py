@@ -237,7 +237,7 @@ FEW = msgspec.Meta(min_length=1, max_length=64)
 
 
 class DescentExtra(msgspec.Struct):
-    """What an engine's hash covers in addition to tokens, as far as routers understand it."""
+    """The inputs of an engine's hash other than tokens that routers understand."""
 
     lora_name: Annotated[str, msgspec.Meta(max_length=256)] | None = None
     extra_keys: (

@@ -17,7 +17,7 @@ from kvstore.format import places
 
 @dataclass(frozen=True, slots=True)
 class EventBlock:
-    """What events say of one chunk, or of one block that an engine hashed itself."""
+    """The content of an event: one chunk, or one block that an engine hashed itself."""
 
     address: Address
     parent: Address
@@ -76,7 +76,7 @@ class IndexEntry:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What to publish: first the blocks no longer there, then those that are, parents first."""
+    """Blocks to publish: first the removed ones, then the stored ones, parents first."""
 
     removed: list[EventBlock]
     stored: list[EventBlock]

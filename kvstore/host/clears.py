@@ -98,7 +98,7 @@ class HostClears:
         return [order for _, order in self._read()]
 
     def _run(self) -> None:
-        """Obeys new orders; lets chunks in again that an order named, once it has passed."""
+        """Carries out new orders, and ends the ban on the chunks of expired ones."""
         assert self._obey is not None
         while not self._ended.wait(POLL_S):
             number = self._shared[Number.CLEARS]

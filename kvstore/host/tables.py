@@ -1,4 +1,4 @@
-"""What the processes of a host share in mapped files: numbers, the log of evicted chunks, what each holds, and room.
+"""The mapped files that processes of one host share: counters, the eviction log, hold tables and free space.
 
 ``host/shared`` has a few numbers, and the log: a ring of addresses. Who evicts appends a batch of victims, advances
 TAIL, and sets SETTLED to TAIL once it is done with all of them (``eviction``). Every process reads it, to forget chunks
@@ -239,7 +239,7 @@ class Number(IntEnum):
     """Bytes of the root's files and of puts that have begun; a listing corrects it."""
     WRITTEN = 4
     DELETED = 5
-    """What a listing takes for deleted while it ran: at least all that was, since an eviction counts twice."""
+    """Upper bound of deleted bytes, for listings: an eviction counts before and after its unlink."""
     LIMIT = 6
     """No put begins that would bring USED above this; 0: no limit."""
     WAKES_AT = 7

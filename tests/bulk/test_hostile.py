@@ -282,6 +282,8 @@ def test_a_head_is_checked_before_its_length_is_believed() -> None:
     for raw in (b"", b"KV", bytes(HEAD_BYTES), encode_head(FrameKind.TAKEN, 1, CONTROL_BYTES_MAX + 1)):
         with pytest.raises((InvalidRequest, struct.error)):
             decode_head(raw)
+    longer = CONTROL_BYTES_MAX + 1
+    assert decode_head(encode_head(FrameKind.ANSWER, 1, longer)).length == longer, "an answer may be longer"
 
 
 def test_worker_without_the_secret_is_not_welcome() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import doctest
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,3 +49,16 @@ def test_docstring_example_prints_its_output(example: doctest.DocTest, address: 
         flags = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
         doctest.DocTestRunner(optionflags=flags).run(example, out=printed.append)
         assert not printed, "".join(printed)
+
+
+def public_methods() -> Iterator[tuple[str, Any]]:
+    for kind in (kvstore.Store, kvstore.Cache, kvstore.Hold, kvstore.Pin, kvstore.Operation):
+        for name in dir(kind):
+            member = getattr(kind, name)
+            if not name.startswith("_") and (callable(member) or isinstance(member, property)):
+                yield f"{kind.__name__}.{name}", member
+
+
+@pytest.mark.parametrize("name, member", list(public_methods()), ids=lambda each: each if isinstance(each, str) else "")
+def test_public_method_has_an_example(name: str, member: Any) -> None:
+    assert "\nExamples\n" in (inspect.getdoc(member) or ""), name

@@ -162,6 +162,7 @@ def test_grant_is_bound_to_its_certificate(served: Secured, engine: ClientTls) -
         theirs.bulk._dialler._ask = lambda request, timeout_s: granted
         with theirs.bulk.link(5.0) as stolen, mine.bulk.link(5.0) as own:
             assert stolen is None and own is not None
+        assert served.worker.service.counters()["bulk_refused"] == 1
     finally:
         mine.close()
         theirs.close()

@@ -288,7 +288,7 @@ class SchedulerHalf:
         events: Events | None = None,
         describer: Describer | None = None,
     ) -> None:
-        """``events``: where to tell what is stored, ``describer``: what files say of it; None for neither."""
+        """``events`` publishes stored blocks, ``describer`` describes them in their files; None: neither happens."""
         self._settings = settings
         self._events = events
         self._describer = describer
