@@ -45,9 +45,12 @@ def test_the_table_of_a_killed_process_is_removed(parts: Parts) -> None:
 def test_a_forked_child_does_not_keep_the_table(parts: Parts) -> None:
     forking = f"""{HOLDING}
 import os, time
+reading, writing = os.pipe()
 pid = os.fork()
 if not pid:
+    os.write(writing, b"x")  # it runs, so it has closed what it inherited
     time.sleep(3600)
+os.read(reading, 1)
 open(folder + "/grandchild", "w").write(str(pid))"""
     child = child_of(parts.folder, forking)
     grandchild = int((parts.folder / "grandchild").read_text())

@@ -107,9 +107,7 @@ class Parts:
 
 def child_of(folder: Path, program: str, **environment: str) -> subprocess.Popen[str]:
     """A process that runs a program, in which ``folder`` is the root's, and prints a line when it has begun."""
-    lines = (
-        f"import sys\nfrom kvstore.host.tables import *\nfrom kvstore.host.tables import *\nfolder = {str(folder)!r}\n"
-    )
+    lines = f"import sys\nfrom kvstore.host.tables import *\nfolder = {str(folder)!r}\n"
     child = subprocess.Popen(
         [sys.executable, "-c", f"{lines}{program}\nprint('begun', flush=True)\nsys.stdin.read()"],
         stdin=subprocess.PIPE,
