@@ -453,7 +453,9 @@ class HoldTable:
 
     def stages_in(self, session: bytes) -> None:
         """Notes in which folder this process stages from now on."""
-        self._bytes[SESSION_AT : SESSION_AT + SESSION_BYTES] = session
+        with self._lock:
+            if self._fd >= 0:  # a session may begin while the store closes
+                self._bytes[SESSION_AT : SESSION_AT + SESSION_BYTES] = session
 
     def close(self) -> None:
         """Ends all holds. Idempotent."""
