@@ -10,12 +10,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import numpy as np
-
 from kvstore.core.address import Address
 from kvstore.core.validate import size
 from kvstore.errors import RootMismatch
 from kvstore.meta.cluster import difference, read_generation
+from kvstore.meta.keys import PARTS
 from kvstore.meta.namespaces import Namespaces
 from kvstore.meta.sweeps import VICTIMS_MAX
 from kvstore.root.identity import read_newest
@@ -23,11 +22,10 @@ from kvstore_gc.capacity import Pressure
 from kvstore_gc.config import Config
 from kvstore_gc.deletion import SweepPlan, SweepVictim
 from kvstore_gc.execute import USED, Sweeper
-from kvstore_gc.ledger import GROUP_MAX
 from kvstore_gc.leftovers import Orphans, other_files
 from kvstore_gc.membership import Collectors
 from kvstore_gc.policy import Goals
-from kvstore_gc.rank import Parents, Ranking, Rows, id_of, shards_of
+from kvstore_gc.rank import Parents, Ranking, Rows, id_of, parts_of
 from kvstore_gc.site import Site
 from kvstore_gc.summary import Summary
 
@@ -75,7 +73,7 @@ class Cycle:
         self._ranking: Ranking | None = None
         self._listing_s = LISTING_S_MIN
         self._picks = deque[tuple[int, Rows]]()
-        """Chunks of the present slice that were not condemned yet, by shard: at most as many as one sweep takes."""
+        """Chunks of the present slice that were not condemned yet, by part: at most as many as one sweep takes."""
 
     @property
     def waiting_s(self) -> float:
@@ -212,7 +210,7 @@ class Cycle:
                 self._sweeper.begin(plans, summary)
             if self._sweeper.advance(summary) or plans:
                 wait_s = self._site.timings.poll_s_min
-            elif self._sweeper.busy_shards:
+            elif self._sweeper.busy_parts:
                 self._site.pause(wait_s)
                 summary.spent("grace", wait_s)
                 wait_s = min(2 * wait_s, self._site.timings.poll_s_max)
@@ -220,18 +218,18 @@ class Cycle:
                 return
 
     def _plans(self, summary: Summary) -> list[SweepPlan]:
-        """Makes the next plans of shards that have no sweep in flight: as many as fit one transaction."""
+        """Makes the next plans of parts that have no sweep in flight."""
         if not self._picks:
-            self._picks.extend(self._by_shard(self._next_slice()))
-        busy, left = self._sweeper.busy_shards, list[tuple[int, Rows]]()
+            self._picks.extend(self._by_part(self._next_slice()))
+        busy, left = self._sweeper.busy_parts, list[tuple[int, Rows]]()
         plans: list[SweepPlan] = []
-        while self._picks and len(plans) < GROUP_MAX:
-            shard, rows = self._picks.popleft()
-            if shard in busy:
-                left.append((shard, rows))
+        while self._picks and len(busy) < PARTS:
+            part, rows = self._picks.popleft()
+            if part in busy:
+                left.append((part, rows))
                 continue
-            busy.add(shard)
-            plans.append(SweepPlan(shard, _victims(rows)))
+            busy.add(part)
+            plans.append(SweepPlan(part, _victims(rows)))
             summary.chose(rows)
         self._picks.extendleft(reversed(left))
         return plans
@@ -246,14 +244,13 @@ class Cycle:
             size_bytes = min(max(size_bytes, least), most)
         return self._ranking.take(size_bytes, CONDEMNED_MAX)
 
-    def _by_shard(self, rows: Rows) -> Iterator[tuple[int, Rows]]:
-        """Returns them by shard."""
-        shards = shards_of(rows, self._site.identity.shard_bits)
-        order = np.argsort(shards, kind="stable")
-        for shard in np.unique(shards).tolist():
-            first, stop = np.searchsorted(shards, (shard, shard + 1), sorter=order)
-            for at in range(first, stop, VICTIMS_MAX):
-                yield shard, rows[order[at : min(stop, at + VICTIMS_MAX)]]
+    def _by_part(self, rows: Rows) -> Iterator[tuple[int, Rows]]:
+        """Returns them by part."""
+        parts = parts_of(rows)
+        for part in range(PARTS):
+            mine = rows[parts == part]
+            for at in range(0, len(mine), VICTIMS_MAX):
+                yield part, mine[at : at + VICTIMS_MAX]
 
     def _needed_bytes(self) -> int:
         """Bytes to evict in the whole root, beyond what is being deleted."""

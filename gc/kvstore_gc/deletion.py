@@ -52,9 +52,9 @@ class SweepVictim:
 
 @dataclass(frozen=True, slots=True)
 class SweepPlan:
-    """The plan for one shard: at most VICTIMS_MAX ``victims``."""
+    """The plan for one part: at most VICTIMS_MAX ``victims``."""
 
-    shard: int
+    part: int
     victims: tuple[SweepVictim, ...]
 
 

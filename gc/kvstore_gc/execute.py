@@ -36,7 +36,7 @@ from kvstore_gc.deletion import (
     write_victims,
 )
 from kvstore_gc.grace import Grace, Look, Spared
-from kvstore_gc.ledger import GROUP_MAX, GROUP_VICTIMS_MAX, InFlight, SweepStore
+from kvstore_gc.ledger import InFlight, SweepStore
 from kvstore_gc.rank import CountAndBytes
 from kvstore_gc.site import Site
 from kvstore_gc.threads import Stopped
@@ -111,9 +111,9 @@ class Sweeper:
         return 0.0 if since_s is None else self._clock.monotonic_s() - since_s
 
     @property
-    def busy_shards(self) -> set[int]:
-        """The shards of its sweeps in flight: no other sweep of them can begin."""
-        return {one.shard for one in self._flight}
+    def busy_parts(self) -> set[int]:
+        """The parts of its sweeps in flight: no other sweep of them can begin."""
+        return {one.part for one in self._flight}
 
     @property
     def in_flight_bytes(self) -> int:
@@ -173,39 +173,38 @@ class Sweeper:
         pinned = self._grace.pinned()
         planned = [kept for plan in plans if (kept := _without(plan, pinned, report)).victims]
         was_idle = not self._flight
-        for group in _groups(planned):
-            begun = self._condemn(group, report)
-            self._flight += begun
-            self._begun_s |= dict.fromkeys((one.sweep for one in begun), started_s)
+        begun = self._condemn(planned, report)
+        self._flight += begun
+        self._begun_s |= dict.fromkeys((one.sweep for one in begun), started_s)
         if was_idle:
             self._wait_from(self._clock.monotonic_s())
         self._spent(report, "condemn", started_s)
 
     def _condemn(self, plans: Sequence[SweepPlan], report: SweepReport) -> list[InFlight]:
-        """Begins the sweeps of some shards with one transaction."""
+        """Begins the sweeps of some parts with one transaction."""
         # Check all victims before making folders: any node that joins lifts a folder that no key names yet.
         seen = unused(self._site, plans, report.spared)
         records = self._prepare_all(seen)
         begun = self._ledger.condemn(records) if records else []
         report.sweeps["begun"] += len(begun)
         for one in begun:
-            size_bytes = sum(victim.size_bytes for victim in seen[one.shard])
+            size_bytes = sum(victim.size_bytes for victim in seen[one.part])
             report.condemned += CountAndBytes(one.record.victims_count, size_bytes)
             self._sizes_bytes[one.sweep] = size_bytes
-        for shard in records.keys() - {one.shard for one in begun}:
-            # Another collector sweeps this shard. No other process knows our folder: remove it.
-            report.spared["swept by another collector"] += records[shard].victims_count
-            self._take_back(records[shard])
+        for part in records.keys() - {one.part for one in begun}:
+            # Another collector sweeps this part. No other process knows our folder: remove it.
+            report.spared["swept by another collector"] += records[part].victims_count
+            self._take_back(records[part])
         return begun
 
     def _prepare_all(self, seen: dict[int, list[Condemnation]]) -> dict[int, Condemned]:
-        """Prepares the sweeps of some shards: all of them, or as many as there is room for."""
+        """Prepares the sweeps of some parts: all of them, or as many as there is room for."""
         records: dict[int, Condemned] = {}
         staging = self._site.ids.fresh()
-        for number, (shard, victims) in enumerate(seen.items()):
+        for number, (part, victims) in enumerate(seen.items()):
             staged = places.staged(staging, number)
             try:
-                records[shard] = with_reserve(self._root, partial(self._prepare, victims, staged))
+                records[part] = with_reserve(self._root, partial(self._prepare, victims, staged))
             except Overloaded:
                 if not records:
                     raise
@@ -307,7 +306,7 @@ class Sweeper:
                 else:
                     has_ended = self._deleting.reap(sweep, victims, spared, taken)
             except KVStoreError as error:
-                log.warning("sweep.left shard=%04x sweep=%s: %s", sweep.shard, sweep.sweep.hex(), error)
+                log.warning("sweep.left part=%d sweep=%s: %s", sweep.part, sweep.sweep.hex(), error)
             if taken.failed_count:
                 log.warning("sweep.refused count=%d such as: %s", taken.failed_count, taken.failure)
             with lock:
@@ -329,8 +328,7 @@ class Sweeper:
         self._spent(report, "close", began_s)
 
     def _close(self, sweeps: Sequence[InFlight]) -> None:
-        for start in range(0, len(sweeps), GROUP_MAX):
-            self._ledger.close(sweeps[start : start + GROUP_MAX])
+        self._ledger.close(sweeps)
         for sweep in sweeps:
             self._root.remove(places.plan(sweep.sweep, sweep.record.plan_checksum))
 
@@ -344,8 +342,7 @@ class Sweeper:
             folder = places.trash_folder(sweep.sweep)
             if not self._root.traits.fenced or self._root.remove_folder(folder, durable=True):
                 closing.append(sweep)
-        for start in range(0, len(closing), GROUP_MAX):
-            self._ledger.abandon(closing[start : start + GROUP_MAX])
+        self._ledger.abandon(closing)
         ended_count = self._remove_plans(closing)
         log.warning("sweep.abandoned count=%d left=%d: %s", ended_count, len(sweeps) - ended_count, why)
         report.sweeps["abandoned"] += ended_count
@@ -376,19 +373,6 @@ class Sweeper:
         report.spent(phase, self._clock.monotonic_s() - since_s)
 
 
-def _groups(plans: Sequence[SweepPlan]) -> Iterator[list[SweepPlan]]:
-    """The plans in groups that fit one transaction."""
-    group: list[SweepPlan] = []
-    for plan in plans:
-        victims_count = len(plan.victims) + sum(len(one.victims) for one in group)
-        if group and (len(group) >= GROUP_MAX or victims_count > GROUP_VICTIMS_MAX):
-            yield group
-            group = []
-        group.append(plan)
-    if group:
-        yield group
-
-
 def _without(plan: SweepPlan, pinned: Spared, report: SweepReport) -> SweepPlan:
     """A plan without its pinned victims."""
     free = tuple(victim for victim in plan.victims if victim.address not in pinned)
@@ -397,23 +381,23 @@ def _without(plan: SweepPlan, pinned: Spared, report: SweepReport) -> SweepPlan:
 
 
 def unused(site: Site, plans: Sequence[SweepPlan], spared: Counter[str]) -> Found:
-    """Returns the publications of the victims not used since they were listed, by shard; counts the others.
+    """Returns the publications of the victims not used since they were listed, by part; counts the others.
 
     A use of a chunk is a use of its parents too, but they may have been looked at before it. So if a use is seen, the
     remaining victims are checked again: a chunk that stays keeps its parents.
     """
-    victims = {plan.shard: plan.victims for plan in plans}
+    victims = {plan.part: plan.victims for plan in plans}
     used_before = spared[USED]
     found = _look_all(site, victims, spared)
     if spared[USED] > used_before:
-        left = {shard: {one.address for one in seen} for shard, seen in found.items()}
-        again = {shard: [one for one in victims[shard] if one.address in left[shard]] for shard in left}
+        left = {part: {one.address for one in seen} for part, seen in found.items()}
+        again = {part: [one for one in victims[part] if one.address in left[part]] for part in left}
         found = _look_all(site, again, spared)
     return found
 
 
 def _look_all(site: Site, listed: Mapping[int, Sequence[SweepVictim]], spared: Counter[str]) -> Found:
-    victims = [(shard, victim) for shard, some in listed.items() for victim in some]
+    victims = [(part, victim) for part, some in listed.items() for victim in some]
     found: list[Condemnation | None] = [None] * len(victims)
     failed: list[KVStoreError] = []
     gone: list[SweepVictim] = []
@@ -439,7 +423,7 @@ def _look_all(site: Site, listed: Mapping[int, Sequence[SweepVictim]], spared: C
     spared["gone already"] += len(gone)
     spared[USED] += found.count(None) - len(failed) - len(gone)
     unused: Found = {}
-    for (shard, _), one in zip(victims, found, strict=True):
+    for (part, _), one in zip(victims, found, strict=True):
         if one is not None:
-            unused.setdefault(shard, []).append(one)
+            unused.setdefault(part, []).append(one)
     return unused

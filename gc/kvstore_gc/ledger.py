@@ -15,9 +15,6 @@ from kvstore.meta.store import Absent, Compare, Delete, KeyValue, ModifiedAt, Pu
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
 from kvstore_gc.site import Site
 
-GROUP_MAX = 64
-GROUP_VICTIMS_MAX = 32_768
-"""Shards and victims in one transaction: etcd takes 128 operations and 1.5 MiB, a large sweep's key has 50 KB."""
 ANNOUNCEMENTS_PER_S = 50
 """The rate that all nodes together are asked not to exceed, while there is always a sweep to announce."""
 TRIES_MAX = 20
@@ -28,7 +25,7 @@ TRIES_MAX = 20
 class InFlight:
     """A sweep as its key says. ``stamp`` is the revision at which it condemned."""
 
-    shard: int
+    part: int
     stamp: int
     revision: int
     record: Condemned
@@ -40,8 +37,8 @@ class InFlight:
 
 
 def still_there(sweeps: Sequence[InFlight], found: Mapping[int, InFlight]) -> list[InFlight]:
-    """The sweeps that are still in flight, as they were ``found`` by shard."""
-    pairs = ((found.get(one.shard), one) for one in sweeps)
+    """The sweeps that are still in flight, as they were ``found`` by part."""
+    pairs = ((found.get(one.part), one) for one in sweeps)
     return [now for now, one in pairs if now is not None and (now.sweep, now.stamp) == (one.sweep, one.stamp)]
 
 
@@ -57,50 +54,49 @@ class SweepStore:
         """The number of live sessions, as last seen; nodes are asked for a pace that suits it."""
 
     def in_flight(self) -> dict[int, InFlight]:
-        """All sweeps in flight, by shard. Raises Unavailable, RootMismatch if one cannot be understood."""
+        """All sweeps in flight, by part. Raises Unavailable, RootMismatch if one cannot be understood."""
         return self.parse(self._meta.list(self._keys.condemned, self._timeout_s).items)
 
     def parse(self, items: Sequence[KeyValue]) -> dict[int, InFlight]:
         """The sweeps in flight among the given keys. Raises RootMismatch if one cannot be understood."""
         found = {}
         for kv in items:
-            shard = self._keys.parse_condemned(kv.key)
-            if shard is not None:
+            part = self._keys.parse_condemned(kv.key)
+            if part is not None:
                 try:
                     record = Condemned.from_bytes(kv.value)
                 except RootMismatch as error:
                     raise RootMismatch(f"{kv.key}: {error}; kvstore fsck --adopt puts it right") from error
-                found[shard] = InFlight(shard, kv.create_revision, kv.mod_revision, record)
+                found[part] = InFlight(part, kv.create_revision, kv.mod_revision, record)
         return found
 
     def condemn(self, records: Mapping[int, Condemned]) -> list[InFlight]:
-        """Rule G2: begins sweeps of shards that have none; returns those that began.
+        """Rule G2: begins sweeps of parts that have none; returns those that began.
 
         Another collector was faster with the others. Raises Unavailable if the outcome stays unknown: what may still
         land is adopted later.
         """
         wanted = dict(records)
-        assert len(wanted) <= GROUP_MAX
         for _ in range(TRIES_MAX):
             link, compare = self._next_link()
-            free = [Absent(self._keys.condemned_in(shard)) for shard in wanted]
-            puts = [Put(self._keys.condemned_in(shard), record.to_bytes()) for shard, record in wanted.items()]
+            free = [Absent(self._keys.condemned_in(part)) for part in wanted]
+            puts = [Put(self._keys.condemned_in(part), record.to_bytes()) for part, record in wanted.items()]
             unknown = False
             try:
                 result = self._meta.txn((*free, compare), (*puts, link), self._timeout_s)
                 if result.succeeded:
-                    return [InFlight(shard, result.revision, result.revision, each) for shard, each in wanted.items()]
+                    return [InFlight(part, result.revision, result.revision, each) for part, each in wanted.items()]
             except Unavailable:
                 unknown = True  # it may have landed, or land later: a key with our sweep is ours
             found = self.in_flight()
-            ours = [one for shard, one in found.items() if shard in records and one.sweep == records[shard].sweep]
+            ours = [one for part, one in found.items() if part in records and one.sweep == records[part].sweep]
             if ours or unknown:
                 # Never again under these ids: others may already have finished what has landed (rule G1).
                 return ours
-            wanted = {shard: record for shard, record in wanted.items() if shard not in found}
+            wanted = {part: record for part, record in wanted.items() if part not in found}
             if not wanted:
                 return []
-        raise _crowded(f"{len(records)} shards could not be condemned")
+        raise _crowded(f"{len(records)} parts could not be condemned")
 
     def settle(self, sweep: InFlight, final: Condemned) -> InFlight | None:
         """Rule O1: fixes the list that every run deletes from. Returns the sweep as it is then.
@@ -108,7 +104,7 @@ class SweepStore:
         Another run may have fixed the list. None if the sweep is no longer in flight. Raises Unavailable.
         """
         assert final.is_final and final.sweep == sweep.sweep
-        key = self._keys.condemned_in(sweep.shard)
+        key = self._keys.condemned_in(sweep.part)
         for _ in range(TRIES_MAX):
             link, compare = self._next_link()
             same = ModifiedAt(key, sweep.revision)
@@ -135,15 +131,16 @@ class SweepStore:
         self._end(sweeps, lambda now: not now.record.is_final)
 
     def _end(self, sweeps: Sequence[InFlight], may_end: Callable[[InFlight], bool]) -> None:
-        assert len(sweeps) <= GROUP_MAX
+        if not sweeps:
+            return
         for _ in range(TRIES_MAX):
             left = [now for now in still_there(sweeps, self.in_flight()) if may_end(now)]
             if not left:
                 return
             link, compare = self._next_link()
             # As it was read just now: a list that becomes final in between fails this.
-            same = [ModifiedAt(self._keys.condemned_in(one.shard), one.revision) for one in left]
-            deletes = [Delete(self._keys.condemned_in(one.shard)) for one in left]
+            same = [ModifiedAt(self._keys.condemned_in(one.part), one.revision) for one in left]
+            deletes = [Delete(self._keys.condemned_in(one.part)) for one in left]
             try:
                 if self._meta.txn((*same, compare), (*deletes, link), self._timeout_s).succeeded:
                     return

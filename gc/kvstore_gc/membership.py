@@ -1,7 +1,7 @@
 """The collectors of one root.
 
 Each has a lease, with which the record of the one that works (``gc/capacity``) ends. Safety never depends on it: two
-collectors that take the same shard meet in the transaction that condemns (rule G2), and one that was paused past its
+collectors that take the same part meet in the transaction that condemns (rule G2), and one that was paused past its
 lease is stopped by the fence (rule F1). So a collector is not a session: sweeps do not wait for collectors.
 """
 

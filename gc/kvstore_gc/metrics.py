@@ -70,7 +70,7 @@ class Metrics:
         self._reaped_bytes = self._counter("reaped_bytes", "their bytes")
         self._spared = self._counter("spared_chunks", "chunks chosen and spared after all", "why")
         self._orphans = self._counter("orphans", "leftovers removed or put back", "kind")
-        self._sweeps = self._counter("sweeps", "sweeps of a shard", "outcome")
+        self._sweeps = self._counter("sweeps", "sweeps", "outcome")
         self._rounds = self._counter("rounds", "rounds", "outcome")
         self._phases = Histogram(
             "kvstore_gc_phase_seconds",

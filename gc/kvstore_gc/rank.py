@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -328,9 +328,9 @@ def tallies(rows: Rows) -> Iterator[tuple[NamespaceId, VerdictReason, CountAndBy
             yield id_of(number), CONDEMNING[code], _tally(those[those["reason"] == code])
 
 
-def shards_of(rows: Rows, shard_bits: int) -> npt.NDArray[np.int64]:
-    """Returns the shard of each chunk."""
-    return np.frombuffer(rows["address"].tobytes(), ">u2")[:: ADDRESS_BYTES // 2].astype(np.int64) >> 16 - shard_bits
+def parts_of(rows: Rows) -> npt.NDArray[Any]:
+    """Returns the part of each chunk, as ``part_of`` does."""
+    return np.frombuffer(rows["address"].tobytes(), np.uint8)[::ADDRESS_BYTES] >> 6
 
 
 def _marks(packed: bytes) -> Marks:

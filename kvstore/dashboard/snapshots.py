@@ -122,9 +122,9 @@ class SessionSeen:
 
 @dataclass(frozen=True, slots=True)
 class SweepSeen:
-    """One sweep in flight: its shard, and how many chunks it condemns."""
+    """One sweep in flight: its part of the addresses, and how many chunks it condemns."""
 
-    shard: int
+    part: int
     victims_count: int | None
 
 
@@ -264,14 +264,14 @@ def _capacity(meta: MetadataStore, keys: Keys) -> Capacity | None:
 def _sweeps(meta: MetadataStore, keys: Keys) -> tuple[SweepSeen, ...]:
     found = []
     for kv in meta.list(keys.condemned, TIMEOUT_S).items:
-        shard = keys.parse_condemned(kv.key)
-        if shard is None:
+        part = keys.parse_condemned(kv.key)
+        if part is None:
             continue
         try:
             victims_count: int | None = Condemned.from_bytes(kv.value).victims_count
         except RootMismatch:
             victims_count = None
-        found.append(SweepSeen(shard, victims_count))
+        found.append(SweepSeen(part, victims_count))
     return tuple(found)
 
 

@@ -374,7 +374,7 @@ class Documents:
             "is_full": None if etcd is None else etcd.is_full,
             "sweeps": None
             if etcd is None
-            else [{"shard": each.shard, "victims": each.victims_count} for each in etcd.sweeps],
+            else [{"part": each.part, "victims": each.victims_count} for each in etcd.sweeps],
         }
 
     def namespaces(self) -> Document:

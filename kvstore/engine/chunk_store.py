@@ -84,8 +84,9 @@ class PresenceCache:
     cannot exceed them; the system gives memory to those in use. A full row drops the entry seen longest ago.
 
     Rule H3: a look that began before a sweep condemned must not be remembered after it. So the caller reads ``epoch``
-    before it looks, and ``add`` takes the finding only if the epoch is still the same; forgetting a shard begins a new
-    epoch. Readers race with that: an entry that is being dropped can still be found, as if the look had come earlier.
+    before it looks, and ``add`` takes of an older epoch's finding only what was not forgotten since; forgetting begins
+    a new epoch. Readers race with that: an entry that is being dropped can still be found, as if the look had come
+    earlier.
     """
 
     __slots__ = (
@@ -171,18 +172,6 @@ class PresenceCache:
             self.epoch += 1
             self._forgotten.append((self.epoch, chunks))
             self._forget(chunks.ctypes.data, len(chunks), native.DONE)
-
-    def forget_shards(self, shards: Sequence[int], shard_bits: int) -> None:
-        """Forgets all chunks of these shards, in which sweeps condemn, and ends the epoch of all looks under way."""
-        condemned = np.zeros(1 << shard_bits, np.bool_)
-        condemned[list(shards)] = True
-        with self._lock:
-            self.epoch += 1
-            self._forgotten.clear()
-            for span in self._marked():
-                # The first 16 bits of an address, as ``places.shard`` takes them, are the low ones of a print, swapped.
-                heads = (self._prints[span] & np.uint64(0xFFFF)).astype(np.uint16).byteswap()
-                self._marks[span][condemned[heads >> (16 - shard_bits)]] = 0
 
     def clear(self) -> None:
         with self._lock:

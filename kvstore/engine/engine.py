@@ -150,7 +150,7 @@ class Engine:
         self.known = PresenceCache(limits.known_max, limits.quantum_s, clock)
         self.chains = RecentChains(limits.chains_bytes_max)
         if gc_state is None:
-            gc_state = partial(ClusterGcState, Keys(identity.root), identity.shard_bits)
+            gc_state = partial(ClusterGcState, Keys(identity.root))
         self.gc_view = gc_state(self.known, self.counters)
         numbers = itertools.count()
         self._session = session = session or (lambda: self.id)

@@ -29,7 +29,7 @@ from kvstore.engine.settings import Limits
 from kvstore.errors import HoldBroken, InvalidRequest, Overloaded, RootMismatch, StoreFull
 from kvstore.format.keyset import ChunkKeys, KeySet
 from kvstore.host.tables import BATCH_MAX, RING, HoldTable, HostRoom, Number, Run, Shared
-from kvstore.meta.keys import Keys
+from kvstore.meta.keys import Keys, part_of
 from kvstore.meta.session import Session
 from kvstore.meta.store import Absent, Compare, Event, KeyValue, Snapshot, ValueIs
 from kvstore.meta.sweeps import NO_NONCE, Condemned, CondemnedSet, Seq
@@ -186,18 +186,19 @@ class ClusterGcState(GcState):
     Outside a session (``end``) it protects nothing, and condemns nothing.
     """
 
-    def __init__(self, keys: Keys, shard_bits: int, known: PresenceCache, counters: Counters) -> None:
+    def __init__(self, keys: Keys, known: PresenceCache, counters: Counters) -> None:
         self.lock: threading.Lock = threading.Lock()
         self.revision = 0
         self.pace_s = 0.0
         self.usage: NodeUsage = NodeUsage(partial(counters.add, NodeCount.PUT_REFUSED_UNCOUNTED))
         self._counters = counters
         self._keys = keys
-        self._shard_bits = shard_bits
         self._known = known
         self._seq: bytes | None = None
         self._nonce = NO_NONCE
         self._open: dict[int, _Open] = {}
+        self._exact: frozenset[bytes] | None = frozenset()
+        """All that is condemned; None while a sweep has a filter."""
         self._session: Session | None = None
 
     @property
@@ -225,9 +226,11 @@ class ClusterGcState(GcState):
         return not self._open
 
     def _leading(self, addresses: Sequence[Address]) -> int:
-        open_, shift = self._open, 16 - self._shard_bits
-        for index, address in enumerate(addresses if open_ else ()):
-            sweep = open_.get((address[0] << 8 | address[1]) >> shift)
+        open_, exact = self._open, self._exact
+        if exact is not None and exact.isdisjoint(addresses):
+            return len(addresses)
+        for index, address in enumerate(addresses):
+            sweep = open_.get(part_of(address))
             if sweep is not None and address in sweep.members:
                 return index
         return len(addresses)
@@ -251,17 +254,12 @@ class ClusterGcState(GcState):
         Those are packed addresses, and the revision after which a sweep must have begun. For the thread that changes
         the view.
         """
-        open_, shift = self._open, 16 - self._shard_bits
-        is_open = np.zeros(1 << self._shard_bits, np.bool_)
-        is_open[list(open_)] = True
         found = []
         for packed, after in held:
-            shards = np.frombuffer(packed, ">u2")[:: ADDRESS_BYTES // 2] >> shift
-            at_all = np.flatnonzero(is_open[shards]).tolist()
-            asked = ((open_[int(shards[at])], packed[at * ADDRESS_BYTES : (at + 1) * ADDRESS_BYTES]) for at in at_all)
-            found.append(
-                [(sweep.stamp, Address(one)) for sweep, one in asked if sweep.stamp > after and one in sweep.members]
-            )
+            open_ = {part: sweep for part, sweep in self._open.items() if sweep.stamp > after}
+            each = (packed[at : at + ADDRESS_BYTES] for at in range(0, len(packed) if open_ else 0, ADDRESS_BYTES))
+            asked = ((open_.get(part_of(one)), one) for one in each)
+            found.append([(sweep.stamp, Address(one)) for sweep, one in asked if sweep and one in sweep.members])
         return found
 
     # Changes: called under ``lock`` by the follower, which has checked under it that it still follows this session.
@@ -279,7 +277,7 @@ class ClusterGcState(GcState):
     def end(self) -> None:
         """Ends the session: nothing is protected any more, nothing remembered (rule V2)."""
         self._session = None
-        self._open = {}
+        self._condemn({})
         self.usage.end()
         self._known.clear()
 
@@ -294,23 +292,30 @@ class ClusterGcState(GcState):
         link = next((event for event in events if event.key == self._keys.gc_seq), None)
         if link is not None:
             self._follow(link)
-        changed = []
+        open_, changed = dict(self._open), list[_Open]()
         for event in events:
-            shard = self._keys.parse_condemned(event.key)
+            part = self._keys.parse_condemned(event.key)
             if event.key == self._keys.gc_capacity:
                 self._read_capacity(event.kv)
-            elif shard is not None:
-                if link is None or shard >> self._shard_bits:
-                    raise ChainBroken(f"{event.key} changed without a link of the chain, or is not a shard here")
-                changed.append(shard)
-                self._open.pop(shard, None)
+            elif part is not None:
+                if link is None:
+                    raise ChainBroken(f"{event.key} changed without a link of the chain")
+                if (ended := open_.pop(part, None)) is not None:
+                    changed.append(ended)
                 if event.kv is not None:
-                    self._open[shard] = _open(event.kv)
+                    open_[part] = begun = _open(event.kv)
+                    changed.append(begun)
         if changed:
-            # Forget all of their shards, not only the victims: the memory has no room for whole addresses (rule H3).
-            # Also when a sweep ends: a look that began during it may have found a chunk that the sweep was about to
-            # take.
-            self._known.forget_shards(changed, self._shard_bits)
+            self._condemn(open_)
+            # Rule H3. Also when a sweep ends: a look that began during it may have found a chunk that the sweep was
+            # about to take.
+            if (victims := _exact(changed)) is None:
+                self._known.clear()
+            else:
+                self._known.forget_each(b"".join(victims))
+
+    def _condemn(self, open_: dict[int, _Open]) -> None:
+        self._open, self._exact = open_, _exact(open_.values())
 
     def _follow(self, link: Event) -> None:
         if link.kv is None:
@@ -324,16 +329,17 @@ class ClusterGcState(GcState):
         found: dict[int, _Open] = {}
         seq, capacity, self._nonce = None, None, NO_NONCE
         for kv in snapshot.items:
-            shard = self._keys.parse_condemned(kv.key)
-            if shard is not None:
-                found[shard] = _open(kv)
+            part = self._keys.parse_condemned(kv.key)
+            if part is not None:
+                found[part] = _open(kv)
             elif kv.key == self._keys.gc_seq:
                 link = _decoded(Seq.from_json, kv.value)
                 seq, self._nonce, self.pace_s = kv.value, link.nonce, link.pace_s
             elif kv.key == self._keys.gc_capacity:
                 capacity = kv
         self._read_capacity(capacity)
-        self._seq, self._open, self.revision = seq, found, snapshot.revision
+        self._condemn(found)
+        self._seq, self.revision = seq, snapshot.revision
         self._known.clear()
 
     def _read_capacity(self, kv: KeyValue | None) -> None:
@@ -342,6 +348,12 @@ class ClusterGcState(GcState):
             self.usage.received(None if kv is None else Capacity.from_json(kv.value), kv.create_revision if kv else 0)
         except InvalidRequest:
             self.usage.received(None)
+
+
+def _exact(sweeps: Iterable[_Open]) -> frozenset[bytes] | None:
+    """Returns all that some sweeps condemn; None if one of them has a filter."""
+    found = [sweep.members.exact for sweep in sweeps]
+    return None if None in found else frozenset().union(*(each for each in found if each))
 
 
 def _open(kv: KeyValue) -> _Open:

@@ -23,7 +23,7 @@ from kvstore.events.inventory import Difference, EventBlock, IndexEntry, Namespa
 from kvstore.events.limits import EventLimits
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, PAGE_BYTES, Damaged, Descent, IdentityKind, decode_any
-from kvstore.meta.keys import Keys
+from kvstore.meta.keys import Keys, part_of
 from kvstore.meta.store import KeyValue, MetadataStore, Watch, WatchLost
 from kvstore.meta.sweeps import Condemned, CondemnedSet
 from kvstore.root.identity import read_namespaces
@@ -129,10 +129,9 @@ log = logging.getLogger(__name__)
 class News:
     """The changes since the last look."""
 
-    begun: set[int] = field(default_factory=set)
-    """Shards that a sweep has condemned chunks of."""
-    ended: set[int] = field(default_factory=set)
-    """Shards whose sweep is over: list them."""
+    begun: list[CondemnedSet] = field(default_factory=list)
+    ended: list[CondemnedSet] = field(default_factory=list)
+    """Sweeps that are over: the shards of their chunks are to be listed."""
     clear_begun: bool = False
     clear_ended: bool = False
     """A clear is over: list everything."""
@@ -145,7 +144,7 @@ class PendingDeletions:
         self._meta = meta
         self._keys = keys
         self._limits = limits
-        self._sweeps: dict[int, tuple[bytes, CondemnedSet | None]] = {}
+        self._sweeps: dict[int, tuple[bytes, CondemnedSet]] = {}
         self._clears: dict[str, ClearOrder] = {}
         self._watches: dict[str, Watch] = {}
 
@@ -163,10 +162,10 @@ class PendingDeletions:
                 self._watches.pop(prefix).close()
         return news
 
-    def condemned(self, shard: int) -> CondemnedSet | None:
-        """Returns what the sweep of a shard condemns; None if there is none."""
-        found = self._sweeps.get(shard)
-        return None if found is None else found[1]
+    def condemns(self, address: Address) -> bool:
+        """True if a sweep in flight condemns it."""
+        found = self._sweeps.get(part_of(address))
+        return found is not None and address in found[1]
 
     def hides(self, namespace: bytes) -> bool:
         """True if a clear is deleting all of a namespace, by its id."""
@@ -184,7 +183,7 @@ class PendingDeletions:
         watch = self._watches[prefix] = self._meta.watch(prefix, snapshot.revision + 1)
         there = {kv.key for kv in snapshot.items}
         if prefix == self._keys.gc:
-            before = {self._keys.condemned_in(shard) for shard in self._sweeps}
+            before = {self._keys.condemned_in(part) for part in self._sweeps}
         else:
             before = set(self._clears)
         for gone in before - there:
@@ -194,24 +193,22 @@ class PendingDeletions:
         return watch
 
     def _apply_key(self, key: str, kv: KeyValue | None, news: News) -> None:
-        shard = self._keys.parse_condemned(key)
-        if shard is not None:
-            self._apply_sweep(shard, kv, news)
+        part = self._keys.parse_condemned(key)
+        if part is not None:
+            self._apply_sweep(part, kv, news)
         elif key.startswith(self._keys.clearing):
             self._apply_clear(key, kv, news)
 
-    def _apply_sweep(self, shard: int, kv: KeyValue | None, news: News) -> None:
-        before = self._sweeps.pop(shard, None)
+    def _apply_sweep(self, part: int, kv: KeyValue | None, news: News) -> None:
+        before = self._sweeps.pop(part, None)
         if kv is not None:
             try:
-                members = CondemnedSet(Condemned.from_bytes(kv.value))
+                self._sweeps[part] = kv.value, CondemnedSet(Condemned.from_bytes(kv.value))
+                news.begun.append(self._sweeps[part][1])
             except RootMismatch as error:
-                log.warning("events.sweep_unreadable shard=%04x %s", shard, error)
-                members = None
-            self._sweeps[shard] = (kv.value, members)
-            news.begun.add(shard)
+                log.warning("events.sweep_unreadable part=%d %s", part, error)
         if before is not None and (kv is None or kv.value != before[0]):
-            news.ended.add(shard)
+            news.ended.append(before[1])
 
     def _apply_clear(self, key: str, kv: KeyValue | None, news: News) -> None:
         if kv is None:
@@ -402,23 +399,28 @@ class RootIndex:
     # News
 
     def _apply(self, news: News) -> None:
-        for shard in news.ended:
+        for shard in self._shards_of(news.ended):
             self._folders.must_list(shard)
         if news.clear_ended:
             self._folders.must_list(None)
         with self.lock:
             for model in self.models.values():
-                for shard in news.begun:
+                for shard in self._shards_of(news.begun):
                     self._condemn(model, shard)
                 if news.clear_begun:
                     self._hide(model)
 
+    def _shards_of(self, sweeps: Iterable[CondemnedSet]) -> set[int]:
+        """Returns the shards in which some sweeps may have chunks."""
+        exact = [sweep.exact for sweep in sweeps]
+        if None in exact:
+            return set(range(1 << self._shard_bits))
+        return {places.shard(Address(each), self._shard_bits) for some in exact for each in some or ()}
+
     def _condemn(self, model: Model, shard: int) -> None:
-        """Condemns what a sweep in flight is about to take."""
-        members = self._doomed.condemned(shard)
-        if members is not None:
-            inventory = model.inventory
-            inventory.condemn([each for each in inventory.present(shard) if each.address in members])
+        """Condemns what sweeps in flight are about to take."""
+        inventory = model.inventory
+        inventory.condemn([each for each in inventory.present(shard) if self._doomed.condemns(each.address)])
 
     def _hide(self, model: Model, shard: int | None = None) -> None:
         """Condemns all that a clear of the namespace is deleting, in one shard or in all."""

@@ -8,7 +8,7 @@
     /kv/<root>/namespaces/names/<digest>         one per (tenant, name): its layout
     /kv/<root>/namespaces/digests/<digest>       one per namespace: its record
     /kv/<root>/gc/seq                            the chain of sweeps: one nonce, and the one before it (rule C1)
-    /kv/<root>/gc/condemned/<shard>              one per sweep in flight
+    /kv/<root>/gc/condemned/<part>               one per sweep in flight
     /kv/<root>/gc/capacity                       used space, and what a node may write, under the lease of a collector
     /kv/<root>/usage/<session>                   bytes that a node wrote and deleted, under its lease
     /kv/<root>/collectors/<session>              one per collector, under its session's lease
@@ -37,9 +37,17 @@ PinId = NewType("PinId", bytes)
 SweepId = NewType("SweepId", bytes)
 
 ID_BYTES = 16
+PARTS = 4
+"""Sweeps that can be in flight: one for each part, a quarter of all addresses. More sweeps of fewer chunks each would
+cost more, because each one syncs a plan and a folder."""
 ROOTS = "/kv/roots/"
 """The prefix of the bindings of URLs to roots."""
 OWNER_BYTES_MAX = 256
+
+
+def part_of(address: bytes) -> int:
+    """Returns the part of an address: its first two bits."""
+    return address[0] >> 6
 
 
 class Keys:
@@ -96,19 +104,12 @@ class Keys:
     def usage_of(self, session: SessionId) -> str:
         return f"{self.usage}{session.hex()}"
 
-    def condemned_in(self, shard: int) -> str:
-        return f"{self.condemned}{shard:04x}"
+    def condemned_in(self, part: int) -> str:
+        return f"{self.condemned}{part}"
 
     def parse_condemned(self, key: str) -> int | None:
-        """Returns the shard of a sweep's key; None for another key."""
-        shard = key.removeprefix(self.condemned)
-        if not key.startswith(self.condemned) or len(shard) != 4:
-            return None
-        try:
-            found = int(shard, 16)
-        except ValueError:
-            return None
-        return found if f"{found:04x}" == shard else None
+        """Returns the part of a sweep's key; None for another key."""
+        return next((part for part in range(PARTS) if key == self.condemned_in(part)), None)
 
     def collector(self, session: SessionId) -> str:
         return f"{self.collectors}{session.hex()}"

@@ -21,7 +21,7 @@ FILTER_BITS_PER_VICTIM = 24
 FILTER_HASHES = 8
 """With 24 bits each: 0.004 % of false positives. One of them ends the match of a whole prompt, so they must be rare."""
 VICTIMS_MAX = 16_384
-"""The most victims of one sweep, so that its key stays below 50 KB; the next sweep of the shard takes the others."""
+"""The most victims of one sweep, so that its key stays below 50 KB; the next sweep takes the others."""
 NO_NONCE = bytes(ID_BYTES)
 PACE_S_MAX = 60.0
 
@@ -59,7 +59,7 @@ class Seq:
 
 @dataclass(frozen=True, slots=True)
 class Condemned:
-    """The value of ``gc/condemned/<shard>``: the sweep, the checksum of its plan, and the addresses it condemns.
+    """The value of ``gc/condemned/<part>``: the sweep, the checksum of its plan, and the addresses it condemns.
 
     ``is_final`` is for roots without a fence: every run deletes from this plan (rule O1).
 
@@ -124,8 +124,13 @@ class CondemnedSet:
         self._bits = packed if record.is_filter else b""
         self._bits_count = 8 * len(self._bits)
 
+    @property
+    def exact(self) -> frozenset[bytes] | None:
+        """The addresses; None if there is only a filter."""
+        return None if self._bits else self._exact
+
     def __contains__(self, address: bytes) -> bool:
-        """True if an address of the shard counts as condemned; with a filter, 0.004 % of the others do too."""
+        """True if an address of its part counts as condemned; with a filter, 0.004 % of the others do too."""
         if not self._bits:
             return address in self._exact
         place, step = _halves(address)
@@ -144,7 +149,6 @@ def _halves(address: bytes) -> tuple[int, int]:
     """Returns the first position of an address in a filter, and the step from each to the next, before they wrap.
 
     Addresses are keyed hashes, so their halves serve as the two hashes from which all others follow (Kirsch and
-    Mitzenmacher, "Less hashing, same performance", 2006), except for the first 16 bits, which a shard's addresses
-    share.
+    Mitzenmacher, "Less hashing, same performance", 2006), except for the first bits, which a part's addresses share.
     """
     return int.from_bytes(address[8:], "little"), int.from_bytes(address[2:8], "little") | 1

@@ -13,9 +13,8 @@ import pytest
 from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
 from kvstore.core.address import Address, block_addresses
-from kvstore.format import places
 from kvstore.format.keyset import ChunkKeys
-from kvstore.meta.keys import SweepId
+from kvstore.meta.keys import SweepId, part_of
 from kvstore.meta.memory import MemoryMetadata
 from kvstore.meta.session import SessionRecord
 from kvstore.meta.store import Event, LeaseId, Watch, WatchLost
@@ -128,7 +127,7 @@ def condemn(c: Cluster, chain: ChunkKeys) -> None:
     """Begins a sweep of the first chunk of a chain, which no collector continues."""
     first = chain.addresses[0]
     sweep = Condemned.of_victims(SweepId(b"s" * 16), b"c" * 16, [first])
-    assert SweepStore(c.site()).condemn({places.shard(first, c.identity.shard_bits): sweep})
+    assert SweepStore(c.site()).condemn({part_of(first): sweep})
 
 
 def test_v3_sweeps_of_a_lost_watch_are_read_afresh(c: Cluster) -> None:

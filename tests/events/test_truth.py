@@ -17,7 +17,7 @@ from kvstore.events.index import ListingScheduler
 from kvstore.events.limits import EventLimits
 from kvstore.format import places
 from kvstore.format.keyset import ChunkKeys
-from kvstore.meta.keys import Keys, SweepId
+from kvstore.meta.keys import Keys, SweepId, part_of
 from kvstore.meta.memory import MemoryMetadata
 from kvstore.meta.sweeps import Condemned
 from kvstore.root.posix import PosixRoot
@@ -30,11 +30,10 @@ from tests.kit.stores import TINY
 def condemn(made: Cluster, victims: list[Address]) -> list[str]:
     """Puts the keys of sweeps of these addresses, as a collector does; returns the keys."""
     meta, keys, put_keys = MemoryMetadata(made.store), Keys(made.identity.root), []
-    bits = made.identity.shard_bits
-    for shard in sorted({places.shard(each, bits) for each in victims}):
-        of_shard = [each for each in victims if places.shard(each, bits) == shard]
-        key = keys.condemned_in(shard)
-        meta.put(key, Condemned.of_victims(SweepId(bytes(16)), bytes(16), of_shard).to_bytes())
+    for part in sorted({part_of(each) for each in victims}):
+        of_part = [each for each in victims if part_of(each) == part]
+        key = keys.condemned_in(part)
+        meta.put(key, Condemned.of_victims(SweepId(bytes(16)), bytes(16), of_part).to_bytes())
         put_keys.append(key)
     return put_keys
 

@@ -15,7 +15,7 @@ from kvstore.format.places import Name
 from kvstore.fsck import Options, adopt, fsck
 from kvstore.fsck.adopt import Adopted
 from kvstore.meta.cluster import Agreed, Foreign, read_generation
-from kvstore.meta.keys import Keys, SessionId, SweepId
+from kvstore.meta.keys import Keys, SessionId, SweepId, part_of
 from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.meta.namespaces import Namespaces
 from kvstore.meta.pins import Pins, StoredPin
@@ -27,7 +27,7 @@ from kvstore.root.identity import newest_number
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryRoot
 from tests.kit.cases import for_each
-from tests.kit.damage import LAYOUT, SHARD_BITS, Filled, fill, read, write
+from tests.kit.damage import LAYOUT, Filled, fill, read, write
 from tests.kit.fake_meta import FakeClock
 from tests.kit.faulty_meta import Fault, FaultyMeta
 from tests.kit.faulty_meta import Rule as MetaRule
@@ -68,7 +68,7 @@ class Cluster:
         name, address = self.filled.name(index), self.filled.chain.addresses[index]
         self.root.make_folder(places.trash_folder(sweep))
         if named:
-            condemn_key(self.meta, self.keys, places.shard(address, SHARD_BITS), sweep)
+            condemn_key(self.meta, self.keys, part_of(address), sweep)
         if taken:
             assert self.root.move(name, places.trashed(sweep, name, bytes(8)), make_folder=False)
         return sweep
@@ -85,16 +85,16 @@ class Cluster:
         return [StoredPin.of(kv) for kv in self.meta.list(self.keys.refs).items]
 
 
-def condemn_key(meta: MetadataStore, keys: Keys, shard: int, sweep: SweepId) -> None:
+def condemn_key(meta: MetadataStore, keys: Keys, part: int, sweep: SweepId) -> None:
     """Puts a sweep's key and the next link of the chain (rules G2, C1)."""
     before = meta.get(keys.gc_seq)
     prev = Seq.from_json(before.value).nonce if before else NO_NONCE
     record = Condemned.of_victims(sweep, bytes(16), [])
     puts = (
-        Put(keys.condemned_in(shard), record.to_bytes()),
+        Put(keys.condemned_in(part), record.to_bytes()),
         Put(keys.gc_seq, Seq(RandomIds().fresh(), prev).to_json()),
     )
-    assert meta.txn((Absent(keys.condemned_in(shard)),), puts).succeeded
+    assert meta.txn((Absent(keys.condemned_in(part)),), puts).succeeded
 
 
 def test_every_namespace_of_the_root_is_recorded_once() -> None:
@@ -236,7 +236,7 @@ def test_c6_sweeps_are_undone() -> None:
     before = {index: read(cluster.root, cluster.filled.name(index)) for index in range(4)}
     cluster.condemn(0)
     cluster.condemn(1, named=False)
-    cluster.condemn(3, taken=False)
+    cluster.condemn(2, taken=False)
     adopted = cluster.adopt()
     assert (adopted.trash_count, adopted.condemned_count) == (3, 2)
     assert {index: read(cluster.root, cluster.filled.name(index)) for index in range(4)} == before

@@ -26,7 +26,7 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore_gc.threads import Stopped
 from tests.kit.abandoned import in_flight, leave_in_flight
-from tests.kit.clusters import Cluster, cluster, eventually, looking, prompt, put
+from tests.kit.clusters import Cluster, cluster, eventually, looking, prompt, prompt_of_one_sweep, put
 from tests.kit.faulty_root import EIO, ENOSPC, Fails, FaultyRoot, Rule
 from tests.kit.object_root import MemoryObjectRoot
 from tests.kit.patience import PATIENCE_S
@@ -37,15 +37,14 @@ SWEEP = b"s" * 16
 
 @pytest.fixture
 def c() -> Iterator[Cluster]:
-    """All chunks in one shard, so that one sweep has them all."""
-    with cluster(shard_bits=0) as made:
+    with cluster() as made:
         yield made
 
 
 @pytest.fixture
 def on_files(tmp_root: Path) -> Iterator[Cluster]:
     (tmp_root / "root").mkdir()
-    with cluster(PosixRoot(tmp_root / "root"), shard_bits=0) as made:
+    with cluster(PosixRoot(tmp_root / "root")) as made:
         yield made
 
 
@@ -117,7 +116,7 @@ def test_f3_foreign_things_in_an_unnamed_folder_are_set_aside_and_the_chunks_go_
 def test_g6_foreign_things_in_the_folder_of_a_sweep_are_set_aside_and_it_closes(
     on_files: Cluster, tmp_root: Path
 ) -> None:
-    c, chain = on_files, prompt(1, 8)
+    c, chain = on_files, prompt_of_one_sweep()
     node = c.node()
     put(node, chain)
     leave_in_flight(c, node, chain)
@@ -226,7 +225,7 @@ def test_f3_many_may_lift_one_folder_at_once(on_files: Cluster, tmp_root: Path) 
 
 
 def test_g6_an_unmounted_root_lifts_no_fence_and_its_sweep_stays_open(on_files: Cluster, tmp_root: Path) -> None:
-    c, chain = on_files, prompt(1, 8)
+    c, chain = on_files, prompt_of_one_sweep()
     node = c.node()
     put(node, chain)
     leave_in_flight(c, node, chain)
@@ -310,8 +309,8 @@ def abandon_after_another_made_it_final(c: Cluster, chain: ChunkKeys) -> None:
 
 
 def test_g8_a_sweep_that_was_not_abandoned_after_all_can_be_finished() -> None:
-    with cluster(MemoryObjectRoot(), shard_bits=0) as c:
-        chain = prompt(1, 8)
+    with cluster(MemoryObjectRoot()) as c:
+        chain = prompt_of_one_sweep()
         abandon_after_another_made_it_final(c, chain)
         (left,) = in_flight(c)
         assert left.is_final and c.present(chain) == 5, "what a run may still delete, the sweep must outlive"
@@ -343,7 +342,7 @@ class FinishedMeanwhile(MemoryMetadata):
 
 @pytest.mark.parametrize("reply", [True, False], ids=["answered", "reply lost"])
 def test_g2_a_transaction_that_has_begun_sweeps_is_never_repeated(c: Cluster, reply: bool) -> None:
-    node, chain = c.node(), prompt(1, 8)
+    node, chain = c.node(), prompt_of_one_sweep()
     put(node, chain)
     meta = FinishedMeanwhile(c, reply)
     c.collector(meta=meta).sweep(c.plans(chain))

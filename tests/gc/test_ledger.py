@@ -29,7 +29,7 @@ class Two:
         )
 
     def keys(self) -> dict[int, SweepId]:
-        return {shard: one.sweep for shard, one in self.theirs.in_flight().items()}
+        return {part: one.sweep for part, one in self.theirs.in_flight().items()}
 
     def nonce(self) -> bytes:
         found = self.store.get(KEYS.gc_seq)
@@ -48,22 +48,22 @@ def record(name: str, *, is_final: bool = False) -> Condemned:
     return Condemned(made.sweep, made.plan_checksum, 1, False, made.members, is_final)
 
 
-def unlinked(two: Two, shard: int, one: Condemned) -> Callable[[], object]:
-    """Another sweep gets the key of a shard, in a store that was restored: the chain of sweeps does not tell."""
+def unlinked(two: Two, part: int, one: Condemned) -> Callable[[], object]:
+    """Another sweep gets the key of a part, in a store that was restored: the chain of sweeps does not tell."""
 
     def put() -> None:
-        MemoryMetadata(two.store).delete(KEYS.condemned_in(shard))
-        MemoryMetadata(two.store).put(KEYS.condemned_in(shard), one.to_bytes())
+        MemoryMetadata(two.store).delete(KEYS.condemned_in(part))
+        MemoryMetadata(two.store).put(KEYS.condemned_in(part), one.to_bytes())
 
     return put
 
 
-def test_g2_a_shard_that_is_condemned_meanwhile_is_left_to_who_was_faster(two: Two) -> None:
+def test_g2_a_part_that_is_condemned_meanwhile_is_left_to_who_was_faster(two: Two) -> None:
     theirs = record("theirs")
-    two.meta.once_before_a_sweep_changes(unlinked(two, 5, theirs))
+    two.meta.once_before_a_sweep_changes(unlinked(two, 2, theirs))
     ours = record("ours")
-    assert [one.shard for one in two.ours.condemn({4: ours, 5: record("too late")})] == [4]
-    assert two.keys() == {4: ours.sweep, 5: theirs.sweep}
+    assert [one.part for one in two.ours.condemn({1: ours, 2: record("too late")})] == [1]
+    assert two.keys() == {1: ours.sweep, 2: theirs.sweep}
 
 
 def test_c1_a_link_is_put_behind_the_last_one_or_not_at_all(two: Two) -> None:
@@ -75,31 +75,31 @@ def test_c1_a_link_is_put_behind_the_last_one_or_not_at_all(two: Two) -> None:
         nonces.append(two.nonce())
 
     two.meta.once_before_a_sweep_changes(meanwhile)
-    assert [one.shard for one in two.ours.condemn({3: record("third")})] == [3]
+    assert [one.part for one in two.ours.condemn({3: record("third")})] == [3]
     found = two.store.get(KEYS.gc_seq)
     assert found is not None and [Seq.from_json(found.value).prev] == nonces
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_g6_closing_compares_the_key_of_every_shard(two: Two, place: int) -> None:
-    sweeps = two.ours.condemn({shard: record(f"ours {shard}") for shard in range(3)})
+def test_g6_closing_compares_the_key_of_every_part(two: Two, place: int) -> None:
+    sweeps = two.ours.condemn({part: record(f"ours {part}") for part in range(3)})
     other = record("another")
     two.meta.once_before_a_sweep_changes(unlinked(two, place, other))
     two.ours.close(sweeps)
     assert two.keys() == {place: other.sweep}, "what is another sweep by now goes on"
 
 
-def test_g6_closing_leaves_a_shard_that_another_sweep_has_by_now(two: Two) -> None:
-    (ended,) = two.ours.condemn({5: record("ours")})
+def test_g6_closing_leaves_a_part_that_another_sweep_has_by_now(two: Two) -> None:
+    (ended,) = two.ours.condemn({2: record("ours")})
     two.theirs.close([ended])
     theirs = record("theirs")
-    two.theirs.condemn({5: theirs})
+    two.theirs.condemn({2: theirs})
     two.ours.close([ended])
-    assert two.keys() == {5: theirs.sweep}
+    assert two.keys() == {2: theirs.sweep}
 
 
 def test_o1_a_list_is_made_final_once(two: Two) -> None:
-    (sweep,) = two.ours.condemn({5: record("ours")})
+    (sweep,) = two.ours.condemn({2: record("ours")})
     first, second = (Condemned(sweep.sweep, each * 16, 1, False, b"v" * 16, True) for each in (b"1", b"2"))
     assert two.theirs.settle(sweep, first) is not None
     settled = two.ours.settle(sweep, second)
@@ -107,17 +107,17 @@ def test_o1_a_list_is_made_final_once(two: Two) -> None:
 
 
 def test_g8_a_sweep_whose_list_became_final_is_not_abandoned(two: Two) -> None:
-    (sweep,) = two.ours.condemn({5: record("ours")})
+    (sweep,) = two.ours.condemn({2: record("ours")})
     two.theirs.settle(sweep, record("ours", is_final=True))
     two.ours.abandon([sweep])
-    assert two.keys() == {5: sweep.sweep}
+    assert two.keys() == {2: sweep.sweep}
     two.ours.close([sweep])
     assert two.keys() == {}
 
 
 def test_g2_a_sweep_is_known_by_its_stamp_too(two: Two) -> None:
     """After a restore a key may have been put once more: that is another sweep's grace."""
-    (sweep,) = two.ours.condemn({5: record("ours")})
-    unlinked(two, 5, sweep.record)()
-    two.ours.close([InFlight(5, sweep.stamp, sweep.revision, sweep.record)])
-    assert two.keys() == {5: sweep.sweep}
+    (sweep,) = two.ours.condemn({2: record("ours")})
+    unlinked(two, 2, sweep.record)()
+    two.ours.close([InFlight(2, sweep.stamp, sweep.revision, sweep.record)])
+    assert two.keys() == {2: sweep.sweep}

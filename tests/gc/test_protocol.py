@@ -15,7 +15,7 @@ from kvstore.errors import InvalidRequest, SessionLost
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES
 from kvstore.format.places import Name
-from kvstore.meta.keys import Keys, SessionId
+from kvstore.meta.keys import Keys, SessionId, part_of
 from kvstore.meta.memory import MemoryMetadata
 from kvstore.meta.session import Session
 from kvstore.meta.store import LeaseId
@@ -63,9 +63,9 @@ def test_a2_a_hold_that_ends_within_a_round_leaves_no_hole_in_its_prompt(c: Clus
     """One sweep has spared the tail for the hold; the next one, of its parents, comes after the hold has ended."""
     node, chain = c.node(), prompt(1, 8)
     put(node, chain)
-    shards = {address: places.shard(address, c.identity.shard_bits) for address in chain.addresses}
-    tail = [plan for plan in c.plans(chain) if plan.shard == shards[chain.addresses[-1]]]
-    others = [plan for plan in c.plans(chain) if plan.shard != shards[chain.addresses[-1]]]
+    last = part_of(chain.addresses[-1])
+    tail = [plan for plan in c.plans(chain) if plan.part == last]
+    others = [plan for plan in c.plans(chain) if plan.part != last]
     hold = node.node.hold(chain)
     collector = c.collector()
     assert collector.sweep(tail).spared["held"] == sum(len(plan.victims) for plan in tail)

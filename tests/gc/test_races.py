@@ -58,12 +58,12 @@ def meta() -> StaleMeta:
 
 @pytest.fixture
 def c() -> Iterator[Cluster]:
-    with cluster(shard_bits=0) as made:
+    with cluster() as made:
         yield made
 
 
 def sweeps(meta: MemoryMetadata) -> dict[int, int]:
-    return {shard: one.sweep[0] for shard, one in ledger(meta).in_flight().items()}
+    return {part: one.sweep[0] for part, one in ledger(meta).in_flight().items()}
 
 
 def test_c3_what_was_read_in_the_lost_timeline_ends_no_grace(meta: StaleMeta) -> None:

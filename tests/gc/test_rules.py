@@ -11,6 +11,7 @@ from kvstore.core.buffers import BufferLoan
 from kvstore.errors import RootMismatch
 from kvstore.format import places
 from kvstore.format.header import Generation
+from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMetadata
@@ -23,7 +24,7 @@ from kvstore_gc.grace import Spared
 from kvstore_gc.ledger import SweepStore
 from kvstore_gc.threads import Stopped
 from tests.kit.abandoned import Died, die, leave_in_flight, republish
-from tests.kit.clusters import SPACE, Cluster, cluster, eventually, looking, prompt, put
+from tests.kit.clusters import SPACE, Cluster, cluster, eventually, looking, prompt, prompt_of_one_sweep, put
 from tests.kit.faulty_root import EIO, FaultyRoot, Rule
 from tests.kit.hooked_meta import ActingMeta
 from tests.kit.object_root import MemoryObjectRoot
@@ -58,9 +59,9 @@ def noted(c: Cluster) -> Noted:
     return Noted(c.root)
 
 
-def left_in_grace(c: Cluster, chunks: int = 8) -> None:
+def left_in_grace(c: Cluster, chain: ChunkKeys) -> None:
     """Leaves a sweep of a chain in flight, whose collector died in the grace; nobody holds anything."""
-    node, chain = c.node(), prompt(1, chunks)
+    node = c.node()
     put(node, chain)
     leave_in_flight(c, node, chain)
     node.close()
@@ -226,7 +227,7 @@ def test_g8_a_sweep_in_which_another_run_has_taken_something_is_not_abandoned(c:
 
 
 def test_f2_only_the_creator_of_a_sweep_makes_its_folder(c: Cluster) -> None:
-    left_in_grace(c)
+    left_in_grace(c, prompt(1, 8))
     root = noted(c)
     assert c.collector(root=root).adopt().reaped.count == 8
     assert not [name for name in root.made if name.startswith(places.TRASH)]
@@ -245,7 +246,7 @@ def test_f3_a_folder_that_a_key_names_by_now_is_left_alone(c: Cluster) -> None:
 
 def test_o1_a_publication_that_came_later_stays() -> None:
     with cluster(MemoryObjectRoot()) as c:
-        left_in_grace(c, 1)
+        left_in_grace(c, prompt(1, 1))
         newer = republish(c.root, c.name(prompt(1, 1).addresses[0]))
         assert c.collector().adopt().reaped.count == 0
         reader = c.root.open(c.name(prompt(1, 1).addresses[0]))
@@ -254,8 +255,8 @@ def test_o1_a_publication_that_came_later_stays() -> None:
 
 def test_o1_every_run_deletes_from_the_list_that_became_final() -> None:
     """Ours was made before another run's became final, on which something is spared that was pinned since."""
-    with cluster(MemoryObjectRoot(), shard_bits=0) as c:
-        left_in_grace(c)
+    with cluster(MemoryObjectRoot()) as c:
+        left_in_grace(c, prompt_of_one_sweep())
         ledger = SweepStore(c.site())
         (sweep,) = ledger.in_flight().values()
         victims = read_victims(c.root, sweep.sweep, sweep.record.plan_checksum)
@@ -263,20 +264,20 @@ def test_o1_every_run_deletes_from_the_list_that_became_final() -> None:
         ours, theirs = (Deleting(c.site(), ledger) for _ in range(2))
         assert theirs._settle(sweep, victims[:3]) is not None
         ours.reap(sweep, victims, Spared.of([]), SweepOutcome())
-        assert c.present(prompt(1, 8)) == 5
+        assert c.present(prompt_of_one_sweep()) == 5
 
 
 def test_o1_a_sweep_closes_only_when_all_of_its_list_is_gone() -> None:
-    with cluster(MemoryObjectRoot(), shard_bits=0) as c:
-        left_in_grace(c)
+    with cluster(MemoryObjectRoot()) as c:
+        left_in_grace(c, prompt_of_one_sweep())
         report = c.collector(FaultyRoot(c.root, [Rule("remove_if", EIO, nth=4)])).adopt()
-        assert report.sweeps["left"] == 1 and c.present(prompt(1, 8)) == 5
+        assert report.sweeps["left"] == 1 and c.present(prompt_of_one_sweep()) == 5
         assert [key for key in c.leftovers() if "/gc/condemned/" in key]
 
 
 def test_o1_a_delete_that_misses_keeps_its_sweep_open() -> None:
-    with cluster(MemoryObjectRoot(), shard_bits=0) as c:
-        left_in_grace(c)
+    with cluster(MemoryObjectRoot()) as c:
+        left_in_grace(c, prompt_of_one_sweep())
 
         class Missing(FaultyRoot):
             """Each object is another version by the time it would be deleted."""
@@ -285,12 +286,12 @@ def test_o1_a_delete_that_misses_keeps_its_sweep_open() -> None:
                 return False
 
         assert c.collector(Missing(c.root)).adopt().sweeps["left"] == 1
-        assert c.present(prompt(1, 8)) == 8 and [key for key in c.leftovers() if "/gc/condemned/" in key]
+        assert c.present(prompt_of_one_sweep()) == 8 and [key for key in c.leftovers() if "/gc/condemned/" in key]
 
 
 def test_a_plan_that_was_changed_takes_nothing(c: Cluster) -> None:
     """It would take another publication than the one that was condemned, or another chunk."""
-    left_in_grace(c)
+    left_in_grace(c, prompt(1, 8))
     for entry in list(c.root.list(places.PLANS)):
         name = Name(f"{places.PLANS}/{entry.name}")
         reader = c.root.open(name)

@@ -31,6 +31,7 @@ from kvstore.engine.settings import NO_TIERS, Limits, NodeOptions, TierSettings
 from kvstore.format import places
 from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
+from kvstore.meta.keys import part_of
 from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.meta.store import MetadataStore
 from kvstore.root.identity import create_or_open
@@ -267,14 +268,14 @@ class Backend:
 
     def plans(self, namespaces: Sequence[Namespace]) -> list[SweepPlan]:
         ids = {namespace.id for namespace in namespaces}
-        shards: dict[int, list[SweepVictim]] = {}
+        parts: dict[int, list[SweepVictim]] = {}
         for name in sorted(each for each in self.listing() if each.startswith("chunks/")):
             parsed = places.parse_chunk(name.rpartition("/")[2])
             stat = self.plain_root.stat(Name(name))
             if parsed is not None and parsed[1] in ids and stat is not None:
                 victim = SweepVictim(*parsed, stat.size_bytes, stat.mtime_ns)
-                shards.setdefault(places.shard(parsed[0], self.identity.shard_bits), []).append(victim)
-        return [SweepPlan(shard, tuple(victims)) for shard, victims in sorted(shards.items())]
+                parts.setdefault(part_of(parsed[0]), []).append(victim)
+        return [SweepPlan(part, tuple(victims)) for part, victims in sorted(parts.items())]
 
     # Inspection
 

@@ -21,6 +21,7 @@ from kvstore.engine.settings import AS_SHIPPED, Limits, NodeOptions
 from kvstore.format import places
 from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
+from kvstore.meta.keys import part_of
 from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.meta.store import MetadataStore
 from kvstore.root.identity import RootId, RootIdentity, create_or_open
@@ -50,6 +51,13 @@ def prompt(seed: int, chunks: int) -> ChunkKeys:
     """Returns a chain that no other number has."""
     tokens = np.arange(chunks * TINY.chunk_tokens, dtype=np.uint32) + 1_000_000 * seed
     return ChunkKeys.of(SPACE, tokens)
+
+
+def prompt_of_one_sweep() -> ChunkKeys:
+    """Returns a chain of 8 chunks that are all in one part, so that one sweep has them all."""
+    chain = ChunkKeys.of(SPACE, np.arange(8 * TINY.chunk_tokens, dtype=np.uint32) + 3568)
+    assert len({part_of(each) for each in chain.addresses}) == 1
+    return chain
 
 
 @dataclass
@@ -116,15 +124,15 @@ class Cluster:
 
     def plans(self, *chains: ChunkKeys) -> list[SweepPlan]:
         """A plan to take all of some chains."""
-        shards: dict[int, list[SweepVictim]] = {}
+        parts: dict[int, list[SweepVictim]] = {}
         for chain in chains:
             for address in chain.addresses:
                 stat = self.root.stat(self.name(address))
                 if stat is not None:
-                    shards.setdefault(places.shard(address, self.identity.shard_bits), []).append(
+                    parts.setdefault(part_of(address), []).append(
                         SweepVictim(address, SPACE.id, stat.size_bytes, stat.mtime_ns)
                     )
-        return [SweepPlan(shard, tuple(victims)) for shard, victims in sorted(shards.items())]
+        return [SweepPlan(part, tuple(victims)) for part, victims in sorted(parts.items())]
 
     def name(self, address: Address) -> Name:
         """Returns the name of a chunk's file."""

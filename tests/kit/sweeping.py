@@ -36,9 +36,9 @@ class WholeSweeper(Sweeper):
     def _finish(self, report: SweepReport) -> None:
         timings = self._place.timings
         wait_s = timings.poll_s_min
-        while self.busy_shards:
+        while self.busy_parts:
             if self.advance(report):
                 wait_s = timings.poll_s_min
-            elif self.busy_shards:
+            elif self.busy_parts:
                 self._place.pause(wait_s)
                 wait_s = min(2 * wait_s, timings.poll_s_max)

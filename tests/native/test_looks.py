@@ -152,7 +152,7 @@ def test_h1_what_is_condemned_while_somebody_looks_is_not_remembered(
 
         def condemned(run: ChunkRun, start: int, stop: int) -> tuple[Mask, npt.NDArray[np.int64]]:
             found = look(run, start, stop)
-            known.forget_shards(range(256), 8)
+            known.forget_each(b"".join(addresses))
             return found
 
         monkeypatch.setattr(ChunkRun, "look", condemned)

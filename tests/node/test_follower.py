@@ -19,7 +19,7 @@ from kvstore.format.header import Generation
 from kvstore.format.keyset import ChunkKeys, KeySet
 from kvstore.format.places import Name
 from kvstore.meta.cluster import Agreed
-from kvstore.meta.keys import Keys, SweepId
+from kvstore.meta.keys import Keys, SweepId, part_of
 from kvstore.meta.memory import MemoryMetadata
 from kvstore.meta.session import ANNOUNCED_MAX, Session, SessionManager, SessionRecord
 from kvstore.meta.store import Absent, Delete, Put, ValueIs, WatchLost
@@ -156,7 +156,7 @@ def test_a_session_whose_start_fails_does_not_stay() -> None:
 
 # Announcements, beliefs and releases: one rule of gc/PROTOCOL.md each
 
-CHAIN = prompt(1, 4)
+CHAIN = prompt(5, 4)
 LONG_S = 1e6
 
 
@@ -172,15 +172,12 @@ def alone_with(**limits: Any) -> Iterator[Alone]:
 def condemn(alone: Alone, number: int, before: int = 0, count: int = 1, chain: ChunkKeys = CHAIN) -> None:
     """Sweeps of the first ``count`` chunks begin, as link ``number`` of the chain behind ``before``."""
     keys, sweep = alone.keys, SweepId(bytes([number]) * 16)
-    records = {
-        victim[0] if alone.view._shard_bits == 8 else 0: Condemned.of_victims(sweep, b"c" * 16, [victim])
-        for victim in chain.addresses[:count]
-    }
+    records = {part_of(victim): Condemned.of_victims(sweep, b"c" * 16, [victim]) for victim in chain.addresses[:count]}
     assert len(records) == count
     link = Seq(bytes([number]) * 16, bytes([before]) * 16 if before else NO_NONCE)
     now = alone.meta.get(keys.gc_seq)
     compare = Absent(keys.gc_seq) if now is None else ValueIs(keys.gc_seq, now.value)
-    puts = [Put(keys.condemned_in(shard), record.to_bytes()) for shard, record in records.items()]
+    puts = [Put(keys.condemned_in(part), record.to_bytes()) for part, record in records.items()]
     alone.meta.txn((compare,), (*puts, Put(keys.gc_seq, link.to_json())))
 
 
@@ -195,13 +192,12 @@ def lose_watch(alone: Alone) -> None:
 
 
 def end_sweep(alone: Alone, number: int, before: int) -> None:
-    """The sweep of that shard ends, as the next link of the chain."""
+    """That sweep ends, as the next link of the chain."""
     victim, keys = CHAIN.addresses[0], alone.keys
     link = Seq(bytes([number]) * 16, bytes([before]) * 16)
     now = alone.meta.get(keys.gc_seq)
     assert now is not None
-    shard = victim[0] if alone.view._shard_bits == 8 else 0
-    writes = (Delete(keys.condemned_in(shard)), Put(keys.gc_seq, link.to_json()))
+    writes = (Delete(keys.condemned_in(part_of(victim))), Put(keys.gc_seq, link.to_json()))
     assert alone.meta.txn((ValueIs(keys.gc_seq, now.value),), writes).succeeded
 
 
@@ -255,7 +251,7 @@ def test_a2_what_an_older_hold_has_of_a_sweep_is_announced_with_it() -> None:
 def test_a2_hold_between_two_sweeps_is_named_for_the_second(alone: Alone) -> None:
     session = alone.session()
     alone.follower.begin(session)
-    condemn(alone, 1, chain=prompt(2, 1))
+    condemn(alone, 1, chain=prompt(3, 1))
     alone.follower.step(0.0)
     alone.node.holds.take(CHAIN)
     condemn(alone, 2, before=1)

@@ -19,16 +19,16 @@ from kvstore.format.keyset import BlockKeys, KeySet
 from kvstore.meta.keys import Keys, SweepId
 from kvstore.meta.session import Session
 from kvstore.meta.store import NO_LEASE, Event, KeyValue, Snapshot
-from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
+from kvstore.meta.sweeps import EXACT_MAX, NO_NONCE, Condemned, Seq
 from kvstore.meta.usage import Capacity
 from tests.kit.clusters import SPACE
 
-KEYS, BITS, QUANTUM = Keys(b"r" * 16), 4, 1_000_020
+KEYS, QUANTUM = Keys(b"r" * 16), 1_000_020
 
 
-def address_in(shard: int, number: int = 0) -> Address:
-    source = random.Random(f"{shard} {number}")
-    return Address(bytes([shard << 4 | source.randrange(16)]) + source.randbytes(15))
+def address_in(part: int, number: int = 0) -> Address:
+    source = random.Random(f"{part} {number}")
+    return Address(bytes([part << 6 | source.randrange(64)]) + source.randbytes(15))
 
 
 def link(revision: int, nonce: int, prev: int) -> Event:
@@ -36,14 +36,14 @@ def link(revision: int, nonce: int, prev: int) -> Event:
     return Event(KEYS.gc_seq, KeyValue(KEYS.gc_seq, value, 1, revision, NO_LEASE), revision)
 
 
-def condemned(revision: int, shard: int, victims: Sequence[Address]) -> Event:
+def condemned(revision: int, part: int, victims: Sequence[Address]) -> Event:
     value = Condemned.of_victims(SweepId(b"s" * 16), b"c" * 16, victims).to_bytes()
-    key = KEYS.condemned_in(shard)
+    key = KEYS.condemned_in(part)
     return Event(key, KeyValue(key, value, revision, revision, NO_LEASE), revision)
 
 
-def closed(revision: int, shard: int) -> Event:
-    return Event(KEYS.condemned_in(shard), None, revision)
+def closed(revision: int, part: int) -> Event:
+    return Event(KEYS.condemned_in(part), None, revision)
 
 
 def asked_for(addresses: Sequence[Address]) -> KeySet:
@@ -55,7 +55,7 @@ class Seen:
 
     def __init__(self) -> None:
         self.known = PresenceCache(1 << 10, 60, SystemClock())
-        self.view = ClusterGcState(KEYS, BITS, self.known, Counters())
+        self.view = ClusterGcState(KEYS, self.known, Counters())
         self.view.begin(Snapshot((), 10), cast(Session, SimpleNamespace(alive=True)))
 
     def apply(self, events: list[Event]) -> None:
@@ -68,30 +68,40 @@ class Seen:
 
 
 def test_h1_the_lead_ends_at_the_first_condemned_address() -> None:
-    seen, asked = Seen(), [address_in(shard, number) for number in range(3) for shard in range(8)]
+    seen, asked = Seen(), [address_in(part, number) for number in range(6) for part in range(4)]
     assert seen.view.leading(asked_for(asked)) == len(asked)
-    seen.apply([link(11, 1, 0), condemned(11, 5, [asked[13], asked[21]])])
+    seen.apply([link(11, 1, 0), condemned(11, 1, [asked[13], asked[21]])])
     assert seen.view.leading(asked_for(asked)) == 13 and seen.view.revision == 11
     seen.apply([link(12, 2, 1), condemned(12, 3, [asked[3]])])
     assert seen.view.leading(asked_for(asked)) == 3
-    seen.apply([link(13, 3, 2), closed(13, 3), closed(13, 5)])
+    seen.apply([link(13, 3, 2), closed(13, 3), closed(13, 1)])
     assert seen.view.leading(asked_for(asked)) == len(asked)
 
 
-def test_h3_a_sweep_that_begins_or_ends_makes_its_shard_forgotten() -> None:
-    seen, victim, beside, other = Seen(), address_in(5, 1), address_in(5, 2), address_in(6)
-    seen.remember(victim, beside, other)
-    seen.apply([link(11, 1, 0), condemned(11, 5, [victim])])
-    assert [seen.known.is_present(each, QUANTUM) for each in (victim, beside, other)] == [False, False, True]
-    seen.remember(beside)
-    seen.apply([link(12, 2, 1), closed(12, 5)])
-    assert not seen.known.is_present(beside, QUANTUM), "it may have been found while the sweep was about to take it"
+def test_h3_a_sweep_that_begins_or_ends_makes_its_chunks_forgotten() -> None:
+    seen, victim, other = Seen(), address_in(1, 1), address_in(1, 2)
+    seen.remember(victim, other)
+    seen.apply([link(11, 1, 0), condemned(11, 1, [victim])])
+    assert [seen.known.is_present(each, QUANTUM) for each in (victim, other)] == [False, True]
+    seen.remember(victim)
+    seen.apply([link(12, 2, 1), closed(12, 1)])
+    assert not seen.known.is_present(victim, QUANTUM), "it may have been found while the sweep was about to take it"
+    assert seen.known.is_present(other, QUANTUM)
+
+
+def test_h3_a_sweep_that_is_known_by_a_filter_makes_everything_forgotten() -> None:
+    seen, victims, other = Seen(), [address_in(1, number) for number in range(EXACT_MAX + 1)], address_in(2)
+    for events in ([link(11, 1, 0), condemned(11, 1, victims)], [link(12, 2, 1), closed(12, 1)]):
+        seen.remember(victims[0], other)
+        seen.apply(events)
+        assert not seen.known.is_present(victims[0], QUANTUM) and not seen.known.is_present(other, QUANTUM)
+        assert seen.view.leading(asked_for(victims[:1])) == (events[0].revision == 12)
 
 
 def test_h3_what_was_looked_at_before_a_sweep_is_not_remembered_after_it() -> None:
-    seen, address = Seen(), address_in(7)
+    seen, address = Seen(), address_in(2)
     epoch = seen.known.epoch
-    seen.apply([link(11, 1, 0), condemned(11, 2, [address_in(2)])])
+    seen.apply([link(11, 1, 0), condemned(11, 2, [address])])
     seen.known.add(address, QUANTUM, renewed=False, epoch=epoch)
     assert not seen.known.is_present(address, QUANTUM)
 
@@ -99,8 +109,7 @@ def test_h3_what_was_looked_at_before_a_sweep_is_not_remembered_after_it() -> No
 def test_c1_what_does_not_continue_the_chain_is_not_applied() -> None:
     for events in (
         [link(11, 2, 1)],
-        [condemned(11, 5, [address_in(5)])],
-        [link(11, 1, 0), condemned(11, 16, [address_in(5)])],
+        [condemned(11, 1, [address_in(1)])],
         [Event(KEYS.gc_seq, None, 11)],
         [link(11, 1, 0), Event(KEYS.condemned_in(1), KeyValue(KEYS.condemned_in(1), b"?", 11, 11, NO_LEASE), 11)],
     ):
@@ -111,8 +120,8 @@ def test_c1_what_does_not_continue_the_chain_is_not_applied() -> None:
 
 
 def test_v2_outside_a_session_nothing_is_protected_or_remembered() -> None:
-    seen, victim = Seen(), address_in(5)
-    seen.apply([link(11, 1, 0), condemned(11, 5, [victim])])
+    seen, victim = Seen(), address_in(3)
+    seen.apply([link(11, 1, 0), condemned(11, 3, [victim])])
     seen.remember(address_in(1))
     seen.view.end()
     assert not seen.view.protects and not seen.view.condemns(victim) and len(seen.known) == 0

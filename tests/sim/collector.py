@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import KVStoreError
 from kvstore.format import places
+from kvstore.meta.keys import PARTS, part_of
 from kvstore_gc.deletion import SweepPlan, SweepVictim
 from kvstore_gc.execute import SweepReport
 from kvstore_gc.leftovers import Orphans
@@ -91,8 +92,8 @@ class Collector:
     def _sweep(self) -> None:
         world, source = self.world, self.kernel.source
         share = world.profile.share
-        shards = [shard for shard in range(1 << world.identity.shard_bits) if self.kernel.random() < share]
-        plans = [self.plan(shard, world.profile.victim) for shard in shards]
+        parts = [part for part in range(PARTS) if self.kernel.random() < share]
+        plans = [self.plan(part, world.profile.victim) for part in parts]
         if source.random() < 0.3:
             self.kernel.sleep(3 * self.kernel.random())
         self._add(self.sweeper.sweep(plans))
@@ -114,15 +115,15 @@ class Collector:
         for kind, count in self.orphans.remove().items():
             self.world.count(f"orphans: {kind}", count)
 
-    def plan(self, shard: int, likely: float) -> SweepPlan:
-        """Victims of a shard, each with that likelihood, whatever the policy would say."""
-        folder = places.shard_folder(shard)
+    def plan(self, part: int, likely: float) -> SweepPlan:
+        """Victims of a part, each with that likelihood, whatever the policy would say."""
         victims = []
-        for entry in self.root.list(folder):
-            parsed = places.parse_chunk(entry.name)
-            if parsed and entry.stat and self.kernel.random() < likely:
-                victims.append(SweepVictim(*parsed, entry.stat.size_bytes, entry.stat.mtime_ns))
-        return SweepPlan(shard, tuple(victims))
+        for shard in range(1 << self.world.identity.shard_bits):
+            for entry in self.root.list(places.shard_folder(shard)):
+                parsed = places.parse_chunk(entry.name)
+                if parsed and part_of(parsed[0]) == part and entry.stat and self.kernel.random() < likely:
+                    victims.append(SweepVictim(*parsed, entry.stat.size_bytes, entry.stat.mtime_ns))
+        return SweepPlan(part, tuple(victims))
 
     def _add(self, report: SweepReport) -> None:
         self._has_done = bool(report.condemned.count or report.sweeps["adopted"])

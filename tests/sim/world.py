@@ -21,7 +21,7 @@ from kvstore.format.header import FIXED_BYTES, Generation, incarnation_at
 from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
 from kvstore.meta.cluster import Agreed, join_generation
-from kvstore.meta.keys import Keys
+from kvstore.meta.keys import PARTS, Keys
 from kvstore.meta.memory import MemoryMetadata
 from kvstore.meta.store import Put
 from kvstore.meta.sweeps import Condemned
@@ -483,13 +483,12 @@ class World:
     def _tidy(self, janitor: Collector) -> None:
         kernel = self.kernel
         kernel.sleep(70.0)  # the last pins end
-        shards = range(1 << self.profile.shard_bits)
         for number in range(ROUNDS_MAX):
             self._try(janitor.sweeper.adopt)
             self._try(janitor.sweeper.lift_unnamed)
             self._try(janitor.remove_orphans)
             if number > 1:
-                self._try(lambda: janitor.sweeper.sweep([janitor.plan(shard, 1.0) for shard in shards]))
+                self._try(lambda: janitor.sweeper.sweep([janitor.plan(part, 1.0) for part in range(PARTS)]))
             if not self._untidy() and not self.oracle.names:
                 break
             kernel.sleep(20.0)

@@ -87,5 +87,5 @@ function sweeps({ sweeps: list, collectors }) {
   const victims = list.reduce((sum, one) => sum + (one.victims ?? 0), 0);
   return card("Collectors", {},
     el("p", {}, collectors.length ? [`${collectors.length} at work: `, collectors.map((one) => [id(one), " "])] : "None runs as a service."),
-    el("p", {}, list.length ? `${counted(list.length, "sweep")} in flight, of ${counted(victims, "chunk")}, in ${list.length === 1 ? "shard" : "shards"} ${list.slice(0, 24).map((one) => one.shard.toString(16).padStart(4, "0")).join(", ")}${list.length > 24 ? ", …" : ""}.` : "No sweep is in flight."));
+    el("p", {}, list.length ? `${counted(list.length, "sweep")} in flight, of ${counted(victims, "chunk")}.` : "No sweep is in flight."));
 }

@@ -62,7 +62,7 @@ CONDEMNING = [
             "kvstore_gc.ledger",
             "still_there",
             lambda real, sweeps, found: [
-                found[one.shard] for one in sweeps if one.shard in found and found[one.shard].sweep == one.sweep
+                found[one.part] for one in sweeps if one.part in found and found[one.part].sweep == one.sweep
             ],
         ),
         "gc/test_ledger.py",
@@ -231,7 +231,7 @@ def _open_before_reaping(real: Any, self: Any, sweep: Any, *rest: Any) -> Any:
 
 def _close_whatever_is_there(real: Any, self: Any, sweeps: Any) -> Any:
     found = self.in_flight()
-    return real(self, [found[one.shard] for one in sweeps if one.shard in found])
+    return real(self, [found[one.part] for one in sweeps if one.part in found])
 
 
 def _fail_all(real: Any, self: Any, error: Exception) -> Any:

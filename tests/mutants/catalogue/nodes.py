@@ -85,14 +85,14 @@ def _late_add(real: Any, self: Any, *what: Any, epoch: int, **how: Any) -> Any:
 
 
 def _forget_at_the_start(real: Any, self: Any, events: Any) -> Any:
-    """Only the first sweep of a shard makes it forgotten: the end of one is a deletion."""
+    """Only the beginning of a sweep makes its chunks forgotten: the end of one is a deletion."""
     from unittest.mock import patch
 
     from kvstore.engine.chunk_store import PresenceCache
 
     events = list(events)
     if any("/condemned/" in one.key and one.kv is None for one in events):
-        with patch.object(PresenceCache, "forget_shards", lambda *rest: None):
+        with patch.object(PresenceCache, "forget_each", lambda *rest: None):
             return real(self, events)
     return real(self, events)
 
@@ -137,7 +137,7 @@ HOLDING = [
         at(HOLDS, "take", lambda real, self, *what, **how: (hold := real(self, *what, **how), self.release(hold))[0]),
         "gc/test_protocol.py",
     ),
-    mutant("h3-sweep-forgets-nothing", at(KNOWN, "forget_shards", giving(None)), "node/test_view.py"),
+    mutant("h3-sweep-forgets-nothing", at(KNOWN, "forget_each", giving(None)), "node/test_view.py"),
     mutant("h3-end-of-a-sweep-forgets-nothing", at(VIEW, "apply", _forget_at_the_start), "node/test_view.py"),
     mutant(
         "h3-look-outlives-a-sweep",
