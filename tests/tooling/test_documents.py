@@ -1,9 +1,10 @@
-"""The documents: every link leads to a file and a heading of the repository; generated pages are current."""
+"""The documents: every link leads to a file and a heading of the repository; pages and figures are current."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -60,3 +61,21 @@ def load_script(name: str) -> ModuleType:
 def test_generated_page_is_current(name: str) -> None:
     script = load_script(name)
     assert script.PAGE.read_text() == script.page(), f"docs/{name}.md is stale: run .venv/bin/python .ci/{name}.py"
+
+
+FIGURES_COMMITS_MAX = 300
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+def test_figures_are_of_a_recent_commit(page: str) -> None:
+    """Those of a GPU, which is seldom at hand, say their date instead."""
+    wrong = []
+    for part in re.split(r"\n## |\n- |\n<!-- picture", (SOURCE / page).read_text()):
+        for commit, date in re.findall(r"[Cc]ommit ([0-9a-f]{8,40})( of \d{4}-\d\d-\d\d)?", part):
+            counting = ["git", "-C", str(SOURCE), "rev-list", "--count", f"{commit}..HEAD"]
+            counted = subprocess.run(counting, check=False, capture_output=True, text=True)
+            if counted.returncode:
+                pytest.skip(f"this clone lacks the commit: {counted.stderr.strip()}")
+            if not date or ("H200" not in part and int(counted.stdout) > FIGURES_COMMITS_MAX):
+                wrong.append(f"{commit} is {counted.stdout.strip()} commits old, or lacks its date: make performance")
+    assert not wrong
