@@ -336,7 +336,6 @@ class Segments(Twin[segments.Segments]):
     find = awaited(segments.Segments.find)
     record = awaited(segments.Segments.record)
     verdict = awaited(segments.Segments.verdict)
-    find_held = leased(Held, segments.Segments.find_held)
     hold = leased(Held, segments.Segments.hold)
 
 

@@ -122,15 +122,6 @@ class Segments:
                 self._log.follow(self._cache.blocks)
             return finding.find(search, self.layout.chunk_tokens, self._log.index, ask)
 
-    def find_held(
-        self, tokens: Tokens, starts: Sequence[int] | None = None, after: int = 0, ttl: float | None = None
-    ) -> Held:
-        """Finds segments as ``find`` does, and holds them as ``hold`` does; ``matches`` has what is held.
-
-        Raises InvalidRequest, Overloaded.
-        """
-        return self.hold(self.find(tokens, starts, after), ttl)
-
     def hold(self, matches: Sequence[Match], ttl: float | None = None) -> Held:
         """Protects found segments from garbage collection until released; use it as a context.
 
