@@ -41,8 +41,8 @@ import kvstore
 from kvstore.core.address import Address
 from kvstore.core.layout import Layout
 from kvstore.core.namespace import Namespace
-from kvstore.events.http import RECENT_BYTES, Answers
 from kvstore.events.inventory import EventBlock, NamespaceIndex
+from kvstore.events.query import RECENT_BYTES, Answers, Question
 from kvstore.format import places
 from kvstore.format.keyset import ChunkKeys, RecentChains
 from kvstore.meta.embedded_etcd import EmbeddedEtcd
@@ -52,7 +52,6 @@ from kvstore.meta.store import Delete, Put
 from kvstore.meta.sweeps import Condemned
 from kvstore.root.identity import read_identity
 from kvstore.root.posix import PosixRoot
-from kvstore.transport.query import Question
 
 LAYOUT = Layout(layers=1, kv_heads=1, head_dim=8, dtype="int8", chunk_tokens=16)
 SPACE = Namespace.of("m", LAYOUT)

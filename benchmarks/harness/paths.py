@@ -12,10 +12,9 @@ import numpy as np
 
 import kvstore
 from kvstore import Layout
-from kvstore.cli.supervisor import kvstore_command
 from kvstore.client.pool import Bulk
 from kvstore.client.store import Store
-from kvstore.core.process import Program
+from kvstore.core.process import Program, kvstore_command
 from kvstore.core.write_mode import DurabilityName, WriteModeName
 from kvstore.errors import KVStoreError
 from kvstore.meta.embedded_etcd import EmbeddedEtcd

@@ -169,8 +169,9 @@ class Collector:
 
                 metrics = Metrics(pressure, site.clock)
                 metrics.follow(interval_s, cycle)
-                where, close = serve(metrics, *metrics_at)
-                undo.callback(close)
+                server = serve(metrics, *metrics_at)
+                undo.callback(server.close)
+                where = server.address
                 ready(where)
             collectors.beat()
             undo.callback(collectors.close)

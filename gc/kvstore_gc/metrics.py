@@ -18,10 +18,8 @@ from prometheus_client import (
     make_wsgi_app,
 )
 
-from kvstore.core import metrics_http
 from kvstore.core.clock import Clock
-from kvstore.errors import InvalidRequest
-from kvstore.security.tls import joined
+from kvstore.core.http_server import HttpServer
 from kvstore_gc.capacity import Pressure
 from kvstore_gc.cycle import Cycle
 from kvstore_gc.execute import SPARED
@@ -154,19 +152,6 @@ class Metrics:
         return Counter(f"kvstore_gc_{name}", about, labels, registry=self.registry)
 
 
-def serve(metrics: Metrics, host: str, port: int) -> tuple[str, Callable[[], None]]:
-    """Serves metrics over HTTP. Returns HOST:PORT (the chosen port if 0 was given), and a call that stops it.
-
-    Raises InvalidRequest if it cannot listen there.
-    """
-    try:
-        server, thread = metrics_http.serve(make_wsgi_app(metrics.registry), host, port)
-    except OSError as cause:
-        raise InvalidRequest(f"could not serve metrics at {host}:{port}: {cause.strerror or cause}") from cause
-
-    def close() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join(1.0)
-
-    return joined(host, server.server_port), close
+def serve(metrics: Metrics, host: str, port: int) -> HttpServer:
+    """Serves metrics over HTTP. Raises InvalidRequest if it cannot listen there."""
+    return HttpServer(make_wsgi_app(metrics.registry), host, port)

@@ -195,67 +195,51 @@ def read_batch(
     Raises InvalidRequest, naming the line, for a file that cannot be read, a line that is not a request, a prompt that
     is empty or text without a tokenizer, a custom_id that occurs twice, or an empty file.
     """
-    reading = _Reading(Path(path), tokenizer, progress)
-    try:
-        return reading.batch(block_tokens)
-    except OSError as cause:
-        raise InvalidRequest(f"cannot read the batch {str(path)!r}: {cause.strerror or cause}") from cause
-    except InvalidRequest as cause:
-        where = f", {reading.where}" if reading.where else ""
-        raise InvalidRequest(f"batch {str(path)!r}{where}: {cause}") from cause
+    source, starts, changed_ns, where = Path(path), array("q"), 0, ""
+    seen: dict[str, str] = {}
 
-
-class _Reading:
-    """A batch file while it is read."""
-
-    def __init__(self, path: Path, tokenizer: Tokenizer | None, progress: Progress) -> None:
-        self._path = path
-        self._progress = progress
-        self._tokenizer = tokenizer
-        self._starts = array("q")
-        self._changed_ns = 0
-        self._seen: dict[str, str] = {}
-        self.where = ""
-        """The request that is being read, for errors."""
-
-    def batch(self, block_tokens: int) -> RequestFile:
-        """Reads the file."""
-        if self._path.exists() and not self._path.is_file() and not self._path.is_dir():
-            raise InvalidRequest("not a regular file, and a batch is read twice: write it to a file first")
-        prompts = PromptSet.of_tokens(self._prompts(), block_tokens)
-        if not len(prompts):
-            self.where = ""
-            raise InvalidRequest("it holds no requests")
-        return RequestFile(self._path, prompts, self._starts, self._changed_ns)
-
-    def _prompts(self) -> Iterator[Sequence[int]]:
-        for record in self._read():
-            custom_id, tokens = parse_request(record, self._tokenizer)
-            before = self._seen.setdefault(custom_id, self.where)
-            if before != self.where:
-                raise InvalidRequest(f"custom_id {custom_id!r} is that of {before} too: expected each once")
-            yield tokens
-
-    def _read(self) -> Iterator[Any]:
+    def records() -> Iterator[Any]:
         """Yields the requests as JSON."""
-        with open(self._path, "rb") as file:
+        nonlocal changed_ns, where
+        with open(source, "rb") as file:
             start = number = shown = 0
             stat = os.fstat(file.fileno())
-            size, self._changed_ns = stat.st_size, stat.st_mtime_ns
+            changed_ns = stat.st_mtime_ns
             while line := file.readline(LINE_BYTES_MAX + 1):
                 number += 1
-                self.where = f"line {number}"
+                where = f", line {number}"
                 if len(line) > LINE_BYTES_MAX:
                     raise InvalidRequest(f"longer than {LINE_BYTES_MAX} bytes")
                 request = line.removeprefix(BOM_UTF8)  # which would stand in the middle of the file in another order
                 if request.strip():
                     record = _parsed(request)
-                    self._starts.append(start + len(line) - len(request))
+                    starts.append(start + len(line) - len(request))
                     yield record
                 start += len(line)
                 if start - shown >= PROGRESS_BYTES:
                     shown = start
-                    self._progress(start, size)
+                    progress(start, stat.st_size)
+        where = ""
+
+    def token_lists() -> Iterator[Sequence[int]]:
+        for record in records():
+            custom_id, tokens = parse_request(record, tokenizer)
+            before = seen.setdefault(custom_id, where)
+            if before != where:
+                raise InvalidRequest(f"custom_id {custom_id!r} is that of{before[1:]} too: expected each once")
+            yield tokens
+
+    try:
+        if source.exists() and not source.is_file() and not source.is_dir():
+            raise InvalidRequest("not a regular file, and a batch is read twice: write it to a file first")
+        prompts = PromptSet.of_tokens(token_lists(), block_tokens)
+        if not len(prompts):
+            raise InvalidRequest("it holds no requests")
+        return RequestFile(source, prompts, starts, changed_ns)
+    except OSError as cause:
+        raise InvalidRequest(f"cannot read the batch {str(path)!r}: {cause.strerror or cause}") from cause
+    except InvalidRequest as cause:
+        raise InvalidRequest(f"batch {str(path)!r}{where}: {cause}") from cause
 
 
 def _parsed(text: bytes) -> Any:

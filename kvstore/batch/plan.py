@@ -203,20 +203,10 @@ class PromptOrder:
     """Tokens in full blocks; 0 for the first."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """A prompt or a node with all below it, as its siblings see it."""
-
-    splits: bool
-    """True if groups of its own begin below: what its parent's group needs goes first, and stays together."""
-    first: int
-    """The first prompt's index in the batch."""
-    at: int
-    """The node, or ~position of a prompt."""
-
-    @property
-    def place(self) -> tuple[bool, int]:
-        return self.splits, self.first
+Unit = tuple[bool, int, int]
+"""A prompt, or a node with all below it, in the order of siblings: True if groups of its own begin below (what its
+parent's group needs goes first, and stays together), the first prompt's index in the batch, and the node or ~position.
+"""
 
 
 def depth_first(trie: Trie, serving: Counts) -> PromptOrder:
@@ -229,7 +219,7 @@ def depth_first(trie: Trie, serving: Counts) -> PromptOrder:
         at = stack.pop()
         if at >= 0:
             low = min(low, depth[parent[at]] if at else 0)
-            stack += [each.at for each in reversed(below[at])]
+            stack += [each for _, _, each in reversed(below[at])]
             continue
         node = deepest[~at]
         positions.append(~at)
@@ -238,22 +228,22 @@ def depth_first(trie: Trie, serving: Counts) -> PromptOrder:
     return PromptOrder(np.array(positions, np.int64), np.array(shared, np.int64))
 
 
-def _below(trie: Trie, serving: Counts) -> list[list[_Unit]]:
+def _below(trie: Trie, serving: Counts) -> list[list[Unit]]:
     """By node: the prompts and nodes directly below it, in the order to run them."""
     count = len(trie.depth)
     first, splits = [len(trie.order)] * count, [False] * count
-    below: list[list[_Unit]] = [[] for _ in range(count)]
+    below: list[list[Unit]] = [[] for _ in range(count)]
     for position, (node, index) in enumerate(zip(trie.deepest.tolist(), trie.order.tolist(), strict=True)):
-        below[node].append(_Unit(False, index, ~position))
+        below[node].append((False, index, ~position))
         first[node] = min(first[node], index)
     parents, serves = trie.parent.tolist(), serving.tolist()
     for node in trie.from_top[::-1].tolist():
-        below[node].sort(key=lambda unit: unit.place)
+        below[node].sort()
         if not node:
             break
         over = parents[node]
         is_split = splits[node] or serves[node] == node
-        below[over].append(_Unit(over != 0 and is_split, first[node], node))
+        below[over].append((over != 0 and is_split, first[node], node))
         first[over] = min(first[over], first[node])
         splits[over] |= is_split
     return below

@@ -68,17 +68,27 @@ class PromptSet:
     @classmethod
     def of_tokens(cls, prompts: Iterable[Tokens], block_tokens: int = 1) -> PromptSet:
         """Prompts as token ids. Raises InvalidRequest, naming the prompt, for one that is empty or no tokens."""
-        _check_block(block_tokens)
-        packing = _PromptPacker()
-        for tokens in checked_prompts(prompts):
+        if not is_whole(block_tokens) or block_tokens < 1:
+            raise InvalidRequest(f"block_tokens={brief(block_tokens)}: expected 1 token or more")
+        packed, lengths, items_count = list[bytes](), list[int](), 0
+        for number, tokens in enumerate(checked_prompts(prompts)):
             try:
                 if isinstance(tokens, list | tuple) and bool in set(map(type, tokens)):
                     raise InvalidRequest("the tokens have a boolean among them: expected integers")
                 array = token_array(tokens)
             except InvalidRequest as cause:
-                raise InvalidRequest(f"prompt {packing.count}: {cause}") from cause
-            packing.add(array, len(array))
-        return packing.packed(1, block_tokens)
+                raise InvalidRequest(f"prompt {number}: {cause}") from cause
+            if not len(array):
+                raise InvalidRequest(f"prompt {number} is empty: expected 1 token or more")
+            items_count += len(array)
+            if number == PROMPTS_MAX or items_count > ITEMS_MAX:
+                raise InvalidRequest(
+                    f"prompt {number} is over the limits of a batch, {PROMPTS_MAX} prompts and {ITEMS_MAX} tokens: "
+                    "split the batch"
+                )
+            packed.append(array.astype(ITEM).tobytes())
+            lengths.append(len(array))
+        return cls(packed, np.array(lengths, np.int64), 1, block_tokens)
 
     def __len__(self) -> int:
         return len(self.packed)
@@ -93,34 +103,6 @@ class PromptSet:
         return np.frombuffer(self.packed[index], ITEM, -1 if count is None else count).astype("<u4")
 
 
-class _PromptPacker:
-    """Prompts on their way into ``PromptSet``, under the limits."""
-
-    def __init__(self) -> None:
-        self._packed: list[bytes] = []
-        self._lengths: list[int] = []
-        self._items = 0
-
-    @property
-    def count(self) -> int:
-        return len(self._packed)
-
-    def add(self, items: npt.NDArray[np.integer], length: int) -> None:
-        if not length:
-            raise InvalidRequest(f"prompt {self.count} is empty: expected 1 token or more")
-        self._items += len(items)
-        if self.count == PROMPTS_MAX or self._items > ITEMS_MAX:
-            raise InvalidRequest(
-                f"prompt {self.count} is over the limits of a batch, {PROMPTS_MAX} prompts and {ITEMS_MAX} tokens: "
-                "split the batch"
-            )
-        self._packed.append(items.astype(ITEM).tobytes())
-        self._lengths.append(length)
-
-    def packed(self, item_tokens: int, block_tokens: int) -> PromptSet:
-        return PromptSet(self._packed, np.array(self._lengths, np.int64), item_tokens, block_tokens)
-
-
 def checked_prompts(prompts: Iterable[T]) -> Iterator[T]:
     """Returns an iterator over ``prompts``. Raises InvalidRequest for text and for what cannot be iterated."""
     try:
@@ -130,11 +112,6 @@ def checked_prompts(prompts: Iterable[T]) -> Iterator[T]:
     except TypeError as error:
         cause = error
     raise InvalidRequest(f"prompts are {brief(prompts)}: expected a list of prompts") from cause
-
-
-def _check_block(block_tokens: int) -> None:
-    if not is_whole(block_tokens) or block_tokens < 1:
-        raise InvalidRequest(f"block_tokens={brief(block_tokens)}: expected 1 token or more")
 
 
 # The compact trie of a batch, made by sorting: the common prefixes of neighbours are the trie.

@@ -42,15 +42,10 @@ class Selection:
         if self.tenant is not None:
             _check_text("tenant", self.tenant)
         _check_text("fingerprint", self.fingerprint)
-        if self.is_empty:
+        if all(getattr(self, each.name) == each.default for each in fields(self)):
             raise InvalidRequest(
                 "nothing is selected: give a namespace, tenant or fingerprint (all of a root: remove it)"
             )
-
-    @property
-    def is_empty(self) -> bool:
-        """True if nothing was given."""
-        return all(getattr(self, each.name) == each.default for each in fields(self))
 
     def describe(self) -> str:
         """For people: what is meant, in the words of the command line."""

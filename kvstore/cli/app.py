@@ -31,7 +31,7 @@ COMMANDS = {
     },
     "Inspect": {
         "stats": "admin",
-        "ls": "ls",
+        "ls": "admin",
         "lookup": "cache",
         "health": "admin",
         "ops": "admin",

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from ssl import SSLContext
 
 import click
 
-from kvstore.cli.access import Access, ClientAccess, ClusterAccess, EtcdAccess
+from kvstore.cli.access import Access, ClientAccess, ClusterAccess
 from kvstore.cli.app import Command
 from kvstore.cli.options import HOST_PORT, Logging, StorageLimits, arguments, flag, option, split, takes
 from kvstore.cli.selectors import local_path, open_existing
 from kvstore.cli.signals import Stopper
+from kvstore.core.http_server import HttpServer
 from kvstore.core.process import gc_command
 from kvstore.errors import InvalidRequest
-from kvstore.security.tls import is_loopback
-
-if TYPE_CHECKING:
-    from kvstore.dashboard.server import DashboardServer
-    from kvstore.dashboard.views import Board, SourceOpener
+from kvstore.security.tls import ServerTls, is_loopback, server_certificate
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +44,17 @@ class PageAccess:
             raise InvalidRequest(
                 f"others can reach --listen {listen}: give --https-cert, --https-key and --access, or --insecure"
             )
+
+    def tls(self) -> Callable[[], SSLContext] | None:
+        """Returns what gives each new connection the certificate of the files at that moment; None for plain HTTP.
+
+        Raises InvalidRequest if the files are not valid.
+        """
+        if not (self.cert_file and self.key_file):
+            return None
+        context = partial(server_certificate(ServerTls(self.cert_file, self.key_file)).context, server=True)
+        context()
+        return context
 
 
 @click.command(cls=Command, short_help="A web page about a cluster.")
@@ -93,42 +102,24 @@ def dashboard(
         raise InvalidRequest("the dashboard is about a cluster: give --etcd ENDPOINTS, or set KVSTORE_ETCD")
     page.check(listen)
     logging.configure()
-    collector = gc_command(*arguments(cluster), *arguments(room), *(("--policy", policy) if policy else ()))
+    from kvstore.dashboard.server import DashboardAuth, application
+    from kvstore.dashboard.views import Board
+
     with ExitStack() as undo:
         stopper = undo.enter_context(Stopper())
-        board, serving = _open(_reach(cluster, cluster.etcd, client, collector), page, listen)
+        door = DashboardAuth(page.access_file, is_local=is_loopback(listen))
+        tls = page.tls()
+        path = local_path(cluster.root)
+        board = Board(
+            cluster.root if path is None else f"file://{path}",
+            partial(open_existing, cluster.root, cluster.root_options.read()),
+            cluster.etcd.open,
+            lambda root_id: Access(root_id=root_id, etcd=cluster.etcd, client=client).open(),
+            gc_command(*arguments(cluster), *arguments(room), *(("--policy", policy) if policy else ())),
+        )
         undo.callback(board.close)
-        undo.callback(serving.close)
-        url = serving.start()
+        server = HttpServer(application(board, door), *split(listen), tls)
+        undo.callback(server.close)
         board.start()
-        print(f"ready dashboard={url}", flush=True)
+        print(f"ready dashboard={'https' if tls else 'http'}://{server.address}/", flush=True)
         stopper.wait()
-
-
-def _open(reach: SourceOpener, page: PageAccess, listen: str) -> tuple[Board, DashboardServer]:
-    from kvstore.dashboard.views import Documents, open_board
-    from kvstore.security.tls import ServerTls
-
-    try:
-        from kvstore.dashboard.server import DashboardAuth, DashboardServer, application
-    except ModuleNotFoundError as missing:
-        raise InvalidRequest(f"the dashboard needs {missing.name}: pip install 'kvstore-llm[server]'") from missing
-
-    door = DashboardAuth(page.access_file, is_local=is_loopback(listen))
-    board = open_board(reach)
-    tls = ServerTls(page.cert_file, page.key_file) if page.cert_file and page.key_file else None
-    return board, DashboardServer(application(Documents(board), door), *split(listen), tls)
-
-
-def _reach(cluster: ClusterAccess, etcd: EtcdAccess, client: ClientAccess, collector: list[str] | None) -> SourceOpener:
-    """The board's way to the cluster: as the options say, each source when it is needed."""
-    from kvstore.dashboard.views import SourceOpener
-
-    path = local_path(cluster.root)
-    return SourceOpener(
-        root_url=cluster.root if path is None else f"file://{path}",
-        open_root=partial(open_existing, cluster.root, cluster.root_options.read()),
-        open_meta=etcd.open,
-        connect=lambda root_id: Access(root_id=root_id, etcd=etcd, client=client).open(),
-        collector=collector,
-    )

@@ -22,8 +22,7 @@ from kvstore.cli.app import Command, check_failed
 from kvstore.cli.options import DURABILITY, FILE, flag, json_option, option, takes
 from kvstore.cli.output import print_values, progress_bar
 from kvstore.cli.signals import exits_on_sigterm
-from kvstore.cli.supervisor import kvstore_command
-from kvstore.core.process import Program, gc_command, stop_all
+from kvstore.core.process import Program, gc_command, kvstore_command, stop_all
 from kvstore.core.validate import size
 from kvstore.errors import Unavailable
 from kvstore.tiers.arena import memory_free_bytes

@@ -12,10 +12,8 @@ import click
 from kvstore.cli.access import EtcdAccess, RootOptions, RootPlace, etcd_options, root_option, root_options_option
 from kvstore.cli.app import Command, check_failed
 from kvstore.cli.options import FOLDER, SIZE, flag, json_option, option, takes
-from kvstore.cli.output import CANCEL_S, follow, print_json, print_rows, progress_bar
+from kvstore.cli.output import print_json, print_rows, progress_bar, progress_to
 from kvstore.cli.selectors import identified, open_existing
-from kvstore.core.clock import RandomIds, SystemClock
-from kvstore.core.operations import OperationRun, Operations
 from kvstore.core.validate import shown, size
 from kvstore.errors import InvalidRequest, RootMismatch
 from kvstore.meta.cluster import difference, read_generation
@@ -116,11 +114,10 @@ def _difference(root: Root, keys: Keys, meta: MetadataStore) -> str | None:
 
 
 def _check(root: Root, identity: RootIdentity, checks: Checks, etcd: EtcdAccess | None, as_json: bool) -> FsckReport:
-    from kvstore.client.operation import Operation
     from kvstore.fsck import Options
     from kvstore.fsck import fsck as check
 
-    def show(finding: Finding) -> None:
+    def found(finding: Finding) -> None:
         if not (as_json or finding.is_housekeeping):
             _show(finding)
 
@@ -130,19 +127,8 @@ def _check(root: Root, identity: RootIdentity, checks: Checks, etcd: EtcdAccess 
         live_sessions=_live_sessions(etcd, identity) if etcd else None,
         bytes_per_s=checks.rate,
     )
-    shards = 1 << identity.shard_bits
-    reports: list[FsckReport] = []
-
-    def work(run: OperationRun) -> str:
-        reports.append(check(root, identity, options, found=show, progress=lambda done: run.progress(done, shards)))
-        return ""
-
-    operations = Operations(SystemClock(), RandomIds())
-    try:
-        follow(Operation(operations.begin("fsck", work, about=root.url, unit="shards")))
-    finally:
-        operations.close(CANCEL_S)
-    return reports[0]
+    with progress_to("checking, shards") as show:
+        return check(root, identity, options, found=found, progress=lambda done: show(done, 1 << identity.shard_bits))
 
 
 def _live_sessions(etcd: EtcdAccess, identity: RootIdentity) -> Set[bytes]:

@@ -41,6 +41,11 @@ def gc_command(*arguments: str, module: str = "kvstore_gc") -> list[str] | None:
     return [sys.executable, "-m", module, *arguments]
 
 
+def kvstore_command(*arguments: str) -> list[str]:
+    """Returns the command line that runs ``kvstore``, with the same interpreter as this one."""
+    return [sys.executable, "-m", "kvstore.cli.main", *arguments]
+
+
 class Program:
     """One child. On Linux it gets the signal ``dies_by`` when this process dies; elsewhere call ``stop``.
 

@@ -40,23 +40,33 @@ class PlanSource:
 
     def __init__(self, command: Sequence[str] | None) -> None:
         self._command = None if command is None else [*command, "--once", "--dry-run", "--json"]
-        self._lock = threading.Lock()
         self._child: subprocess.Popen[str] | None = None
-        self._closed = False
 
     def plan(self) -> dict[str, Any]:
         """Returns the summary that ``kvstore-gc --dry-run --json`` prints. Raises Unavailable if there is none."""
         if self._command is None:
             raise Unavailable("the garbage collector is not installed here, so there is no plan: install kvstore-gc")
-        child = self._start(self._command)
         try:
-            said, complaint = child.communicate(timeout=PLAN_S_MAX)
-        except subprocess.TimeoutExpired as cause:
-            raise Unavailable(
-                f"the collector made no plan within {PLAN_S_MAX:g} s: check that the root answers"
-            ) from cause
-        finally:
-            self._end(child)
+            child = self._child = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        except OSError as cause:
+            raise Unavailable(f"the collector could not be started: {cause}") from cause
+        with child:
+            try:
+                said, complaint = child.communicate(timeout=PLAN_S_MAX)
+            except subprocess.TimeoutExpired as cause:
+                raise Unavailable(
+                    f"the collector made no plan within {PLAN_S_MAX:g} s: check that the root answers"
+                ) from cause
+            finally:
+                child.kill()
         try:
             found = parse_json(said)
         except ValueError as cause:
@@ -68,36 +78,8 @@ class PlanSource:
 
     def close(self) -> None:
         """Ends a running plan. Idempotent."""
-        with self._lock:
-            self._closed = True
-            child = self._child
-        if child is not None:
-            child.kill()
-
-    def _start(self, command: list[str]) -> subprocess.Popen[str]:
-        with self._lock:
-            if self._closed:
-                raise Unavailable("the dashboard is ending")
-            try:
-                self._child = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    errors="replace",
-                    start_new_session=True,
-                )
-            except OSError as cause:
-                raise Unavailable(f"the collector could not be started: {cause}") from cause
-            return self._child
-
-    def _end(self, child: subprocess.Popen[str]) -> None:
-        with self._lock:
-            self._child = None
-        if child.poll() is None:
-            child.kill()
-            child.communicate()
+        if self._child is not None:
+            self._child.kill()
 
 
 # The cluster as etcd knows it: namespaces, sessions, workers, collectors, sweeps, and the number of pins.
@@ -150,45 +132,40 @@ class ClusterSnapshot:
         return self.capacity is not None and self.capacity.is_full
 
 
-class WhichRoot:
-    """The id of the dashboard's root: as its FORMAT says, else as etcd knows it by URL, else etcd's only root.
+class EtcdSource:
+    """Reads the cluster of the root at ``url`` through one connection. ``open_meta`` is called by the first read."""
 
-    The last two are for a root that does not answer: the page must still show the cluster.
-    """
-
-    def __init__(self, url: str | None) -> None:
+    def __init__(self, open_meta: Callable[[], MetadataStore], url: str) -> None:
+        self._open_meta = open_meta
         self._url = url
-        self._known: bytes | None = None
+        self._lock = threading.Lock()
+        self._meta: MetadataStore | None = None
+        self._root: bytes | None = None
 
     def learn(self, root: bytes) -> None:
         """Takes over the id that the root itself has."""
-        self._known = root
+        self._root = root
 
-    def id(self, meta: MetadataStore) -> bytes:
-        """Returns the id. Raises Unavailable if it is not known (yet), and what ``meta`` raises."""
-        if self._known is not None:
-            return self._known
-        if self._url is not None and (bound := bound_root(meta, self._url, TIMEOUT_S)) is not None:
+    def root_id(self) -> bytes:
+        """Returns the root's id: as its FORMAT says, else as etcd knows it by URL, else etcd's only root.
+
+        The last two are for a root that does not answer: the page must still show the cluster. Raises Unavailable if
+        the id is not known (yet), and PermissionDenied.
+        """
+        if self._root is not None:
+            return self._root
+        meta = self._connected()
+        if (bound := bound_root(meta, self._url, TIMEOUT_S)) is not None:
             return bound
         found = known_roots(meta, TIMEOUT_S)
         if len(found) == 1:
             return found[0]
         raise Unavailable(f"the root is unknown: it does not answer, and etcd knows {len(found)} roots at other URLs")
 
-
-class EtcdSource:
-    """Reads the cluster through one connection. ``open_meta`` is called by the first read."""
-
-    def __init__(self, open_meta: Callable[[], MetadataStore], which: WhichRoot) -> None:
-        self._open_meta = open_meta
-        self._which = which
-        self._lock = threading.Lock()
-        self._meta: MetadataStore | None = None
-
     def cluster(self) -> ClusterSnapshot:
         """Reads everything but the pins. Raises Unavailable, PermissionDenied."""
         meta = self._connected()
-        keys = Keys(self._which.id(meta))
+        keys = Keys(self.root_id())
         workers = WorkerRegistry(meta, keys).list(TIMEOUT_S)
         sessions = meta.list(keys.sessions, TIMEOUT_S)
         seen = [
@@ -212,12 +189,7 @@ class EtcdSource:
 
     def pins(self) -> tuple[StoredPin, ...]:
         """Reads all pins. Raises Unavailable, PermissionDenied, RootMismatch."""
-        meta = self._connected()
-        return Pins(meta, Keys(self._which.id(meta)), _no_session).list(timeout_s=2 * TIMEOUT_S)
-
-    def root_id(self) -> bytes:
-        """Returns the id of the cluster's root. Raises Unavailable, PermissionDenied."""
-        return self._which.id(self._connected())
+        return Pins(self._connected(), Keys(self.root_id()), _no_session).list(timeout_s=2 * TIMEOUT_S)
 
     def close(self) -> None:
         """Closes the connection. Idempotent."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import heapq
+import logging
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kvstore import __version__
 from kvstore.core.address import ADDRESS_BYTES, Address
 from kvstore.core.clock import Clock, SystemClock
+from kvstore.core.executor import Decision, Loop
 from kvstore.core.namespace import Namespace, NamespaceId
-from kvstore.dashboard.poller import Feed, SourceValue
 from kvstore.dashboard.prefix_tree import ORDERS, Forest, PrefixNode, Sum, explore
 from kvstore.dashboard.snapshots import (
     ClusterSnapshot,
@@ -23,10 +25,9 @@ from kvstore.dashboard.snapshots import (
     RootSeen,
     RootSource,
     SessionSeen,
-    WhichRoot,
 )
 from kvstore.dashboard.workers import DRAINING, WorkerSeen, WorkersSource, problems_of
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.format.places import NAMESPACE_ID_BYTES
 from kvstore.meta.pins import StoredPin
 from kvstore.meta.store import MetadataStore
@@ -34,6 +35,122 @@ from kvstore.root.interface import Root
 
 if TYPE_CHECKING:
     from kvstore.client.store import Store
+
+
+# A feed: one source, read regularly by its own thread, and its last value.
+#
+# Each source has its own feed, because each can hang: a root in a dead mount, a frozen etcd. That feed is then late and
+# says so, and the page shows the rest.
+
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+WANTED_S = 45.0
+"""A feed on demand goes on for this long after the last look."""
+COST_MAX = 0.1
+"""Share of the time that reading on demand may take, because it is costly for the root."""
+CLOSE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SourceValue(Generic[T]):
+    """The last value of a source. ``error`` says why it is not newer; None while all is well."""
+
+    value: T | None
+    age_s: float | None
+    """Seconds since ``value`` was read; None if there is none yet."""
+    error: str | None
+
+
+class Feed(Generic[T]):
+    """Reads a source every ``interval_s``; ``on_demand`` only while pages request it, and less often if it takes long.
+
+    A reading that takes longer than ``late_s`` is reported as an error; it is not interrupted, because a call into a
+    dead mount cannot be. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        read: Callable[[], T],
+        interval_s: float,
+        clock: Clock,
+        *,
+        late_s: float,
+        on_demand: bool = False,
+    ) -> None:
+        self.name = name
+        self._read = read
+        self._interval_s = interval_s
+        self._clock = clock
+        self._late_s = late_s
+        self._on_demand = on_demand
+        self._changed = threading.Condition()
+        self._value: T | None = None
+        self._read_at_s: float | None = None
+        self._error: str | None = None
+        self._began_s: float | None = None
+        self._next_s = 0.0
+        self._wanted_s: float | None = None
+        self._loop = Loop(f"kvstore-dashboard-{name}", self._changed, self._next)
+
+    def start(self) -> None:
+        """Starts the thread. Idempotent."""
+        self._loop.start()
+
+    def look(self) -> SourceValue[T]:
+        """Returns the last reading; never waits. Keeps a feed on demand going."""
+        now_s = self._clock.monotonic_s()
+        with self._changed:
+            if self._on_demand and not self._is_wanted(now_s):
+                self._changed.notify_all()
+            self._wanted_s = now_s
+            error, began_s = self._error, self._began_s
+            if began_s is not None and now_s - began_s > self._late_s:
+                error = f"no answer for {now_s - began_s:.0f} s"
+            age_s = None if self._read_at_s is None else now_s - self._read_at_s
+            return SourceValue(self._value, age_s, error)
+
+    def close(self) -> None:
+        """Ends the thread; one that is stuck in its source ends with the process. Idempotent."""
+        self._loop.close(CLOSE_S)
+
+    def _is_wanted(self, now_s: float) -> bool:
+        return not self._on_demand or (self._wanted_s is not None and now_s - self._wanted_s < WANTED_S)
+
+    def _next(self) -> Decision:
+        now_s = self._clock.monotonic_s()
+        if not self._is_wanted(now_s):
+            return None
+        if now_s < self._next_s:
+            return max(0.05, self._next_s - now_s)
+        self._began_s = now_s
+        return partial(self._once, now_s)
+
+    def _once(self, began_s: float) -> None:
+        value: T | None = None
+        error: str | None = None
+        try:
+            value = self._read()
+        except KVStoreError as failed:
+            error = str(failed)
+            if error != self._error and not self._loop.closed:  # once, not every few seconds
+                log.warning("dashboard.source_failed name=%s why=%s", self.name, error)
+        except Exception as bug:  # a defect of ours in one source must not end the others, nor pass for "no news"
+            error = f"internal error, please report it: {type(bug).__name__}"
+            if error != self._error:
+                log.exception("dashboard.feed_failed name=%s", self.name)
+        ended_s = self._clock.monotonic_s()
+        with self._changed:
+            self._began_s = None
+            self._next_s = began_s + self._interval_s
+            if self._on_demand:
+                self._next_s = max(self._next_s, ended_s + (ended_s - began_s) / COST_MAX)
+            self._error = error
+            if error is None:
+                self._value, self._read_at_s = value, ended_s
 
 
 # The rows of the documents: one JSON object for each thing that the page shows. Pure.
@@ -229,7 +346,8 @@ def _of_root(root: RootSeen | None, quarantine: QuarantineReport | None) -> Iter
         yield _item("bad", "capacity", f"less than {FREE_MIN:.0%} of the root's file system is free")
 
 
-# The board: all sources of the dashboard, each with its feed, started and ended together.
+# The board: all sources, each with its feed, and one JSON document for each view, made from the last readings of the
+# feeds. A view never waits.
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,83 +365,8 @@ class RefreshIntervals:
     """A source that takes longer than this is shown as not answering."""
 
 
-@dataclass(frozen=True, slots=True)
-class SourceOpener:
-    """Opens the sources of a board; each function is called by a thread that may wait."""
-
-    root_url: str
-    """URL of the root, as in ``Root.url``."""
-    open_root: Callable[[], Root]
-    open_meta: Callable[[], MetadataStore]
-    connect: Callable[[str], Store]
-    """Opens a store through the workers of the root with this id, in hex."""
-    collector: Sequence[str] | None
-    """The command line of the collector, with all that it needs to reach the same root; None if there is none."""
-
-
-@dataclass(slots=True)
-class Board:
-    """All feeds of the dashboard. ``open_board`` makes it and starts nothing; ``start`` it, ``close`` it."""
-
-    root_url: str
-    clock: Clock
-    workers: WorkersSource
-    etcd: EtcdSource
-    roots: tuple[RootSource, ...]
-    plans: PlanSource
-    feeds: dict[str, Feed[Any]] = field(default_factory=dict)
-
-    def start(self) -> None:
-        """Starts all feeds."""
-        for feed in self.feeds.values():
-            feed.start()
-
-    def close(self) -> None:
-        """Ends all feeds and their sources. A source that hangs is left to the end of the process. Idempotent."""
-        self.plans.close()
-        for feed in self.feeds.values():
-            feed.close()
-        self.workers.close()
-        self.etcd.close()
-        for root in self.roots:
-            root.close()
-
-
-def open_board(reach: SourceOpener, pace: RefreshIntervals | None = None, clock: Clock | None = None) -> Board:
-    """Makes a board of one cluster; connects to nothing yet."""
-    pace, clock = pace or RefreshIntervals(), clock or SystemClock()
-    which = WhichRoot(reach.root_url)
-    etcd = EtcdSource(reach.open_meta, which)
-    # One source per feed: if the root hangs, the thread that asks for its room must not delay the other feeds.
-    room, set_aside, explored = (RootSource(reach.open_root, which.learn) for _ in range(3))
-    workers = WorkersSource(lambda: reach.connect(etcd.root_id().hex()), clock)
-    plans = PlanSource(reach.collector)
-    board = Board(reach.root_url, clock, workers, etcd, (room, set_aside, explored), plans)
-
-    for name, read, interval_s, late_s, on_demand in (
-        ("workers", workers.seen, pace.workers_s, pace.late_s, False),
-        ("etcd", etcd.cluster, pace.cluster_s, pace.late_s, False),
-        ("root", room.seen, pace.root_s, pace.late_s, False),
-        ("quarantine", set_aside.quarantine, pace.quarantine_s, pace.late_s, False),
-        ("pins", etcd.pins, pace.pins_s, pace.late_s, True),
-        ("plan", plans.plan, pace.plan_s, LONG_S, True),
-        ("forest", partial(_forest, explored), pace.forest_s, LONG_S, True),
-    ):
-        board.feeds[name] = Feed(name, read, interval_s, clock, late_s=late_s, on_demand=on_demand)
-    return board
-
-
 LONG_S = 120.0
 """Limit of a plan or a census, which take long over a large root; one that takes longer is reported as late."""
-
-
-def _forest(source: RootSource) -> Forest:
-    return explore(*source.opened())
-
-
-# One JSON document for each view of the page, made from the last readings of the feeds. Never waits.
-
-
 RATES_S = 60.0
 PINS_MAX = 1_000
 NAMESPACES_MAX = 500
@@ -331,11 +374,64 @@ NAMESPACES_MAX = 500
 RUNS_MAX = 300
 
 
-class Documents:
-    """The views of one board. Each method looks at its view's feeds, which keeps feeds on demand going."""
+class Board:
+    """All sources of the dashboard, each with its feed, and the views made of them.
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
+    It connects to nothing before ``start``; ``close`` it. Each view looks at its feeds, which keeps feeds on demand
+    going.
+    """
+
+    def __init__(
+        self,
+        root_url: str,
+        open_root: Callable[[], Root],
+        open_meta: Callable[[], MetadataStore],
+        connect: Callable[[str], Store],
+        collector: Sequence[str] | None,
+        pace: RefreshIntervals | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """``root_url`` is as in ``Root.url``; each function is called by a thread that may wait.
+
+        ``connect`` opens a store through the workers of the root with this id, in hex. ``collector`` is the command
+        line of the collector, with all that it needs to reach the same root; None if there is none.
+        """
+        pace, clock = pace or RefreshIntervals(), clock or SystemClock()
+        self._root_url = root_url
+        self._clock = clock
+        self._etcd = etcd = EtcdSource(open_meta, root_url)
+        # One source per feed: if the root hangs, the thread that asks for its room must not delay the other feeds.
+        self._roots = room, quarantined, explored = [RootSource(open_root, etcd.learn) for _ in range(3)]
+        self._workers = WorkersSource(lambda: connect(etcd.root_id().hex()), clock)
+        self._plans = PlanSource(collector)
+        self._feeds: dict[str, Feed[Any]] = {
+            name: Feed(name, read, interval_s, clock, late_s=late_s, on_demand=on_demand)
+            for name, read, interval_s, late_s, on_demand in (
+                ("workers", self._workers.seen, pace.workers_s, pace.late_s, False),
+                ("etcd", etcd.cluster, pace.cluster_s, pace.late_s, False),
+                ("root", room.seen, pace.root_s, pace.late_s, False),
+                ("quarantine", quarantined.quarantine, pace.quarantine_s, pace.late_s, False),
+                ("pins", etcd.pins, pace.pins_s, pace.late_s, True),
+                ("plan", self._plans.plan, pace.plan_s, LONG_S, True),
+                ("forest", lambda: explore(*explored.opened()), pace.forest_s, LONG_S, True),
+            )
+        }
+
+    def start(self) -> None:
+        """Starts all feeds."""
+        for feed in self._feeds.values():
+            feed.start()
+
+    def close(self) -> None:
+        """Ends all feeds and their sources. A source that hangs is left to the end of the process. Idempotent."""
+        self._plans.close()
+        for feed in self._feeds.values():
+            feed.close()
+        self._plans.close()  # one that began in between
+        self._workers.close()
+        self._etcd.close()
+        for root in self._roots:
+            root.close()
 
     def overview(self) -> Document:
         """The cluster at a glance."""
@@ -352,7 +448,7 @@ class Documents:
             },
             "cluster": None if etcd is None else cluster(etcd),
             "space": space(looks["root"].value),
-            "rates": self._board.workers.rates(RATES_S),
+            "rates": self._workers.history.rates(RATES_S),
             "totals": totals,
             "quarantine": None if quarantine is None else quarantine.count,
             "attention": attention(looks),
@@ -360,7 +456,7 @@ class Documents:
 
     def history(self, coarse: bool, after_s: float) -> Document:
         """Returns rates and levels over time, for the points after ``after_s`` (seconds since the epoch)."""
-        return self._board.workers.columns(coarse, after_s)
+        return self._workers.history.columns(coarse, after_s)
 
     def capacity(self) -> Document:
         """Returns the room, and what garbage collection would take next and why."""
@@ -501,7 +597,7 @@ class Documents:
         }
 
     def _look(self, *names: str) -> dict[str, SourceValue[Any]]:
-        return {name: self._board.feeds[name].look() for name in names}
+        return {name: self._feeds[name].look() for name in names}
 
     def _head(self, looks: Mapping[str, SourceValue[Any]]) -> Document:
         """Returns the head of every document: the time, and the age of its sources."""
@@ -510,9 +606,9 @@ class Documents:
             for name, each in looks.items()
         }
         return {
-            "now_s": round(self._board.clock.now_s(), 1),
+            "now_s": round(self._clock.now_s(), 1),
             "version": __version__,
-            "root": self._board.root_url,
+            "root": self._root_url,
             "sources": sources,
         }
 

@@ -85,31 +85,35 @@ class Growth:
 
 
 class History:
-    """Two rings of points, a fine one and a coarse one. Not thread-safe."""
+    """Two rings of points, a fine one and a coarse one. Thread-safe."""
 
     def __init__(self) -> None:
         self._fine: deque[Point] = deque(maxlen=FINE_MAX)
         self._coarse: deque[Point] = deque(maxlen=COARSE_MAX)
         self._pending: list[Point] = []
+        self._lock = threading.Lock()  # guards both rings
 
     def add(self, at_s: float, span_s: float, grown: Sequence[Counts], now: Sequence[Counts]) -> None:
         """Adds the work of all workers in the last ``span_s`` seconds, and their levels."""
-        if self._fine and at_s <= self._fine[-1].at_s:
-            # The clock was set back. A page that has the points so far asks for later ones only.
-            at_s = self._fine[-1].at_s + span_s
-        amounts = tuple(_sum(grown, names) for names in AMOUNTS.values())
-        levels = tuple(_sum(now, names) for names in LEVELS.values())
-        point = Point(at_s, span_s, amounts, levels)
-        self._fine.append(point)
-        self._pending.append(point)
-        if sum(each.span_s for each in self._pending) >= COARSE_S:
-            self._coarse.append(_merged(self._pending))
-            self._pending = []
+        with self._lock:
+            if self._fine and at_s <= self._fine[-1].at_s:
+                # The clock was set back. A page that has the points so far asks for later ones only.
+                at_s = self._fine[-1].at_s + span_s
+            amounts = tuple(_sum(grown, names) for names in AMOUNTS.values())
+            levels = tuple(_sum(now, names) for names in LEVELS.values())
+            point = Point(at_s, span_s, amounts, levels)
+            self._fine.append(point)
+            self._pending.append(point)
+            if sum(each.span_s for each in self._pending) >= COARSE_S:
+                self._coarse.append(_merged(self._pending))
+                self._pending = []
 
     def rates(self, over_s: float) -> dict[str, float]:
         """Returns amounts per second by name, over the last ``over_s`` seconds (at most the fine ring); 0 if none."""
         points: list[Point] = []
-        for point in reversed(self._fine):
+        with self._lock:
+            fine = list(self._fine)
+        for point in reversed(fine):
             points.append(point)
             if sum(each.span_s for each in points) >= over_s:
                 break
@@ -121,7 +125,8 @@ class History:
     def columns(self, coarse: bool, after_s: float) -> dict[str, Any]:
         """The points after ``after_s``, as columns: times, amounts per second, levels."""
         ring = self._coarse if coarse else self._fine
-        points = [point for point in ring if point.at_s > after_s]
+        with self._lock:
+            points = [point for point in ring if point.at_s > after_s]
         columns: dict[str, list[float]] = {"at_s": [round(point.at_s, 2) for point in points]}
         for at, name in enumerate(AMOUNTS):
             columns[name] = [_rounded(point.amounts[at] / point.span_s) for point in points]
@@ -190,8 +195,7 @@ class WorkersSource:
         self._connecting = threading.Lock()
         self._growth = Growth()
         self._asked_at_s: float | None = None
-        self._lock = threading.Lock()
-        self._history = History()
+        self.history = History()
 
     def seen(self) -> dict[str, WorkerSeen]:
         """The counters of all workers by address, asked now. Raises the errors of connecting."""
@@ -201,24 +205,13 @@ class WorkersSource:
         grown = self._growth.since_last(counts)
         span_s, self._asked_at_s = (0.0 if self._asked_at_s is None else at_s - self._asked_at_s), at_s
         if span_s > 0:
-            with self._lock:
-                self._history.add(self._clock.now_s(), span_s, list(grown.values()), list(counts.values()))
+            self.history.add(self._clock.now_s(), span_s, list(grown.values()), list(counts.values()))
         return {
             address: WorkerSeen(None, str(answer), {})
             if isinstance(answer, KVStoreError)
             else WorkerSeen(answer, None, _per_second(grown.get(address, {}), span_s))
             for address, answer in sorted(answers.items())
         }
-
-    def rates(self, over_s: float) -> dict[str, float]:
-        """See ``History.rates``."""
-        with self._lock:
-            return self._history.rates(over_s)
-
-    def columns(self, coarse: bool, after_s: float) -> dict[str, Any]:
-        """See ``History.columns``."""
-        with self._lock:
-            return self._history.columns(coarse, after_s)
 
     def close(self) -> None:
         """Closes the connections. Idempotent."""

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from kvstore.core.clock import Clock, Ids, RandomIds, SystemClock
+from kvstore.core.http_server import HttpServer
 from kvstore.core.namespace import Namespace
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.events import stream as messages
-from kvstore.events.http import Answers, application, serve
 from kvstore.events.index import Model, PendingDeletions, RootIndex
 from kvstore.events.inventory import Difference, EventBlock
 from kvstore.events.limits import EventLimits
+from kvstore.events.query import Answers, application
 from kvstore.events.stream import MEDIUM, Curve, EventBatch, Gone, ReplayQuery, Sockets, TopicLog, ended
 from kvstore.meta.cluster import check_bound
 from kvstore.meta.keys import Keys
@@ -394,7 +395,7 @@ def open_publisher(
         undo.callback(fence.close)
         speaker = Speaker(truth, fence, sockets.send, scope, limits, clock)
         answers = Answers(truth, scope.pod, scope.medium)
-        serving = serve(application(answers.answer, at.authenticator), *at.query)
+        serving = HttpServer(application(answers.answer, at.authenticator), *at.query)
         undo.callback(serving.close)
         publisher = EventPublisher(truth, speaker, sockets, serving.address, limits, clock)
         publisher.undo = undo.pop_all()

@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import blake2b
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.client.cache import Cache
 from kvstore.client.store import Store
 from kvstore.core.address import TokenArray
 from kvstore.core.layout import Layout
 from kvstore.core.results import PutResult
-from kvstore.core.write_mode import WriteModeName
 from kvstore.errors import InvalidRequest, Overloaded
 from kvstore.replay.trace import BLOCK_TOKENS, TraceRequest
 
@@ -56,13 +56,12 @@ def replay_layout(bytes_per_token: int) -> Layout:
 
 
 class Content:
-    """The tokens and the KV of a trace's ids; they differ by ``seed``. Immutable, thread-safe."""
+    """The tokens and the KV of a trace's ids. Immutable, thread-safe."""
 
-    def __init__(self, layout: Layout, seed: int = 0) -> None:
+    def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self._key = seed.to_bytes(8, "little")
         self._words = layout.section_bytes // 8
-        self._table: Words = np.random.Generator(np.random.Philox(seed)).integers(
+        self._table: Words = np.random.Generator(np.random.Philox(0)).integers(
             0, 1 << 64, size=(SECTIONS, 1, self._words), dtype=np.uint64
         )
 
@@ -85,7 +84,7 @@ class Content:
 
     def seeds(self, request: TraceRequest) -> Words:
         """Returns one pair of words per full block, of shape ``(full_blocks, 2)``, chained over the ids up to it."""
-        state, packed = self._key, bytearray()
+        state, packed = bytes(8), bytearray()
         for hash_id in request.hash_ids[: request.full_blocks]:
             state = blake2b(state + hash_id.to_bytes(8, "little"), digest_size=16, person=b"kvstore.replay").digest()
             packed += state
@@ -180,16 +179,6 @@ POISON = np.uint64(0x5A5A_5A5A_5A5A_5A5A)
 """Fills memory before a get, so that bytes that the store claims and never wrote count as wrong."""
 
 
-class ReplayCache(Protocol):
-    """The calls that a replay makes; ``kvstore.client.Cache`` has them."""
-
-    def match(self, tokens: TokenArray, *, counts: bool = True) -> int: ...
-
-    def get(self, tokens: TokenArray, out: KvBytes) -> int: ...
-
-    def put(self, tokens: TokenArray, kv: KvBytes, prefix: int, *, write: WriteModeName) -> PutResult: ...
-
-
 @dataclass(slots=True)
 class ReplayCounts:
     """Counts of one caller. ``differences`` are the first few hits that were not as expected.
@@ -234,7 +223,7 @@ class Lane:
 
     def __init__(
         self,
-        cache: ReplayCache,
+        cache: Cache,
         content: Content,
         expected: Mapping[int, int] | None,
         pause_s: float = OVERLOADED_PAUSE_S,
@@ -364,7 +353,6 @@ class ReplayPlan:
     namespace: str
     bytes_per_token: int = 64
     threads: int = 1
-    seed: int = 0
 
     def __post_init__(self) -> None:
         replay_layout(self.bytes_per_token)
@@ -487,7 +475,7 @@ def replay(
     Raises InvalidRequest if it holds some, and the store's error if the store could not go on.
     """
     expected = expect(requests)
-    content = Content(replay_layout(plan.bytes_per_token), plan.seed)
+    content = Content(replay_layout(plan.bytes_per_token))
     with open_store() as store:
         cache = store.namespace(plan.namespace, content.layout)
         for request in {each.hash_ids[0]: each for each in requests if each.full_blocks}.values():

@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvstore.core.address import TOKENS_MAX
 from kvstore.core.validate import parse_json
@@ -89,11 +88,6 @@ def _parse(line: bytes, number: int) -> TraceRequest:
         fields = parse_json(line)
     except ValueError as cause:
         raise InvalidRequest(f"not a request ({cause}); expected JSON with input_length and hash_ids") from cause
-    return parse_request(fields, number)
-
-
-def parse_request(fields: Any, number: int) -> TraceRequest:
-    """The request in a line that was parsed as JSON. Raises InvalidRequest."""
     try:
         ids = fields["hash_ids"]
         lengths = [fields["input_length"], fields.get("output_length", 0), int(fields.get("timestamp", 0))]

@@ -178,16 +178,13 @@ class ClientTls:
             raise InvalidRequest("TLS: a certificate and its key go together: give both files, or neither")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Pems:
     """The content of the files; the key is a secret and not shown."""
 
     ca: bytes | None
     cert: bytes | None
     key: bytes | None
-
-    def __repr__(self) -> str:
-        return "Pems(...)"
 
 
 class Certificate:
@@ -227,8 +224,8 @@ class Certificate:
             self._contexts[server] = (version, made)
             return made
 
-    def expires_s(self) -> float | None:
-        """Returns when the certificate expires, in seconds since the epoch; None without one, or without a parser."""
+    def expires_in_s(self) -> float | None:
+        """Returns the time until the certificate expires; None without one, or without a parser."""
         cert = self.pems.cert
         try:
             from cryptography import x509
@@ -236,11 +233,8 @@ class Certificate:
             return None
         if cert is None:
             return None
-        return min(each.not_valid_after_utc.timestamp() for each in x509.load_pem_x509_certificates(cert))
-
-    def expires_in_s(self) -> float | None:
-        ends_s = self.expires_s()
-        return None if ends_s is None else ends_s - datetime.now(UTC).timestamp()
+        ends = min(each.not_valid_after_utc for each in x509.load_pem_x509_certificates(cert))
+        return (ends - datetime.now(UTC)).total_seconds()
 
     def _renew(self) -> None:
         before = self._pems

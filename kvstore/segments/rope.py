@@ -159,16 +159,11 @@ REFUSED = {
 """Scalings under which a key cannot be stored once and moved, with the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScaledAngles:
-    """Radians per position of each pair, and the factor of rotated keys."""
+def scaled(theta: float, dims: int, scaling: Mapping[str, Any]) -> tuple[Float32s, float]:
+    """The frequencies of ``dims`` / 2 pairs in radians per position, and the factor of rotated keys.
 
-    frequencies: tuple[float, ...]
-    magnitude: float = 1.0
-
-
-def scaled(theta: float, dims: int, scaling: Mapping[str, Any]) -> ScaledAngles:
-    """The frequencies of ``dims`` / 2 pairs; ``scaling`` has the names of a ``rope_scaling``. Raises InvalidRequest."""
+    ``scaling`` has the names of a ``rope_scaling``. Raises InvalidRequest.
+    """
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     if scaling.get("mrope_section"):
         kind = "mrope"
@@ -177,12 +172,11 @@ def scaled(theta: float, dims: int, scaling: Mapping[str, Any]) -> ScaledAngles:
     if kind not in SCALINGS:
         raise InvalidRequest(f"RoPE scaling {kind!r} is refused: known are {', '.join(SCALINGS)}")
     try:
-        frequencies, magnitude = SCALINGS[kind](theta, dims, scaling)
+        return SCALINGS[kind](theta, dims, scaling)
     except KeyError as cause:
         raise InvalidRequest(f"RoPE scaling {kind!r} has no {cause.args[0]}: expected it in rope_scaling") from cause
     except (TypeError, ValueError, ZeroDivisionError, OverflowError) as cause:
         raise InvalidRequest(f"RoPE scaling {dict(scaling)!r} has a wrong value: {cause}") from cause
-    return ScaledAngles(tuple(frequencies.tolist()), magnitude)
 
 
 def _powers(theta: float, dims: int) -> Float32s:
@@ -290,8 +284,8 @@ class Rope:
             object.__setattr__(self, "style", Style(self.style))
         except ValueError as cause:
             raise InvalidRequest(f"rope style={self.style!r}: expected half or interleaved") from cause
-        found: ScaledAngles = scaled(float(self.theta), self.dims, self.scaling or {})
-        frequencies = np.asarray(self.frequencies or found.frequencies, np.float32)
+        computed, magnitude = scaled(float(self.theta), self.dims, self.scaling or {})
+        frequencies = np.asarray(self.frequencies or computed.tolist(), np.float32)
         if frequencies.shape != (self.dims // 2,) or not np.isfinite(frequencies).all():
             raise InvalidRequest(
                 f"rope has frequencies of shape {frequencies.shape}: expected {self.dims // 2} finite numbers, one for "
@@ -299,7 +293,7 @@ class Rope:
             )
         object.__setattr__(self, "scaling", dict(self.scaling or {}))
         object.__setattr__(self, "frequencies", tuple(frequencies.tolist()))
-        object.__setattr__(self, "magnitude", found.magnitude)
+        object.__setattr__(self, "magnitude", magnitude)
 
     @classmethod
     def of(cls, model_config: Any, frequencies: Sequence[float] = ()) -> Rope:

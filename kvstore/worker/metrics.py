@@ -7,7 +7,6 @@ names.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -17,7 +16,7 @@ try:
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError("metrics need prometheus-client: pip install 'kvstore-llm[server]'") from missing
 
-from kvstore.core import metrics_http
+from kvstore.core.http_server import HttpServer
 from kvstore.core.metrics import (
     GROWING,
     LATENCY_BUCKETS_S,
@@ -30,7 +29,6 @@ from kvstore.core.metrics import (
     TierName,
     WorkerCount,
 )
-from kvstore.errors import InvalidRequest
 from kvstore.security.access import PERMISSIONS
 from kvstore.worker.context import GRPC, Ended
 from kvstore.worker.data_server import BULK_METHODS
@@ -135,39 +133,17 @@ def _histogram(
     return family
 
 
-class MetricsServer:
-    """Serves ``/metrics`` and ``/healthz`` until closed. Made by ``start_metrics``."""
-
-    def __init__(self, server: Any, thread: threading.Thread, address: str) -> None:
-        self._server = server
-        self._thread = thread
-        self.address = address
-        """Its address, as ``host:port``."""
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(5.0)
-
-
-def start_metrics(worker: Worker, address: str, version: str = "") -> MetricsServer:
-    """Serves a worker's metrics at ``host:port``; port 0 is chosen by the system.
+def start_metrics(worker: Worker, address: str, version: str = "") -> HttpServer:
+    """Serves a worker's metrics and ``/healthz`` at ``host:port``; port 0 is chosen by the system.
 
     Raises InvalidRequest if it cannot listen there. It has a registry of its own: the process may have metrics of
     other code.
     """
-    host, colon, port = address.rpartition(":")
-    if not host or not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise InvalidRequest(f"metrics address {address!r}: expected host:port")
+    host, _, port = address.rpartition(":")
     registry = prometheus_client.CollectorRegistry()
     registry.register(Exposition(worker, version))
     prometheus_client.ProcessCollector(registry=registry)
-    try:
-        app = _with_health(worker, prometheus_client.make_wsgi_app(registry))
-        server, thread = metrics_http.serve(app, host.strip("[]"), int(port))
-    except OSError as cause:
-        raise InvalidRequest(f"could not serve metrics at {address}: {cause.strerror or cause}") from cause
-    return MetricsServer(server, thread, f"{host}:{server.server_port}")
+    return HttpServer(_with_health(worker, prometheus_client.make_wsgi_app(registry)), host.strip("[]"), int(port))
 
 
 def _with_health(worker: Worker, metrics: WSGIApplication) -> WSGIApplication:

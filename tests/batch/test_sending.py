@@ -157,16 +157,6 @@ def test_pause_of_a_server_is_made_within_its_limit(monkeypatch: pytest.MonkeyPa
         assert time.monotonic() - begun_s >= 0.1 * (server.TRIES_MAX - 1)
 
 
-def test_a_server_that_is_gone_ends_the_run_and_what_came_stays(batch: RequestFile, tmp_path: Path) -> None:
-    with answering() as at:
-        gone = Server(at.url, PATIENCE_S)
-    with Results(tmp_path / "results") as results:
-        with pytest.raises(Unavailable, match="does not answer"):
-            send(batch, ORDER, gone, results, 4, lambda _: None)
-        results.add("r0", ServerAnswer(200, b"{}"))
-    assert ids(tmp_path / "results") == ["r0"]
-
-
 def test_request_that_times_out_is_not_repeated(batch: RequestFile, tmp_path: Path) -> None:
     ended, shown = threading.Event(), list[str]()
 

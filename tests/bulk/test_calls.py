@@ -64,7 +64,7 @@ def test_a_short_call_gives_the_same_on_every_way(served: Served, way: str) -> N
             assert hold.tokens == len(TOKENS)
             assert len(served.worker.service.holds) == 1
         assert len(served.worker.service.holds) == 0
-        with segments.find_held(TOKENS[:128], [0]) as held:
+        with segments.hold(segments.find(TOKENS[:128], [0])) as held:
             assert sum(map(len, held.matches)) == 128
     assert set(counted(served) - before) == {(method, PATHS[way]) for method in SHORT_CALLS}
 

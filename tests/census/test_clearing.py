@@ -84,17 +84,6 @@ def test_after_one_clear_nobody_serves_what_it_wrote_and_everybody_what_others_w
     assert good.member.clear_selected(bad.selection).chunks == 0  # twice is harmless
 
 
-def test_cleared_chunks_that_are_put_again_are_stored(nodes: tuple[ModelNode, ModelNode]) -> None:
-    good, bad = nodes
-    bad.put(1)
-    bad.drain()
-    assert good.serves(1, bad) == 4
-    good.member.clear_selected(bad.selection)
-    bad.put(1)
-    bad.drain()
-    assert bad.serves(1, bad) == good.serves(1, bad) == 4
-
-
 def test_what_its_queue_still_had_never_reaches_the_root(nodes: tuple[ModelNode, ModelNode]) -> None:
     good, bad = nodes
     bad.put(1)
@@ -212,21 +201,6 @@ def test_a_clear_that_is_cancelled_may_be_repeated(nodes: tuple[ModelNode, Model
         good.member.clear_selected(bad.selection, cancel)
     assert good.member.clear_selected(bad.selection).unconfirmed == ()
     assert good.on_root() == [] and bad.in_memory(1, bad) == 0
-
-
-def test_namespace_leaves_memory_of_nodes_without_peers(nodes: tuple[ModelNode, ModelNode]) -> None:
-    """Such as engines that open the root themselves."""
-    good, bad = nodes
-    bad.put(1)
-    bad.drain()
-    assert good.serves(1, bad) == good.serves(1, bad) == 4 and good.in_memory(1, bad) == 4
-    assert bad.cache.clear().chunks == 4
-    assert good.in_memory(1, bad) == bad.in_memory(1, bad) == 0
-    assert good.match(1, bad) == good.serves(1, bad) == 0
-    bad.put(1)
-    assert bad.member.pins() == [] and bad.serves(1, bad) == 4
-    bad.drain()
-    assert good.serves(1, bad) == 4
 
 
 def test_a_node_alone_waits_for_what_it_is_writing_or_refuses() -> None:

@@ -150,16 +150,6 @@ def test_ls_counts_what_each_namespace_has(run: Run, root: str) -> None:
     assert "model" in table and "2x2x4x1x8 float16" in table and "alice" in table
 
 
-def test_clear_deletes_one_namespace(run: Run, root: str) -> None:
-    with kvstore.open(root) as store:
-        store.namespace("other", LAYOUT).put(TOKENS, np.ones(LAYOUT.shape(10), np.float16))
-    assert parsed(run("clear", "model", "--yes", "--ignore-pins", "--root", root, "--json"))["chunks"] == 2
-    assert len(chunk_files(root)) == 2
-    with kvstore.open(root) as store:
-        assert store.namespace("model", LAYOUT, fingerprint="weights-1").match(TOKENS) == 0
-        assert store.namespace("other", LAYOUT).match(TOKENS) == 8
-
-
 def test_stats_of_a_root(run: Run, root: str) -> None:
     found = parsed(run("stats", "--root", root, "--json"))
     assert len(bytes.fromhex(found["root"])) == 16

@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import pytest
 
-from kvstore.cli import supervisor
 from kvstore.cli.signals import Stopper
+from kvstore.cli.up import Supervisor
 from kvstore.cli.worker import WorkerOptions
 from kvstore.core.clock import RandomIds
 from kvstore.core.process import Program
@@ -44,7 +44,7 @@ def test_what_runs_beside_the_workers_ends_after_them(tmp_path: Path) -> None:
     programs = [told(name, order) for name in ("worker 0", "gc")]
     with Stopper() as stopper:
         # Neither a root nor etcd is needed to end them.
-        served = supervisor.Supervisor(cast(WorkerOptions, None), 1.0, stopper, programs)
+        served = Supervisor(cast(WorkerOptions, None), 1.0, stopper, programs)
         served._others.append(cast(Any, SimpleNamespace(program=programs[1], due_s=None)))
         served.stop()
     assert order.read_text().split("\n") == ["worker 0", "gc", ""]
@@ -64,6 +64,6 @@ def test_up_waits_until_a_collector_has_listed_the_root(
         root=typed, root_options=SimpleNamespace(read=dict), etcd=SimpleNamespace(open=lambda: meta)
     )
     with Stopper() as stopper:
-        up = supervisor.Supervisor(cast(WorkerOptions, SimpleNamespace(cluster=place)), 1.0, stopper, [], counted_s)
+        up = Supervisor(cast(WorkerOptions, SimpleNamespace(cluster=place)), 1.0, stopper, [], counted_s)
         up._await_count()
     assert ("up.uncounted" in caplog.text) == (credit_bytes is None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -268,26 +267,6 @@ def test_commands_reach_workers_directly_or_through_etcd(
     assert "quarantined" in every
 
 
-def test_a_pin_is_taken_listed_and_ended_by_hand(run: Callable[..., Result], up: Running) -> None:
-    at = ("--connect", up.grpc)
-    with kvstore.connect(*up.grpc.split(",")) as store:
-        cache = store.namespace("pinned", LAYOUT)
-        cache.put([1, 2, 3, 4], kv(4))
-        pin = parsed(run("pin", "pinned", "1,2,3,4,5", "--ttl", "1h", "--owner", "me", *at, "--json"))
-        assert pin["tokens_pinned"] == 4 and pin["id"].startswith("me/")
-        assert [each["id"] for each in parsed(run("ls", "--pins", *at, "--json"))["pins"]] == [pin["id"]]
-        assert cache.refcount([1, 2, 3, 4]) == 1
-        assert parsed(run("clear", "pinned", "--yes", *at, "--json"))["chunks"] == 0
-
-        assert parsed(run("unpin", pin["id"], *at, "--json")) == {"id": pin["id"], "ended": True}
-        again = run("unpin", pin["id"], *at, "--json")
-        assert again.exit_code == 1 and json.loads(again.stdout)["ended"] is False
-        assert parsed(run("clear", "pinned", "--yes", *at, "--json"))["chunks"] == 1
-
-    nothing = run("pin", "pinned", "1,2,3,4", *at)
-    assert nothing.exit_code == 1 and "nothing is pinned" in nothing.stderr
-
-
 def test_fsck_beside_a_cluster_knows_who_lives_and_tells_etcd(
     run: Callable[..., Result], up: Running, module_root: Path
 ) -> None:
@@ -299,12 +278,3 @@ def test_fsck_beside_a_cluster_knows_who_lives_and_tells_etcd(
     # Their sessions were ended: they are listed again once they have noticed. Reads meanwhile may be misses.
     listed = ("ls", "--workers", "--etcd", up.etcd, "--json")
     eventually(lambda: len(parsed(run(*listed))["workers"]) == 2, "both workers are listed")
-
-
-def test_a_replay_through_workers_is_exact(run: Callable[..., Result], up: Running, tmp_path: Path) -> None:
-    from kvstore.replay import generate, write_trace
-
-    write_trace(tmp_path / "trace.jsonl", generate(40, seed=9))
-    for at in (("--connect", up.grpc), ("--etcd", up.etcd)):
-        found = parsed(run("replay", str(tmp_path / "trace.jsonl"), "--bytes-per-token", "8", *at, "--json"))
-        assert found["ok"] is True and found["tokens_matched"] == found["tokens_expected"] > 0

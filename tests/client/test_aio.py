@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvstore import aio, errors
-from kvstore.aio.store import THREADS, Threads
-from kvstore.aio.store import Store as AioStore
+from kvstore.aio import THREADS, Threads
+from kvstore.aio import Store as AioStore
 from kvstore.census.selection import Selection
 from kvstore.client import cache, control, operation, store
 from kvstore.client import cache as blocks

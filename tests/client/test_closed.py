@@ -241,10 +241,14 @@ def test_a_hold_keeps_a_dropped_store_open(path: str, tmp_root: Path) -> None:
             del hold, blocks
 
 
+def held_segments(segments: kvstore.Segments) -> object:
+    return segments.hold(segments.find(TOKENS))
+
+
 HOLDS: dict[str, Callable[[Cache], object]] = {
     "tokens": lambda cache: cache.hold(TOKENS),
     "blocks": lambda cache: cache.blocks.hold(KEYS),
-    "segments": lambda cache: cache.segments(ROPE, chunk_tokens=TINY.chunk_tokens).find_held(TOKENS),
+    "segments": lambda cache: held_segments(cache.segments(ROPE, chunk_tokens=TINY.chunk_tokens)),
 }
 
 

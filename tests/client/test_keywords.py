@@ -103,8 +103,7 @@ def test_no_keyword_of_segments_raises_what_is_not_ours(cache: Cache) -> None:
     raw += raw_errors("Rope.of", Rope.of, model_config={**LLAMA, "head_dim": SMALL.head_dim})
     segments = cache.segments(ROPE)
     raw += raw_errors("put", segments.put, tokens=TOKENS, kv=KV)
-    for name in ("find", "find_held"):
-        raw += raw_errors(name, getattr(segments, name), tokens=TOKENS)
+    raw += raw_errors("find", segments.find, tokens=TOKENS)
     raw += raw_errors("hold", segments.hold, matches=[])
     assert raw == []
 
@@ -165,7 +164,7 @@ def test_numbers_of_numpy_are_seconds(store: Store, cache: Cache, tmp_root: Path
     segments = cache.segments(ROPE)
     with cache.hold(TOKENS, ttl=seconds) as hold, cache.blocks.hold(KEYS, ttl=seconds):
         assert hold.tokens == len(TOKENS)
-    with segments.find_held(TOKENS, ttl=seconds), segments.hold([], ttl=seconds):
+    with segments.hold(segments.find(TOKENS), ttl=seconds):
         assert cache.pin(TOKENS, ttl=seconds).release()
     cache.blocks.pin(KEYS, ttl=seconds)
     cache.supersede(TOKENS, kept=0, unused=seconds)

@@ -41,16 +41,16 @@ def test_namespaces_pins_and_prefixes_are_shown_as_they_are_called(board: Shown)
     cache.put(tokens, kv_of(TINY, tokens))
     cache.put([*tokens[:16], *range(100, 116)], kv_of(TINY, [*tokens[:16], *range(100, 116)]))
     with cache.pin(tokens, ttl=600):
-        pins = until(board.documents.pins, lambda found: found["count"] and found["pins"][0]["namespace"])
+        pins = until(board.board.pins, lambda found: found["count"] and found["pins"][0]["namespace"])
         (row,) = pins["pins"]
         assert (row["namespace"], row["tenant"], row["tokens"], row["chunks"]) == (HOSTILE, "\u202eacme", 32, 8)
-    names = until(board.documents.namespaces, lambda found: found["namespaces"])
+    names = until(board.board.namespaces, lambda found: found["namespaces"])
     assert [row["name"] for row in names["namespaces"]] == [HOSTILE]
-    found = until(lambda: board.documents.prefixes("", "", "bytes"), lambda found: len(found["runs"]) == 3)
+    found = until(lambda: board.board.prefixes("", "", "bytes"), lambda found: len(found["runs"]) == 3)
     first, *rest = found["runs"]
     assert (first["chunks"], first["forks"], first["below"]["ends"], first["below"]["chunks"]) == (4, 2, 2, 12)
     assert {row["above"] for row in rest} == {first["id"]}
-    zoomed = board.documents.prefixes("", rest[0]["id"], "bytes")
+    zoomed = board.board.prefixes("", rest[0]["id"], "bytes")
     assert [row["id"] for row in zoomed["way"]] == [first["id"]]
     json.dumps(found, allow_nan=False)
 
@@ -59,35 +59,35 @@ def test_no_document_holds_tokens(board: Shown) -> None:
     # Ten digits each: seven were found by chance in a time or an id of one run in a hundred.
     tokens = list(range(4_123_456_000, 4_123_456_016))
     board.store.namespace("model", TINY).put(tokens, kv_of(TINY, tokens))
-    until(lambda: board.documents.prefixes("", "", "bytes"), lambda found: found.get("runs"))
-    ask = board.documents
+    until(lambda: board.board.prefixes("", "", "bytes"), lambda found: found.get("runs"))
+    ask = board.board
     documents = [ask.overview(), ask.capacity(), ask.namespaces(), ask.pins(), ask.workers(), ask.damage()]
     said = json.dumps([*documents, ask.prefixes("", "", "long")])
     assert not any(str(token) in said for token in tokens)
 
 
 def test_a_root_that_hangs_is_said_and_the_rest_goes_on(board: Shown) -> None:
-    until(board.documents.overview, lambda found: found["space"] is not None and found["cluster"] is not None)
+    until(board.board.overview, lambda found: found["space"] is not None and found["cluster"] is not None)
     hang = Hang()
     board.root.set_rules([Rule("space", hang)])
     try:
-        found = until(board.documents.overview, lambda found: found["sources"]["root"]["error"])
+        found = until(board.board.overview, lambda found: found["sources"]["root"]["error"])
         assert "no answer for" in found["sources"]["root"]["error"]
         assert any("the root" in item["text"] for item in found["attention"])
         assert found["space"] is not None, "what it said before is shown"
         board.store.namespace("meanwhile", TINY)
-        until(board.documents.namespaces, lambda found: found["namespaces"])
+        until(board.board.namespaces, lambda found: found["namespaces"])
     finally:
         hang.release.set()
 
 
 def test_an_etcd_that_does_not_answer_is_said_and_the_rest_goes_on(board: Shown) -> None:
-    until(board.documents.overview, lambda found: found["cluster"] is not None)
+    until(board.board.overview, lambda found: found["cluster"] is not None)
     board.meta.add(faulty_meta.Rule(faulty_meta.Fault.NOT_SENT))
-    found = until(board.documents.overview, lambda found: _only_etcd_fails(found["sources"]))
+    found = until(board.board.overview, lambda found: _only_etcd_fails(found["sources"]))
     assert found["cluster"] is not None and found["attention"][0]["level"] == "bad"
     board.meta.heal()
-    until(board.documents.overview, lambda found: found["sources"]["etcd"]["error"] is None)
+    until(board.board.overview, lambda found: found["sources"]["etcd"]["error"] is None)
 
 
 def _only_etcd_fails(sources: Document) -> bool:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 
 from kvstore.core.clock import SystemClock
-from kvstore.dashboard.poller import WANTED_S, Feed
+from kvstore.dashboard.views import WANTED_S, Feed
 from kvstore.errors import Unavailable
 from tests.kit.etcd import eventually
 from tests.kit.patience import PATIENCE_S

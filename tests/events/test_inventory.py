@@ -87,15 +87,3 @@ def test_the_differences_add_up_to_what_match_would_find(seed: int) -> None:
         inventory.listed(shard, ())
     inventory.settle()
     assert all(inventory.find(address(each)) is None for each in everything), "nothing is kept of what is gone"
-
-
-def test_a_listing_of_a_shard_takes_nothing_from_the_others() -> None:
-    inventory, chunks = NamespaceIndex(bytes(32), BITS), [(chain, 0) for chain in range(200)]
-    for shard in range(1 << BITS):
-        inventory.listed(shard, map(address, of_shard(shard, chunks)))
-    by_address = {address(each): each for each in chunks}
-    for entry in inventory.unknown():
-        inventory.learn(entry, block(by_address[entry.address]))
-    inventory.settle()
-    inventory.listed(1, ())
-    assert {chunk_of(each) for each in inventory.settle().removed} == set(of_shard(1, chunks))

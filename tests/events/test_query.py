@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, Unauthenticated
-from kvstore.events.http import Answers, application, decode
 from kvstore.events.index import Model
 from kvstore.events.inventory import EventBlock, NamespaceIndex
+from kvstore.events.query import Answers, Question, application
 from kvstore.format.keyset import ChunkKeys
 from kvstore.security.access import Identity, Presented, Role
-from kvstore.transport.query import Question
 from tests.kit.cases import for_each
 from tests.kit.clusters import SPACE
 from tests.kit.stores import TINY
@@ -78,9 +76,8 @@ def test_a_tenant_sees_nothing_of_another() -> None:
     ],
 )
 def test_a_bad_question_is_refused(body: bytes) -> None:
-    for decoding in (decode, parse_json):
-        with pytest.raises(InvalidRequest):
-            Question.of_json(body, decoding)
+    with pytest.raises(InvalidRequest):
+        Question.of_json(body)
 
 
 def asked_over_http(identify: Callable[[Presented], Identity], tenant: str) -> tuple[str, bytes]:

@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvstore.events.http import Answers
-from kvstore.transport.query import Question
+from kvstore.events.query import Answers, Question
 from tests.events.engines import SIZE, Prompt, prompt_of, put_blocks
 from tests.events.test_speaker import Publishing
 from tests.kit.clusters import SPACE, Cluster

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
-from kvstore.dashboard.views import Board, Documents, RefreshIntervals, SourceOpener, open_board
+from kvstore.dashboard.views import Board, RefreshIntervals
 from kvstore.meta.memory import MemoryMetadata
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.kit.faulty_meta import FaultyMeta
@@ -28,7 +28,6 @@ class Shown:
     meta: FaultyMeta
     files: MemoryFiles
     board: Board
-    documents: Documents
 
 
 @contextmanager
@@ -38,11 +37,11 @@ def shown(collector: Sequence[str] | None = None) -> Iterator[Shown]:
     root, meta = MemoryRoot(files), MemoryMetadata()
     store = Store(LocalTransport(member_on(root, meta=meta, in_cluster=True)))
     faulty_root, faulty_meta = FaultyRoot(root), FaultyMeta(meta)
-    reach = SourceOpener(root.url, lambda: faulty_root, lambda: faulty_meta, lambda root_id: store, collector)
-    board = open_board(reach, replace(QUICK, late_s=QUICK.late_s * slowness()))
+    pace = replace(QUICK, late_s=QUICK.late_s * slowness())
+    board = Board(root.url, lambda: faulty_root, lambda: faulty_meta, lambda root_id: store, collector, pace)
     try:
         board.start()
-        yield Shown(store, faulty_root, faulty_meta, files, board, Documents(board))
+        yield Shown(store, faulty_root, faulty_meta, files, board)
     finally:
         faulty_meta.heal()
         board.close()

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from kvstore.errors import Unavailable
-from kvstore.segments.log import HOUR_S, LOOK_S, STRIDE, Log
 from kvstore.segments.search import windows
+from kvstore.segments.segments import HOUR_S, LOOK_S, STRIDE, Log
 from tests.kit.cases import for_each
 
 SIZE = 4

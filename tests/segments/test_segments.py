@@ -110,20 +110,21 @@ def holds_of(store: Store) -> float:
     return stats.get("client_holds", stats["holds"])
 
 
-def test_s12_what_a_search_finds_is_held_by_the_same_call(store: Store) -> None:
+def test_s12_what_a_search_finds_is_held(store: Store) -> None:
     segments = segments_of(store)
     for document in DOCUMENTS:
         segments.put(document, kv_of(document))
     prompt, starts = prompt_of(SYSTEM, *DOCUMENTS, QUESTION)
     out = np.empty(LAYOUT.shape(len(prompt)), np.float32)
     for given in (starts, None):
-        with segments.find_held(prompt, given, after=20) as held:
-            assert held.matches == segments.find(prompt, given, after=20)
+        found = segments.find(prompt, given, after=20)
+        with segments.hold(found) as held:
+            assert held.matches == found
             assert [len(match) for match in held.matches] == [24, 24]
             assert holds_of(store) == 2, "one for each"
             assert held.read_into(out, verdict_for(segments)) == held.matches
         assert holds_of(store) == 0
-    with segments.find_held(QUESTION, [0], ttl=5.0) as held:
+    with segments.hold(segments.find(QUESTION, [0]), ttl=5.0) as held:
         assert held.matches == []
         assert holds_of(store) == 0, "nothing is found, so nothing is held"
 
@@ -325,7 +326,7 @@ def test_wrong_arguments_are_refused(local: Store) -> None:
     with pytest.raises(InvalidRequest, match="after='x': expected an integer"):
         segments.find(document, after="x")  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="ttl=0"):
-        segments.find_held(document, ttl=0)
+        segments.hold(matches, ttl=0)
     with pytest.raises(InvalidRequest, match="expected what find returned"):
         segments.hold([*matches, *matches])
     with segments.hold(matches) as held:
@@ -350,8 +351,6 @@ def test_the_asyncio_twin_does_the_same(tmp_path: Path) -> None:
             await segments.put(document, kv_of(document))
             matches = await segments.find(document)
             out = np.zeros(LAYOUT.shape(24), np.float32)
-            async with segments.find_held(document) as held:
-                assert held.matches == matches
             async with segments.hold(matches) as held:
                 assert await held.read_into(out, verdict_for(segments)) == held.matches == matches
             assert out[:, 1].tobytes() == kv_of(document)[:, 1, :24].tobytes()

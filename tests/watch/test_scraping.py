@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.core import metrics_http
+from kvstore.core import http_server
 from tests.kit.cases import for_each
 from tests.kit.etcd import eventually
 from tests.kit.patience import PATIENCE_S
@@ -25,12 +25,9 @@ def page(environ: Any, start_response: Any) -> Iterable[bytes]:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    server, thread = metrics_http.serve(page, "127.0.0.1", 0)
-    yield server.server_port
-    server.shutdown()
-    server.server_close()
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive()
+    server = http_server.HttpServer(page, "127.0.0.1", 0)
+    yield int(server.address.rpartition(":")[2])
+    server.close()
 
 
 def is_answered(port: int) -> bool:
@@ -52,15 +49,15 @@ def test_many_that_ask_nothing_or_take_no_answer_get_no_thread_each(port: int, s
             with suppress(OSError):  # let go already
                 each.sendall(sent)
         eventually(lambda: is_answered(port))
-        eventually(lambda: threading.active_count() <= before + metrics_http.CONNECTIONS_MAX)
-        assert len(many) > 5 * metrics_http.CONNECTIONS_MAX
+        eventually(lambda: threading.active_count() <= before + http_server.CONNECTIONS_MAX)
+        assert len(many) > 5 * http_server.CONNECTIONS_MAX
     eventually(lambda: threading.active_count() <= before)
 
 
 def test_one_that_asks_nothing_is_let_go(
     port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(metrics_http._Asked, "timeout", 0.3)
+    monkeypatch.setattr(http_server._Handler, "timeout", 0.3)
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as silent:
         assert select.select([silent], [], [], 5)[0] and silent.recv(1) == b""
     assert is_answered(port) and capfd.readouterr().err == "", "neither is worth a line"

@@ -166,7 +166,7 @@ def _load_segments(
     reused: Any,
 ) -> None:
     """Fills ``kv`` with the segments that are stored, and marks their rows in ``reused``."""
-    with segments.find_held(tokens, starts, exact) as held:
+    with segments.hold(segments.find(tokens, starts, exact)) as held:
         if not held.matches:
             return
         first, end = held.matches[0].start, held.matches[-1].end

@@ -57,7 +57,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "events-question-of-any-tenant",
-        at(f"{EVENTS}.http:Answers", "answer", lambda real, self, question: real(self, replace(question, tenant=""))),
+        at(f"{EVENTS}.query:Answers", "answer", lambda real, self, question: real(self, replace(question, tenant=""))),
         "events/test_query.py",
     ),
     mutant(

@@ -1,7 +1,13 @@
-"""``open`` and ``connect`` for asyncio, and the classes of ``kvstore`` with each call awaited.
+"""The store for programs with asyncio: the names of ``kvstore``, each call awaited.
 
-Calls of an event loop run on a few threads that wait for memory, disks and workers in its place. The work itself is
-done in C and in the kernel, without the GIL.
+    async with kvstore.aio.connect("127.0.0.1:8100") as store:
+        cache = await store.namespace("llama", layout)
+        async with cache.hold(tokens) as hold:
+            async for layer, k, v in hold.layers():
+                ...
+
+Calls run on a few threads of the store, which wait for memory, disks and workers in place of the event loop. The work
+itself is done in C and in the kernel, without the GIL. A call that is cancelled ends first: see ``Threads.run``.
 """
 
 from __future__ import annotations
@@ -10,11 +16,11 @@ import asyncio
 import contextvars
 import functools
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, fields
 from functools import partial
-from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, overload
 
 from kvstore import batch, client
@@ -25,7 +31,7 @@ from kvstore.core.address import Tokens
 from kvstore.core.buffers import KvArray
 from kvstore.core.operations import OperationState, OperationStatus
 from kvstore.core.validate import checked_timeout
-from kvstore.segments import CHUNK_TOKENS, Match, Rope, segments
+from kvstore.segments import Match, segments
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -111,15 +117,7 @@ class Releasable(Protocol):
     def release(self) -> object: ...
 
 
-class Closing(Protocol):
-    """An object that ``async with`` can close."""
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-C = TypeVar("C", bound=Closing)
+C = TypeVar("C", bound=AbstractAsyncContextManager[Any])
 L = TypeVar("L", bound=Releasable)
 
 
@@ -133,13 +131,8 @@ class Twin(Generic[T]):
     def __repr__(self) -> str:
         return f"<asyncio {self._twin!r}>"
 
-    def _lease(self, kind: Callable[[L, Threads], C], taking: Callable[[], L]) -> Opening[C]:
-        """Wraps what ``taking`` returns, and releases it if the task is cancelled before it is wrapped."""
-
-        async def taken() -> C:
-            return kind(await self._threads.run(taking, lambda made: made.release()), self._threads)
-
-        return Opening(taken())
+    async def __aenter__(self) -> Self:
+        return self
 
 
 class Lease(Twin[L]):
@@ -148,9 +141,6 @@ class Lease(Twin[L]):
     async def release(self) -> None:
         """Ends it. Idempotent."""
         await self._threads.finish(self._twin.release)
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.release()
@@ -178,6 +168,35 @@ def wrapped(
     return call
 
 
+def leased(
+    kind: Callable[[L, Threads], C], method: Callable[Concatenate[S, P], L]
+) -> Callable[Concatenate[Twin[S], P], Opening[C]]:
+    """Returns a method of the twin whose result, as the class ``kind``, is awaited or entered with ``async with``.
+
+    What is taken is released if the task is cancelled before it is wrapped.
+    """
+
+    @functools.wraps(method)
+    def call(self: Twin[S], /, *args: P.args, **kwargs: P.kwargs) -> Opening[C]:
+        async def taken() -> C:
+            taking = partial(method, self._twin, *args, **kwargs)
+            return kind(await self._threads.run(taking, lambda made: made.release()), self._threads)
+
+        return Opening(taken())
+
+    return call
+
+
+class Attribute(Generic[S, R]):
+    """An attribute of the twin, read in place."""
+
+    def __init__(self, read: Callable[[S], R]) -> None:
+        self._read = read
+
+    def __get__(self, instance: Twin[S], owner: type | None = None) -> R:
+        return self._read(instance._twin)
+
+
 class Opening(Generic[C]):
     """An object that is being made: await it, or enter it with ``async with``, which closes it."""
 
@@ -195,11 +214,9 @@ class Opening(Generic[C]):
         self._made = await self._making
         return self._made
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: Any) -> None:
         if self._made is not None:
-            await self._made.__aexit__(kind, error, trace)
+            await self._made.__aexit__(*raised)
 
 
 # The classes of ``kvstore``.
@@ -208,40 +225,13 @@ class Opening(Generic[C]):
 class Operation(Twin[operation.Operation]):
     """As ``kvstore.Operation``, but its attributes are those of the last ``wait``: ``await wait(0)`` asks again."""
 
-    @property
-    def last(self) -> OperationStatus:
-        """All that is known of it, as last seen."""
-        return self._twin.last
-
-    @property
-    def id(self) -> str:
-        """The id for ``kvstore ops cancel``."""
-        return self.last.id
-
-    @property
-    def state(self) -> OperationState:
-        """The state as last seen."""
-        return self.last.state
-
-    @property
-    def done(self) -> int:
-        """Tokens prefetched, or shards visited, as last seen."""
-        return self.last.done
-
-    @property
-    def total(self) -> int:
-        """Tokens stored, or shards of the root; 0 while unknown."""
-        return self.last.total
-
-    @property
-    def message(self) -> str:
-        """The reason why it failed, was cancelled, or did not do all; else empty."""
-        return self.last.message
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """The results so far by name, as last seen."""
-        return self.last.counts
+    last = Attribute[operation.Operation, OperationStatus](lambda twin: twin.last)
+    id = Attribute[operation.Operation, str](lambda twin: twin.id)
+    state = Attribute[operation.Operation, OperationState](lambda twin: twin.last.state)
+    done = Attribute[operation.Operation, int](lambda twin: twin.last.done)
+    total = Attribute[operation.Operation, int](lambda twin: twin.last.total)
+    message = Attribute[operation.Operation, str](lambda twin: twin.last.message)
+    counts = Attribute[operation.Operation, Mapping[str, int]](lambda twin: twin.last.counts)
 
     async def wait(self, timeout: float | None = None) -> bool:  # noqa: ASYNC109 - as the synchronous one
         """As the synchronous one. A task that is cancelled stops waiting soon, and the operation continues."""
@@ -257,19 +247,16 @@ class Operation(Twin[operation.Operation]):
     cancel = awaited(operation.Operation.cancel)
 
 
+def _operations(found: list[operation.Operation], threads: Threads) -> list[Operation]:
+    return [Operation(each, threads) for each in found]
+
+
 class Taken(Twin[runs.LeasedGroup]):
     """As ``kvstore.batch.LeasedGroup``."""
 
-    @property
-    def group(self) -> Group:
-        """The group."""
-        return self._twin.group
-
+    group = Attribute[runs.LeasedGroup, Group](lambda twin: twin.group)
     done = awaited(runs.LeasedGroup.done)
     give_back = awaited(runs.LeasedGroup.give_back)
-
-    async def __aenter__(self) -> Taken:
-        return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         await (self.done() if kind is None else self.give_back())
@@ -278,15 +265,8 @@ class Taken(Twin[runs.LeasedGroup]):
 class Run(Twin[runs.Run]):
     """As ``kvstore.Run``; its consumers are tasks. A group is given back if its task ends."""
 
-    @property
-    def is_over(self) -> bool:
-        """True once every group is done or has failed, or the run was closed."""
-        return self._twin.is_over
-
-    @property
-    def failed(self) -> list[Group]:
-        """Groups that were given back too often; their members may have run in part."""
-        return self._twin.failed
+    is_over = Attribute[runs.Run, bool](lambda twin: twin.is_over)
+    failed = Attribute[runs.Run, list[Group]](lambda twin: twin.failed)
 
     async def take(self) -> Taken | None:
         """Takes the next group, for this task; None once all groups are done. Use it with ``async with``."""
@@ -307,9 +287,6 @@ class Run(Twin[runs.Run]):
                 yield taken.group
 
     close = awaited(runs.Run.close)
-
-    async def __aenter__(self) -> Run:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
@@ -341,11 +318,7 @@ class Plan(batch.Plan):
 class Held(Lease[segments.Held]):
     """As ``kvstore.Held``. Use it by one task."""
 
-    @property
-    def matches(self) -> list[Match]:
-        """The ranges that are held."""
-        return self._twin.matches
-
+    matches = Attribute[segments.Held, list[Match]](lambda twin: twin.matches)
     read_into = awaited(segments.Held.read_into)
 
 
@@ -363,40 +336,20 @@ class Segments(Twin[segments.Segments]):
     find = awaited(segments.Segments.find)
     record = awaited(segments.Segments.record)
     verdict = awaited(segments.Segments.verdict)
-
-    def find_held(
-        self, tokens: Tokens, starts: Sequence[int] | None = None, after: int = 0, ttl: float | None = None
-    ) -> Opening[Held]:
-        """Finds and protects segments; await it, or use it with ``async with``."""
-        return self._lease(Held, partial(self._twin.find_held, tokens, starts, after, ttl))
-
-    def hold(self, matches: Sequence[Match], ttl: float | None = None) -> Opening[Held]:
-        """Protects found segments; await it, or use it with ``async with``."""
-        return self._lease(Held, partial(self._twin.hold, matches, ttl))
+    hold = leased(Held, segments.Segments.hold)
 
 
 class Pin(Lease[cache.Pin]):
     """As ``kvstore.client.Pin``."""
 
-    @property
-    def id(self) -> str:
-        """The id that ``kvstore unpin`` takes; empty if nothing was pinned."""
-        return self._twin.id
-
-    @property
-    def tokens(self) -> int:
-        """Leading tokens that are pinned."""
-        return self._twin.tokens
+    id = Attribute[cache.Pin, str](lambda twin: twin.id)
+    tokens = Attribute[cache.Pin, int](lambda twin: twin.tokens)
 
 
 class BlockHold(Lease[cache.BlockHold]):
     """As ``kvstore.client.cache.BlockHold``."""
 
-    @property
-    def present(self) -> list[bool]:
-        """For each key that was held, True if its block is there."""
-        return self._twin.present
-
+    present = Attribute[cache.BlockHold, list[bool]](lambda twin: twin.present)
     get = awaited(cache.BlockHold.get)
 
 
@@ -409,24 +362,14 @@ class BlockCache(Twin[cache.BlockCache]):
     present = awaited(cache.BlockCache.present)
     get = awaited(cache.BlockCache.get)
     supersede = awaited(cache.BlockCache.supersede)
-
-    def hold(self, keys: Sequence[bytes], ttl: float | None = None) -> Opening[BlockHold]:
-        """As that of the synchronous one; await it, or use it with ``async with``."""
-        return self._lease(BlockHold, partial(self._twin.hold, keys, ttl))
-
-    def pin(self, keys: Sequence[bytes], ttl: float = 3600.0, owner: str = "") -> Opening[Pin]:
-        """As that of the synchronous one; await it, or use it with ``async with``."""
-        return self._lease(Pin, partial(self._twin.pin, keys, ttl, owner))
+    hold = leased(BlockHold, cache.BlockCache.hold)
+    pin = leased(Pin, cache.BlockCache.pin)
 
 
 class Hold(Lease[cache.Hold]):
     """As ``kvstore.client.Hold``. Use it by one task."""
 
-    @property
-    def tokens(self) -> int:
-        """Leading tokens that are held."""
-        return self._twin.tokens
-
+    tokens = Attribute[cache.Hold, int](lambda twin: twin.tokens)
     read_into = awaited(cache.Hold.read_into)
     view = awaited(cache.Hold.view)
 
@@ -458,6 +401,10 @@ class Cache(Twin[cache.Cache]):
     evict_first = awaited(cache.Cache.evict_first)
     supersede = awaited(cache.Cache.supersede)
     clear = awaited(cache.Cache.clear)
+    plan = wrapped(Plan.of, cache.Cache.plan)
+    segments = wrapped(Segments, cache.Cache.segments)
+    hold = leased(Hold, cache.Cache.hold)
+    pin = leased(Pin, cache.Cache.pin)
 
     @overload
     async def get(self, tokens: Tokens) -> tuple[int, KvArray]: ...
@@ -473,24 +420,6 @@ class Cache(Twin[cache.Cache]):
         if out is None:
             return await self._threads.run(lambda: self._twin.get(tokens))
         return await self._threads.run(lambda: self._twin.get(tokens, out))
-
-    async def plan(self, prompts: Iterable[Tokens], *, memory_tokens: int) -> Plan:
-        """As the synchronous one; a run of the plan hands its groups to tasks."""
-        making = partial(self._twin.plan, prompts, memory_tokens=memory_tokens)
-        return Plan.of(await self._threads.run(making), self._threads)
-
-    async def segments(self, rope: Rope, *, chunk_tokens: int = CHUNK_TOKENS) -> Segments:
-        """As the synchronous one."""
-        making = partial(self._twin.segments, rope, chunk_tokens=chunk_tokens)
-        return Segments(await self._threads.run(making), self._threads)
-
-    def hold(self, tokens: Tokens, ttl: float | None = None, *, counts: bool = True) -> Opening[Hold]:
-        """Holds the longest stored prefix; await it, or use it with ``async with``."""
-        return self._lease(Hold, partial(self._twin.hold, tokens, ttl, counts=counts))
-
-    def pin(self, tokens: Tokens, ttl: float = 3600.0, owner: str = "") -> Opening[Pin]:
-        """Pins the longest stored prefix; await it, or use it with ``async with``."""
-        return self._lease(Pin, partial(self._twin.pin, tokens, ttl, owner))
 
 
 class Control(Twin[control.Control]):
@@ -512,10 +441,7 @@ class Store(Twin[store.Store]):
     unpin = awaited(store.Store.unpin)
     clear = wrapped(Operation, store.Store.clear)
 
-    async def operations(self) -> list[Operation]:
-        """As the synchronous one."""
-        return [Operation(each, self._threads) for each in await self._threads.run(self._twin.operations)]
-
+    operations = wrapped(_operations, store.Store.operations)
     stats = awaited(store.Store.stats)
     stats_each = awaited(store.Store.stats_each)
 
@@ -529,9 +455,6 @@ class Store(Twin[store.Store]):
         if not self._threads.closed:
             await self._threads.run(self._twin.close)
             self._threads.close()
-
-    async def __aenter__(self) -> Store:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
