@@ -20,13 +20,13 @@ The names in `kvstore.aio` are the same, awaited.
 """
 SECTIONS = {
     "Opening a store": "open connect ClientTls EtcdTls EtcdUser Limits ClientLimits",
-    "The store": "Store client.control.Control Selection Operation",
+    "The store": "Store Selection Operation",
     "One model's KV": "Layout Namespace Cache PutResult Cleared Hints WriteMode",
     "Holds and pins": "Hold Pin PinRecord",
     "Engine-hashed blocks": "BlockCache StoredBlocks BlockHold Descent",
     "Segments": "Segments Held",
     "Plans of offline batches": "Plan Run Group",
-    "asyncio": "aio.Store aio.Cache aio.Plan aio.Run aio.Hold aio.Control",
+    "asyncio": "aio.Store aio.Cache aio.Plan aio.Run aio.Hold",
     "Request ids and spans": "core.tracing.request core.tracing.enable",
     "Errors": "errors",
 }

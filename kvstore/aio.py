@@ -26,7 +26,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 from kvstore import batch, client
 from kvstore.batch import Group
 from kvstore.batch import run as runs
-from kvstore.client import cache, control, operation, store
+from kvstore.client import cache, operation, store
 from kvstore.core.address import Tokens
 from kvstore.core.buffers import KvArray
 from kvstore.core.operations import OperationState, OperationStatus
@@ -422,16 +422,6 @@ class Cache(Twin[cache.Cache]):
         return await self._threads.run(lambda: self._twin.get(tokens, out))
 
 
-class Control(Twin[control.Control]):
-    """As ``kvstore.client.control.Control``. Made by ``Store.control``."""
-
-    def workers(self) -> list[str]:
-        """The addresses of all workers."""
-        return self._twin.workers()
-
-    lookup = awaited(control.Control.lookup)
-
-
 class Store(Twin[store.Store]):
     """As ``kvstore.Store``. Close it, or use it with ``async with``."""
 
@@ -444,11 +434,6 @@ class Store(Twin[store.Store]):
     operations = wrapped(_operations, store.Store.operations)
     stats = awaited(store.Store.stats)
     stats_each = awaited(store.Store.stats_each)
-
-    @property
-    def control(self) -> Control:
-        """As the synchronous one."""
-        return Control(self._twin.control, self._threads)
 
     async def close(self) -> None:
         """Ends holds, session, threads and connections. Idempotent."""

@@ -32,7 +32,6 @@ COMMANDS = {
     "Inspect": {
         "stats": "admin",
         "ls": "admin",
-        "lookup": "cache",
         "health": "admin",
         "ops": "admin",
         "doctor": "doctor",

@@ -1,10 +1,9 @@
-"""``kvstore match``, ``pin``, ``unpin``, ``prefetch``, ``lookup`` and ``clear``: about stored chunks."""
+"""``kvstore match``, ``pin``, ``unpin``, ``prefetch`` and ``clear``: about stored chunks."""
 
 from __future__ import annotations
 
 import sys
-from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,22 +11,15 @@ from kvstore.census.selection import Selection
 from kvstore.cli.access import Access, access_options
 from kvstore.cli.app import Command, check_failed
 from kvstore.cli.options import DURATION, json_option, worker_option
-from kvstore.cli.output import follow, operation_values, print_json, print_rows
+from kvstore.cli.output import follow, operation_values, print_json
 from kvstore.cli.selectors import Prompt, Selected, check_pins_known, prompt_options, selection_options
 from kvstore.core.operations import OperationState
 from kvstore.core.validate import size
 from kvstore.errors import InvalidRequest
-from kvstore.format.header import Encoding
 
 if TYPE_CHECKING:
-    from kvstore.core.results import ChunkPlace
     from kvstore.core.validate import TierName
 
-CELLS = (
-    *("first_token", "address", "root_bytes", "used_s", "uses", "encoding"),
-    *("memory_bytes", "disk", "peers", "pins"),
-)
-"""Columns of a look-up."""
 COUNTS = ("chunks", "bytes", "pinned", "failed", "unconfirmed")
 IGNORED = "; or --ignore-pins, which deletes pinned chunks too"
 
@@ -147,105 +139,6 @@ def prefetch(prompt: Prompt, tier: TierName, worker: str | None, no_wait: bool, 
         print(f"prefetched {status.done} of {status.total} stored tokens")
     if status.state is OperationState.CANCELLED:
         check_failed()
-
-
-@click.command(cls=Command, short_help="Where a stored prefix lies, chunk by chunk.")
-@prompt_options
-@click.option(
-    "--chunks", "chunks_max", type=click.IntRange(0), default=0, help="Maximum number of leading chunks; 0: all."
-)
-@worker_option
-@access_options
-@json_option
-def lookup(prompt: Prompt, chunks_max: int, worker: str | None, access: Access, as_json: bool) -> None:
-    """Show where each chunk of the longest stored prefix of a prompt is.
-
-    Places are the root (with size, last use and encoding), the memory and the local disk of a worker, and the
-    memory of its peers. Also shows how many pins cover the chunk, and how many leading tokens each medium has, as
-    POST /query of kvstore events answers. Reads headers only, and does not count as a use. Exit code 1 if nothing is
-    stored.
-
-    \b
-    Examples:
-      kvstore lookup llama-3.1-8b 101,2023,2003 --connect 10.0.0.7:7070
-      kvstore lookup llama-3.1-8b --tokens-file prompt.txt --etcd 10.0.0.5:2379 --json
-    """
-    ids = prompt.ids()
-    with access.open_workers() as store:
-        control = store.control
-        cache = prompt.cache(store)
-        found = control.lookup(cache, ids, chunks_max, worker)
-        chunk_tokens = cache.layout.chunk_tokens
-    head = {"namespace": prompt.name, "tokens": len(ids), "tokens_found": len(found) * chunk_tokens}
-    matched = _matched(found, chunk_tokens)
-    chunks = [_values(each, chunk_tokens) for each in found]
-    if as_json:
-        print_json({**head, **matched, "chunks": chunks})
-    elif found:
-        print_rows("chunks", [each | _cells(each) for each in chunks], CELLS, as_json)
-        print("leading tokens: " + ", ".join(f"{name} {count}" for name, count in matched["media"].items()))
-    else:
-        click.echo("nothing of it is stored", err=True)
-    if not found:
-        check_failed()
-
-
-def _matched(found: list[ChunkPlace], chunk_tokens: int) -> dict[str, Any]:
-    """How long a prefix is stored, and how much of it each medium has, as ``POST /query`` answers it."""
-    media = {
-        "STORAGE": lambda place: place.root is not None and not place.root.is_condemned,
-        "CPU": lambda place: place.memory is not None,
-        "DISK": lambda place: place.on_disk,
-    }
-    leading = {name: len(list(takewhile(has, found))) * chunk_tokens for name, has in media.items()}
-    return {
-        "block_size": chunk_tokens,
-        "blocks": len(found),
-        "longest_matched": len(found) * chunk_tokens,
-        "media": leading,
-    }
-
-
-def _cells(chunk: dict[str, Any]) -> dict[str, Any]:
-    """The columns of a table that are not those of the JSON document."""
-    root, memory = chunk["root"] or {}, chunk["memory"] or {}
-    return {
-        "root_bytes": root.get("bytes"),
-        "used_s": root.get("last_use_s"),
-        "uses": root.get("uses"),
-        "encoding": root.get("encoding"),
-        "memory_bytes": memory.get("bytes"),
-        "pins": "?" if chunk["pins"] is None else chunk["pins"],
-    }
-
-
-def _values(place: ChunkPlace, chunk_tokens: int) -> dict[str, Any]:
-    root, memory = place.root, place.memory
-    return {
-        "index": place.index,
-        "first_token": place.index * chunk_tokens,
-        "address": place.address.hex(),
-        "root": root
-        and {
-            "bytes": root.size_bytes,
-            "last_use_s": root.last_use_s,
-            "uses": root.uses,
-            "priority": root.hints.priority,
-            "ttl_s": root.hints.ttl_s,
-            "encoding": _encoding(root.encoding),
-            "key_id": root.key_id.hex() or None,
-            "condemned": root.is_condemned,
-        },
-        "memory": memory and {"bytes": memory.size_bytes, "dirty": memory.is_dirty, "users": memory.users_count},
-        "disk": place.on_disk,
-        "peers": [*place.peers],
-        "pins": place.pins,
-    }
-
-
-def _encoding(encoding: Encoding) -> str:
-    names = (("compressed", Encoding.COMPRESSED), ("encrypted", Encoding.ENCRYPTED))
-    return "+".join(name for name, flag in names if flag in encoding) or "plain"
 
 
 @click.command(cls=Command, short_help="Delete stored chunks of a namespace, a tenant or weights.")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from os import PathLike, fspath
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 import numpy.typing as npt
@@ -40,10 +40,6 @@ from kvstore.format.keyset import BlockKeys
 from kvstore.meta.etcd import EtcdTls, EtcdUser
 from kvstore.root.identity import SHARD_BITS_DEFAULT
 from kvstore.tiers.stack import WriteBehind
-
-if TYPE_CHECKING:
-    from kvstore.client.control import Control
-
 
 # What stores of this process put behind is written to the root before the interpreter ends.
 
@@ -309,13 +305,6 @@ class LocalTransport:
     def stats(self) -> dict[str, int | float]:
         with self._store as member:
             return member.stats()
-
-    def control(self) -> Control:
-        with self._store:
-            raise InvalidRequest(
-                "this store was opened in this process, which has no control service: connect to a worker "
-                "(kvstore.connect, --connect HOST:PORT)"
-            )
 
     def stats_each(self) -> dict[str, dict[str, int | float] | KVStoreError]:
         return {"": self.stats()}

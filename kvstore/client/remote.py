@@ -27,7 +27,6 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 
 from kvstore.census.selection import Selection
-from kvstore.client.control import Control, selection_message
 from kvstore.client.failover import (
     Caller,
     CallFailed,
@@ -1228,7 +1227,10 @@ class RemoteTransport:
         return self._caller.within(namespace, partial(self._begin, "Prefetch", request, worker, marks))
 
     def clear_selected(self, selection: Selection, *, dry_run: bool, pinned: bool, worker: str | None) -> Operation:
-        request = control.ClearSelectedRequest(selection=selection_message(selection), dry_run=dry_run, pinned=pinned)
+        message = control.Selection(
+            namespace=selection.namespace or b"", tenant=selection.tenant, fingerprint=selection.fingerprint
+        )
+        request = control.ClearSelectedRequest(selection=message, dry_run=dry_run, pinned=pinned)
         return self._begin("ClearSelected", request, worker)
 
     def operations(self) -> list[Operation]:
@@ -1291,9 +1293,6 @@ class RemoteTransport:
         if not found:
             raise next((each for each in answers if isinstance(each, KVStoreError)), self._caller.none_known())
         return {**merged(found), "workers": len(found), **self.counters.snapshot()}
-
-    def control(self) -> Control:
-        return Control(self, self._caller, self.endpoints, self.limits)
 
     def stats_each(self) -> dict[str, dict[str, int | float] | KVStoreError]:
         answers = self._caller.each("Stats", b"", self.limits.stats_s)

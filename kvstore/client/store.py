@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 from weakref import finalize
 
 from kvstore.census.selection import Selection, checked_selection
@@ -22,9 +21,6 @@ from kvstore.errors import InvalidRequest, KVStoreError, StoreClosed
 from kvstore.meta.etcd import EtcdTls, EtcdUser, check_access
 from kvstore.security.tls import ClientTls
 from kvstore.segments.gate import check_exact
-
-if TYPE_CHECKING:
-    from kvstore.client.control import Control
 
 
 class Store:
@@ -213,20 +209,6 @@ class Store:
         6
         """
         return self._port.stats_each()
-
-    @property
-    def control(self) -> Control:
-        """The control of the workers behind this store: their addresses, and the places of chunks.
-
-        Raises InvalidRequest on a store that was opened in this process.
-
-        Examples
-        --------
-        >>> with kvstore.connect(address) as connected:
-        ...     connected.control.workers() == [address]
-        True
-        """
-        return self._port.control()
 
     def __repr__(self) -> str:
         return f"<kvstore.Store {self._port.place}>"

@@ -6,7 +6,7 @@ It has two implementations, ``local.py`` and ``remote.py``. Everything above beh
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy.typing as npt
 
@@ -21,9 +21,6 @@ from kvstore.core.validate import TierName
 from kvstore.core.write_mode import WriteMode
 from kvstore.errors import KVStoreError
 from kvstore.format.header import Ancestry
-
-if TYPE_CHECKING:
-    from kvstore.client.control import Control
 
 
 class Protecting(Protocol):
@@ -206,10 +203,6 @@ class Transport(Protocol):
 
     def clear_selected(self, selection: Selection, *, dry_run: bool, pinned: bool, worker: str | None) -> Operation:
         """Begins to delete selected chunks everywhere. Raises InvalidRequest for a selection of nothing."""
-        ...
-
-    def control(self) -> Control:
-        """Returns the control of the workers behind this port. Raises InvalidRequest if there are none."""
         ...
 
     def stats_each(self) -> dict[str, dict[str, int | float] | KVStoreError]:

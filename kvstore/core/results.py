@@ -6,11 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvstore.core.address import Address
-from kvstore.core.recency import Hints
-
 if TYPE_CHECKING:
-    from kvstore.format.header import Encoding
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,54 +71,3 @@ class LayerMemory:
 
     k: memoryview
     v: memoryview
-
-
-# The places of a chunk, for people who ask.
-
-
-@dataclass(frozen=True, slots=True)
-class RootCopy:
-    """The file of a chunk."""
-
-    size_bytes: int
-    last_use_s: int
-    """Start of the quantum of its last use."""
-    uses: int
-    """Number of quanta after that of its publication in which it was used, up to 3, which means at least 3."""
-    hints: Hints
-    encoding: Encoding
-    key_id: bytes
-    """Id of the key that it is encrypted with; empty if it is not encrypted."""
-    is_condemned: bool
-    """True if a sweep is taking it: then it counts as absent."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryCopy:
-    """The image of a chunk in memory."""
-
-    size_bytes: int
-    is_dirty: bool
-    """True if the root does not have it yet."""
-    users_count: int
-    """Reads, holds and leases of it at the moment."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkPlace:
-    """The places of one chunk."""
-
-    index: int
-    address: Address
-    root: RootCopy | None
-    memory: MemoryCopy | None
-    on_disk: bool
-    peers: tuple[str, ...]
-    """Workers whose memory is said to have it."""
-    pins: int | None = None
-    """Live pins that cover it; None if not requested, or if etcd did not respond."""
-
-    @property
-    def is_anywhere(self) -> bool:
-        """True if it is stored at all."""
-        return bool(self.root or self.memory or self.on_disk or self.peers)

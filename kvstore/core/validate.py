@@ -191,7 +191,7 @@ def checked_timeout(timeout: float | None) -> float | None:
 def checked_worker(worker: str | None) -> str | None:
     """Returns the address of a worker, or None. Raises InvalidRequest for anything else."""
     if worker is not None and not isinstance(worker, str):
-        raise InvalidRequest(f"worker={brief(worker)}: expected an address that workers() lists, or None")
+        raise InvalidRequest(f"worker={brief(worker)}: expected an address that stats_each() lists, or None")
     return worker
 
 

@@ -11,7 +11,6 @@ import logging
 import os
 import socket
 import threading
-from bisect import bisect_left
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -390,19 +389,6 @@ class ClusterMember:
 
     def _clearing(self, pinned: Callable[[], Container[Address]]) -> NamespaceClear:
         return NamespaceClear(self.node, self.clears, pinned, is_alone=self.sharing is Coordination.ALONE)
-
-    def pins_of(self, chain: ChunkKeys) -> list[int]:
-        """For each chunk of a chain, how many live pins cover it."""
-        counts = [0] * len(chain)
-        with self._one_listing():
-            refs = self._pins.list(timeout_s=self.node.limits.meta_deadline_s)
-        for ref in refs:
-            if ref.namespace == chain.namespace.digest:
-                # A pin covers a leading run of its own chain, and what two chains share is a leading run of both.
-                covered = bisect_left(chain.addresses, True, key=lambda address: not ref.contains(address))
-                for index in range(covered):
-                    counts[index] += 1
-        return counts
 
     def stats(self) -> dict[str, int | float]:
         """The node's counters, and the state of the session."""

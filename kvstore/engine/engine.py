@@ -33,7 +33,6 @@ from kvstore.engine.blocks import Blocks
 from kvstore.engine.chunk_store import ChunkStore, PresenceCache, TouchQueue
 from kvstore.engine.gc_state import ChunkHold, ClusterGcState, GcState, Holds
 from kvstore.engine.layers import LayerReader, MemoryOf
-from kvstore.engine.locate import ChunkLocator
 from kvstore.engine.prefetch import Prefetcher
 from kvstore.engine.reader import Reader
 from kvstore.engine.settings import NO_TIERS, Limits, TierSettings
@@ -171,7 +170,6 @@ class Engine:
         self.operations = Operations(clock, ids, lambda: self.limits.operations_max, self._count_ended)
         if self.tiers is not None:
             self._prefetcher = Prefetcher(self, self.tiers)
-        self.looking = ChunkLocator(self)
         self._closed = False
 
     # Namespaces

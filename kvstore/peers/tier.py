@@ -400,12 +400,6 @@ class Peers:
             return 0
         return self._follower.directory.leading(wanted.addresses, first, self._roster.aside)
 
-    def holders(self, wanted: KeySet, index: int) -> tuple[str, ...]:
-        """See ``Tier``. Returns the addresses of peers, including those that are left alone for a while."""
-        if self._follower is None or not wanted.prefix_ordered or self._is_cleared(wanted):
-            return ()
-        return tuple(sorted(self._follower.directory.coverage(wanted.addresses[index : index + 1])))
-
     def fetch(
         self, wanted: KeySet, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
     ) -> list[bool]:

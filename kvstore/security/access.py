@@ -75,7 +75,6 @@ PERMISSIONS: dict[str, Permission] = {
     # All tenants' chunks lie in that memory, so only callers that may read them all may map it.
     "MapMemory": Permission(Role.READ, Scope.EVERY),
     "Reflection": _LIST,
-    "Control.Lookup": _READ,
     "Control.Prefetch": Permission(Role.WRITE, Scope.TENANT, audited=True),
     "Control.EvictFirst": _WRITE,
     "Control.ClearSelected": _STEER,

@@ -535,9 +535,6 @@ class DiskTier:
             return 0
         return self._shelf.leading(wanted.addresses, first)
 
-    def holders(self, wanted: KeySet, index: int) -> tuple[str, ...]:
-        return (self.name,) if self.leading(wanted, index) else ()
-
     def fetch(
         self, wanted: KeySet, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
     ) -> list[bool]:

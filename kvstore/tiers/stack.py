@@ -53,10 +53,6 @@ class Tier(Protocol):
         """
         ...
 
-    def holders(self, wanted: KeySet, index: int) -> tuple[str, ...]:
-        """Returns who in this tier has one chunk, or is said to have it, for reports; answers as ``leading`` does."""
-        ...
-
     def fetch(
         self, wanted: KeySet, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
     ) -> list[bool]:

@@ -22,10 +22,9 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from kvstore.v1 import kvstore_pb2 as kvstore_dot_v1_dot_kvstore__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvstore/v1/control.proto\x12\nkvstore.v1\x1a\x18kvstore/v1/kvstore.proto\"F\n\rLookupRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x12\n\nchunks_max\x18\x03 \x01(\r\"8\n\x0eLookupResponse\x12&\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x16.kvstore.v1.ChunkPlace\"\xb1\x01\n\nChunkPlace\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x0c\x12\"\n\x04root\x18\x03 \x01(\x0b\x32\x14.kvstore.v1.RootCopy\x12&\n\x06memory\x18\x04 \x01(\x0b\x32\x16.kvstore.v1.MemoryCopy\x12\x0c\n\x04\x64isk\x18\x05 \x01(\x08\x12\r\n\x05peers\x18\x06 \x03(\t\x12\x11\n\x04pins\x18\x07 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_pins\"\xa7\x01\n\x08RootCopy\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x12\n\nlast_use_s\x18\x02 \x01(\x04\x12\x0c\n\x04uses\x18\x03 \x01(\r\x12 \n\x05hints\x18\x04 \x01(\x0b\x32\x11.kvstore.v1.Hints\x12\x12\n\ncompressed\x18\x05 \x01(\x08\x12\x11\n\tencrypted\x18\x06 \x01(\x08\x12\x0e\n\x06key_id\x18\x07 \x01(\x0c\x12\x11\n\tcondemned\x18\x08 \x01(\x08\"9\n\nMemoryCopy\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\r\n\x05\x64irty\x18\x02 \x01(\x08\x12\r\n\x05users\x18\x03 \x01(\r\"S\n\tSelection\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x13\n\x06tenant\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\tB\t\n\x07_tenant\"B\n\x0fPrefetchRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x0c\n\x04tier\x18\x03 \x01(\t\"6\n\x11\x45victFirstRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\"\x14\n\x12\x45victFirstResponse\"a\n\x14\x43learSelectedRequest\x12(\n\tselection\x18\x01 \x01(\x0b\x32\x15.kvstore.v1.Selection\x12\x0f\n\x07\x64ry_run\x18\x02 \x01(\x08\x12\x0e\n\x06pinned\x18\x03 \x01(\x08\"\xa5\x02\n\tOperation\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\r\n\x05\x61\x62out\x18\x03 \x01(\t\x12\x10\n\x08identity\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\x0f\n\x07\x62\x65gan_s\x18\x06 \x01(\x01\x12\x0f\n\x07\x65nded_s\x18\x07 \x01(\x01\x12\x0c\n\x04\x64one\x18\x08 \x01(\x04\x12\r\n\x05total\x18\t \x01(\x04\x12\x0c\n\x04unit\x18\n \x01(\t\x12\x0f\n\x07message\x18\x0b \x01(\t\x12\x31\n\x06\x63ounts\x18\x0c \x03(\x0b\x32!.kvstore.v1.Operation.CountsEntry\x12\x0e\n\x06worker\x18\r \x01(\t\x1a-\n\x0b\x43ountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"=\n\x11OperationResponse\x12(\n\toperation\x18\x01 \x01(\x0b\x32\x15.kvstore.v1.Operation\"\x17\n\x15ListOperationsRequest\"1\n\x13GetOperationRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06wait_s\x18\x02 \x01(\x01\"$\n\x16\x43\x61ncelOperationRequest\x12\n\n\x02id\x18\x01 \x01(\t2\xaf\x04\n\x07\x43ontrol\x12\x41\n\x06Lookup\x12\x19.kvstore.v1.LookupRequest\x1a\x1a.kvstore.v1.LookupResponse0\x01\x12\x46\n\x08Prefetch\x12\x1b.kvstore.v1.PrefetchRequest\x1a\x1d.kvstore.v1.OperationResponse\x12K\n\nEvictFirst\x12\x1d.kvstore.v1.EvictFirstRequest\x1a\x1e.kvstore.v1.EvictFirstResponse\x12P\n\rClearSelected\x12 .kvstore.v1.ClearSelectedRequest\x1a\x1d.kvstore.v1.OperationResponse\x12T\n\x0eListOperations\x12!.kvstore.v1.ListOperationsRequest\x1a\x1d.kvstore.v1.OperationResponse0\x01\x12N\n\x0cGetOperation\x12\x1f.kvstore.v1.GetOperationRequest\x1a\x1d.kvstore.v1.OperationResponse\x12T\n\x0f\x43\x61ncelOperation\x12\".kvstore.v1.CancelOperationRequest\x1a\x1d.kvstore.v1.OperationResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvstore/v1/control.proto\x12\nkvstore.v1\"S\n\tSelection\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x13\n\x06tenant\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\tB\t\n\x07_tenant\"B\n\x0fPrefetchRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x0c\n\x04tier\x18\x03 \x01(\t\"6\n\x11\x45victFirstRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\"\x14\n\x12\x45victFirstResponse\"a\n\x14\x43learSelectedRequest\x12(\n\tselection\x18\x01 \x01(\x0b\x32\x15.kvstore.v1.Selection\x12\x0f\n\x07\x64ry_run\x18\x02 \x01(\x08\x12\x0e\n\x06pinned\x18\x03 \x01(\x08\"\xa5\x02\n\tOperation\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\r\n\x05\x61\x62out\x18\x03 \x01(\t\x12\x10\n\x08identity\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\x0f\n\x07\x62\x65gan_s\x18\x06 \x01(\x01\x12\x0f\n\x07\x65nded_s\x18\x07 \x01(\x01\x12\x0c\n\x04\x64one\x18\x08 \x01(\x04\x12\r\n\x05total\x18\t \x01(\x04\x12\x0c\n\x04unit\x18\n \x01(\t\x12\x0f\n\x07message\x18\x0b \x01(\t\x12\x31\n\x06\x63ounts\x18\x0c \x03(\x0b\x32!.kvstore.v1.Operation.CountsEntry\x12\x0e\n\x06worker\x18\r \x01(\t\x1a-\n\x0b\x43ountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"=\n\x11OperationResponse\x12(\n\toperation\x18\x01 \x01(\x0b\x32\x15.kvstore.v1.Operation\"\x17\n\x15ListOperationsRequest\"1\n\x13GetOperationRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06wait_s\x18\x02 \x01(\x01\"$\n\x16\x43\x61ncelOperationRequest\x12\n\n\x02id\x18\x01 \x01(\t2\xec\x03\n\x07\x43ontrol\x12\x46\n\x08Prefetch\x12\x1b.kvstore.v1.PrefetchRequest\x1a\x1d.kvstore.v1.OperationResponse\x12K\n\nEvictFirst\x12\x1d.kvstore.v1.EvictFirstRequest\x1a\x1e.kvstore.v1.EvictFirstResponse\x12P\n\rClearSelected\x12 .kvstore.v1.ClearSelectedRequest\x1a\x1d.kvstore.v1.OperationResponse\x12T\n\x0eListOperations\x12!.kvstore.v1.ListOperationsRequest\x1a\x1d.kvstore.v1.OperationResponse0\x01\x12N\n\x0cGetOperation\x12\x1f.kvstore.v1.GetOperationRequest\x1a\x1d.kvstore.v1.OperationResponse\x12T\n\x0f\x43\x61ncelOperation\x12\".kvstore.v1.CancelOperationRequest\x1a\x1d.kvstore.v1.OperationResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,38 +33,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_OPERATION_COUNTSENTRY']._loaded_options = None
   _globals['_OPERATION_COUNTSENTRY']._serialized_options = b'8\001'
-  _globals['_LOOKUPREQUEST']._serialized_start=66
-  _globals['_LOOKUPREQUEST']._serialized_end=136
-  _globals['_LOOKUPRESPONSE']._serialized_start=138
-  _globals['_LOOKUPRESPONSE']._serialized_end=194
-  _globals['_CHUNKPLACE']._serialized_start=197
-  _globals['_CHUNKPLACE']._serialized_end=374
-  _globals['_ROOTCOPY']._serialized_start=377
-  _globals['_ROOTCOPY']._serialized_end=544
-  _globals['_MEMORYCOPY']._serialized_start=546
-  _globals['_MEMORYCOPY']._serialized_end=603
-  _globals['_SELECTION']._serialized_start=605
-  _globals['_SELECTION']._serialized_end=688
-  _globals['_PREFETCHREQUEST']._serialized_start=690
-  _globals['_PREFETCHREQUEST']._serialized_end=756
-  _globals['_EVICTFIRSTREQUEST']._serialized_start=758
-  _globals['_EVICTFIRSTREQUEST']._serialized_end=812
-  _globals['_EVICTFIRSTRESPONSE']._serialized_start=814
-  _globals['_EVICTFIRSTRESPONSE']._serialized_end=834
-  _globals['_CLEARSELECTEDREQUEST']._serialized_start=836
-  _globals['_CLEARSELECTEDREQUEST']._serialized_end=933
-  _globals['_OPERATION']._serialized_start=936
-  _globals['_OPERATION']._serialized_end=1229
-  _globals['_OPERATION_COUNTSENTRY']._serialized_start=1184
-  _globals['_OPERATION_COUNTSENTRY']._serialized_end=1229
-  _globals['_OPERATIONRESPONSE']._serialized_start=1231
-  _globals['_OPERATIONRESPONSE']._serialized_end=1292
-  _globals['_LISTOPERATIONSREQUEST']._serialized_start=1294
-  _globals['_LISTOPERATIONSREQUEST']._serialized_end=1317
-  _globals['_GETOPERATIONREQUEST']._serialized_start=1319
-  _globals['_GETOPERATIONREQUEST']._serialized_end=1368
-  _globals['_CANCELOPERATIONREQUEST']._serialized_start=1370
-  _globals['_CANCELOPERATIONREQUEST']._serialized_end=1406
-  _globals['_CONTROL']._serialized_start=1409
-  _globals['_CONTROL']._serialized_end=1968
+  _globals['_SELECTION']._serialized_start=40
+  _globals['_SELECTION']._serialized_end=123
+  _globals['_PREFETCHREQUEST']._serialized_start=125
+  _globals['_PREFETCHREQUEST']._serialized_end=191
+  _globals['_EVICTFIRSTREQUEST']._serialized_start=193
+  _globals['_EVICTFIRSTREQUEST']._serialized_end=247
+  _globals['_EVICTFIRSTRESPONSE']._serialized_start=249
+  _globals['_EVICTFIRSTRESPONSE']._serialized_end=269
+  _globals['_CLEARSELECTEDREQUEST']._serialized_start=271
+  _globals['_CLEARSELECTEDREQUEST']._serialized_end=368
+  _globals['_OPERATION']._serialized_start=371
+  _globals['_OPERATION']._serialized_end=664
+  _globals['_OPERATION_COUNTSENTRY']._serialized_start=619
+  _globals['_OPERATION_COUNTSENTRY']._serialized_end=664
+  _globals['_OPERATIONRESPONSE']._serialized_start=666
+  _globals['_OPERATIONRESPONSE']._serialized_end=727
+  _globals['_LISTOPERATIONSREQUEST']._serialized_start=729
+  _globals['_LISTOPERATIONSREQUEST']._serialized_end=752
+  _globals['_GETOPERATIONREQUEST']._serialized_start=754
+  _globals['_GETOPERATIONREQUEST']._serialized_end=803
+  _globals['_CANCELOPERATIONREQUEST']._serialized_start=805
+  _globals['_CANCELOPERATIONREQUEST']._serialized_end=841
+  _globals['_CONTROL']._serialized_start=844
+  _globals['_CONTROL']._serialized_end=1336
 # @@protoc_insertion_point(module_scope)

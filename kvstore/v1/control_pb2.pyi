@@ -1,75 +1,10 @@
-from kvstore.v1 import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from collections.abc import Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-class LookupRequest(_message.Message):
-    __slots__ = ("namespace", "tokens", "chunks_max")
-    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    CHUNKS_MAX_FIELD_NUMBER: _ClassVar[int]
-    namespace: bytes
-    tokens: bytes
-    chunks_max: int
-    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., chunks_max: _Optional[int] = ...) -> None: ...
-
-class LookupResponse(_message.Message):
-    __slots__ = ("chunks",)
-    CHUNKS_FIELD_NUMBER: _ClassVar[int]
-    chunks: _containers.RepeatedCompositeFieldContainer[ChunkPlace]
-    def __init__(self, chunks: _Optional[_Iterable[_Union[ChunkPlace, _Mapping]]] = ...) -> None: ...
-
-class ChunkPlace(_message.Message):
-    __slots__ = ("index", "address", "root", "memory", "disk", "peers", "pins")
-    INDEX_FIELD_NUMBER: _ClassVar[int]
-    ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    ROOT_FIELD_NUMBER: _ClassVar[int]
-    MEMORY_FIELD_NUMBER: _ClassVar[int]
-    DISK_FIELD_NUMBER: _ClassVar[int]
-    PEERS_FIELD_NUMBER: _ClassVar[int]
-    PINS_FIELD_NUMBER: _ClassVar[int]
-    index: int
-    address: bytes
-    root: RootCopy
-    memory: MemoryCopy
-    disk: bool
-    peers: _containers.RepeatedScalarFieldContainer[str]
-    pins: int
-    def __init__(self, index: _Optional[int] = ..., address: _Optional[bytes] = ..., root: _Optional[_Union[RootCopy, _Mapping]] = ..., memory: _Optional[_Union[MemoryCopy, _Mapping]] = ..., disk: bool = ..., peers: _Optional[_Iterable[str]] = ..., pins: _Optional[int] = ...) -> None: ...
-
-class RootCopy(_message.Message):
-    __slots__ = ("bytes", "last_use_s", "uses", "hints", "compressed", "encrypted", "key_id", "condemned")
-    BYTES_FIELD_NUMBER: _ClassVar[int]
-    LAST_USE_S_FIELD_NUMBER: _ClassVar[int]
-    USES_FIELD_NUMBER: _ClassVar[int]
-    HINTS_FIELD_NUMBER: _ClassVar[int]
-    COMPRESSED_FIELD_NUMBER: _ClassVar[int]
-    ENCRYPTED_FIELD_NUMBER: _ClassVar[int]
-    KEY_ID_FIELD_NUMBER: _ClassVar[int]
-    CONDEMNED_FIELD_NUMBER: _ClassVar[int]
-    bytes: int
-    last_use_s: int
-    uses: int
-    hints: _kvstore_pb2.Hints
-    compressed: bool
-    encrypted: bool
-    key_id: bytes
-    condemned: bool
-    def __init__(self, bytes: _Optional[int] = ..., last_use_s: _Optional[int] = ..., uses: _Optional[int] = ..., hints: _Optional[_Union[_kvstore_pb2.Hints, _Mapping]] = ..., compressed: bool = ..., encrypted: bool = ..., key_id: _Optional[bytes] = ..., condemned: bool = ...) -> None: ...
-
-class MemoryCopy(_message.Message):
-    __slots__ = ("bytes", "dirty", "users")
-    BYTES_FIELD_NUMBER: _ClassVar[int]
-    DIRTY_FIELD_NUMBER: _ClassVar[int]
-    USERS_FIELD_NUMBER: _ClassVar[int]
-    bytes: int
-    dirty: bool
-    users: int
-    def __init__(self, bytes: _Optional[int] = ..., dirty: bool = ..., users: _Optional[int] = ...) -> None: ...
 
 class Selection(_message.Message):
     __slots__ = ("namespace", "tenant", "fingerprint")

@@ -34,11 +34,6 @@ class ControlStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Lookup = channel.unary_stream(
-                '/kvstore.v1.Control/Lookup',
-                request_serializer=kvstore_dot_v1_dot_control__pb2.LookupRequest.SerializeToString,
-                response_deserializer=kvstore_dot_v1_dot_control__pb2.LookupResponse.FromString,
-                _registered_method=True)
         self.Prefetch = channel.unary_unary(
                 '/kvstore.v1.Control/Prefetch',
                 request_serializer=kvstore_dot_v1_dot_control__pb2.PrefetchRequest.SerializeToString,
@@ -73,14 +68,6 @@ class ControlStub(object):
 
 class ControlServicer(object):
     """Missing associated documentation comment in .proto file."""
-
-    def Lookup(self, request, context):
-        """Where the longest stored prefix of a prompt lies, chunk by chunk, up to the first chunk that is nowhere.  Reads headers,
-        never payload, and is no use of the chunks: their recency stays as it is.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
     def Prefetch(self, request, context):
         """Brings what is stored of a prompt into the worker's memory, or onto its local disk: an operation, in tokens.  It uses only
@@ -130,11 +117,6 @@ class ControlServicer(object):
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Lookup': grpc.unary_stream_rpc_method_handler(
-                    servicer.Lookup,
-                    request_deserializer=kvstore_dot_v1_dot_control__pb2.LookupRequest.FromString,
-                    response_serializer=kvstore_dot_v1_dot_control__pb2.LookupResponse.SerializeToString,
-            ),
             'Prefetch': grpc.unary_unary_rpc_method_handler(
                     servicer.Prefetch,
                     request_deserializer=kvstore_dot_v1_dot_control__pb2.PrefetchRequest.FromString,
@@ -175,33 +157,6 @@ def add_ControlServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Control(object):
     """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def Lookup(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/kvstore.v1.Control/Lookup',
-            kvstore_dot_v1_dot_control__pb2.LookupRequest.SerializeToString,
-            kvstore_dot_v1_dot_control__pb2.LookupResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def Prefetch(request,

@@ -4,57 +4,22 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
 from google.protobuf.message import Message
 
 from kvstore.census.selection import Selection
-from kvstore.core.executor import Deadline
 from kvstore.core.operations import NoOperation, OperationRun, OperationStatus
-from kvstore.core.results import ChunkPlace, RootCopy
 from kvstore.core.validate import checked_tier
 from kvstore.engine.coordination import ClusterMember
-from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.format.header import Encoding
+from kvstore.errors import InvalidRequest
 from kvstore.security.access import Role
 from kvstore.transport.limits import CONTROL
-from kvstore.transport.messages import hints_message
 from kvstore.v1 import control_pb2 as pb
 from kvstore.worker.context import Call, UnaryCall
 from kvstore.worker.service import WorkerService
-
-# The places of a prompt's chunks, as messages.
-
-
-def _place_message(place: ChunkPlace, pins: int | None) -> pb.ChunkPlace:
-    memory = place.memory
-    return pb.ChunkPlace(
-        index=place.index,
-        address=place.address,
-        root=None if place.root is None else _root_message(place.root),
-        memory=None
-        if memory is None
-        else pb.MemoryCopy(bytes=memory.size_bytes, dirty=memory.is_dirty, users=memory.users_count),
-        disk=place.on_disk,
-        peers=place.peers,
-        pins=pins,
-    )
-
-
-def _root_message(copy: RootCopy) -> pb.RootCopy:
-    return pb.RootCopy(
-        bytes=copy.size_bytes,
-        last_use_s=copy.last_use_s,
-        uses=copy.uses,
-        hints=hints_message(copy.hints),
-        compressed=Encoding.COMPRESSED in copy.encoding,
-        encrypted=Encoding.ENCRYPTED in copy.encoding,
-        key_id=copy.key_id,
-        condemned=copy.is_condemned,
-    )
-
 
 CLOSE_S = 2.0
 WAIT_S_MAX = 10.0
@@ -84,7 +49,6 @@ class ControlService:
         }
         handlers = self._service.handlers
         found = {name: handlers.unary(f"Control.{name}", call) for name, call in calls.items()}
-        found["Lookup"] = handlers.many("Control.Lookup", pb.LookupRequest, self._lookup)
         found["ListOperations"] = handlers.many(
             "Control.ListOperations", pb.ListOperationsRequest, self._list_operations
         )
@@ -93,21 +57,6 @@ class ControlService:
     def close(self) -> None:
         """Cancels all operations. Idempotent."""
         self._operations.close(CLOSE_S, "the worker drains or stops: begin it again at another worker")
-
-    # Places of chunks
-
-    def _lookup(self, request: pb.LookupRequest, call: Call) -> Iterator[bytes]:
-        chain = self._service.worker.chain(request.namespace, request.tokens, call, request.chunks_max)
-        node = self._node
-        deadline = Deadline(node.clock, call.left_s(node.limits.read_deadline_s))
-        try:
-            pins: Sequence[int] | None = self._member.pins_of(chain)
-        except KVStoreError:
-            pins = None  # without etcd they are left out
-        for places in node.looking.places(chain, deadline):
-            yield pb.LookupResponse(
-                chunks=[_place_message(place, None if pins is None else pins[place.index]) for place in places]
-            ).SerializeToString()
 
     # Operations
 

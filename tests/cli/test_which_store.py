@@ -102,5 +102,5 @@ def test_the_command_says_its_version(run: Run) -> None:
 def test_the_shell_completes_commands(shell: str) -> None:
     script = CliRunner().invoke(app, env={"_KVSTORE_COMPLETE": f"{shell}_source"}, prog_name="kvstore").stdout
     assert "_KVSTORE_COMPLETE" in script and "kvstore" in script
-    asked = {"_KVSTORE_COMPLETE": "bash_complete", "COMP_WORDS": "kvstore look", "COMP_CWORD": "1"}
-    assert CliRunner().invoke(app, env=asked, prog_name="kvstore").stdout == "plain,lookup\n"
+    asked = {"_KVSTORE_COMPLETE": "bash_complete", "COMP_WORDS": "kvstore prefe", "COMP_CWORD": "1"}
+    assert CliRunner().invoke(app, env=asked, prog_name="kvstore").stdout == "plain,prefetch\n"

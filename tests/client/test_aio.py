@@ -15,7 +15,7 @@ from kvstore import aio, errors
 from kvstore.aio import THREADS, Threads
 from kvstore.aio import Store as AioStore
 from kvstore.census.selection import Selection
-from kvstore.client import cache, control, operation, store
+from kvstore.client import cache, operation, store
 from kvstore.client import cache as blocks
 from kvstore.client import cache as pins
 from kvstore.client.pool import Bulk
@@ -100,7 +100,6 @@ def _others() -> list[threading.Thread]:
         (aio.Operation, operation.Operation),
         (aio.Segments, segments.Segments),
         (aio.Held, segments.Held),
-        (aio.Control, control.Control),
     ],
 )
 def test_every_name_has_its_twin(here: type, there: type) -> None:
@@ -114,9 +113,7 @@ def test_workers_are_steered(tmp_root: Path) -> None:
         async with opened("grpc", tmp_root) as found:
             space = await found.namespace("m", TINY)
             await space.put(TOKENS, KV)
-            [worker] = found.control.workers()
-            assert worker in await found.stats_each()
-            assert [place.index for place in await found.control.lookup(space, TOKENS)] == [*range(6)]
+            assert len(await found.stats_each()) == 1
             operation = await found.clear(Selection(namespace=space.namespace.digest), dry_run=True)
             assert await operation.wait() and operation.counts["chunks"] == 6
             assert [each.id for each in await found.operations()] == [operation.id]

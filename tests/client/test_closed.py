@@ -121,11 +121,7 @@ WRITES: dict[str, Callable[[Opened], object]] = {
 def test_every_call_says_that_the_store_is_closed(way: str, tmp_root: Path) -> None:
     with opener(way, tmp_root) as opened:
         it = opened()
-        control = it.store.control if way in WAYS[2:] else None
         it.store.close()
-        for administer in () if control is None else (control.workers, lambda: control.lookup(it.cache, TOKENS)):
-            with pytest.raises(StoreClosed):
-                administer()
         for name, call in {**READS, **HELD, **WRITES}.items():
             with pytest.raises(StoreClosed, match="the store is closed: open it again"):
                 pytest.fail(f"{name} gave {call(it)!r}")

@@ -1,4 +1,4 @@
-"""``kvstore lookup``, ``health`` and ``ops`` against real programs: two workers, an etcd."""
+"""``kvstore health`` and ``ops`` against real programs: two workers, an etcd."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -49,31 +48,6 @@ def workers(up: Running) -> list[str]:
     return up.grpc.split(",")
 
 
-def test_lookup_names_the_peer_that_has_it_in_memory(run: Run, up: Running) -> None:
-    first, second = workers(up)
-    with kvstore.connect(first) as store:
-        cache = store.namespace("m", SMALL)
-        cache.put(TOKENS, kv_of(SMALL, TOKENS), write="through")
-
-    def seen() -> dict[str, Any]:
-        found: dict[str, Any] = parsed(run("lookup", "m", TEXT, "--connect", second, "--json"))
-        return found
-
-    eventually(lambda: seen()["chunks"][0]["peers"] == [first], "the other worker tells what its memory holds")
-    found = seen()
-    assert (found["tokens"], found["tokens_found"]) == (len(TOKENS), len(TOKENS))
-    assert found["longest_matched"] == found["blocks"] * found["block_size"] == len(TOKENS)
-    assert found["media"] == {"STORAGE": len(TOKENS), "CPU": 0, "DISK": 0}
-    chunk = found["chunks"][0]
-    assert chunk["root"]["encoding"] == "plain" and chunk["memory"] is None and chunk["pins"] == 0
-    at_first = parsed(run("lookup", "m", TEXT, "--connect", up.grpc, "--worker", first, "--json"))
-    assert at_first["chunks"][0]["memory"]["dirty"] is False
-    table = run("lookup", "m", TEXT, "--connect", second)
-    assert table.exit_code == 0 and first in table.stdout and found["chunks"][0]["address"][:12] in table.stdout
-    nothing = run("lookup", "m", "7,7,7", "--connect", second)
-    assert (nothing.exit_code, nothing.stdout) == (1, "")
-
-
 def test_health_reports_every_worker(run: Run, up: Running) -> None:
     well = parsed(run("health", "--connect", up.grpc, "--json"))["workers"]
     assert sorted(each["worker"] for each in well) == sorted(workers(up))
@@ -97,7 +71,9 @@ def test_operations_are_listed_and_cancelled_by_command(run: Run, up: Running) -
     first, _ = workers(up)
     at = ("--connect", up.grpc)
     with kvstore.connect(first) as store:
-        begun = store.namespace("m", SMALL).prefetch(TOKENS)
+        cache = store.namespace("m", SMALL)
+        cache.put(TOKENS, kv_of(SMALL, TOKENS), write="through")
+        begun = cache.prefetch(TOKENS)
         assert begun.wait(PATIENCE_S)
     left = run("prefetch", "m", TEXT, "--no-wait", "--connect", first).stdout.strip()
     listed = {each["id"]: each for each in parsed(run("ops", *at, "--json"))["operations"]}

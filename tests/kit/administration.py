@@ -9,20 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.client.control import Control
 from kvstore.v1.control_pb2_grpc import ControlStub
 from tests.kit.stores import SMALL, kv_of
-from tests.kit.workers import Served, connected, raw_channel
+from tests.kit.workers import Served, raw_channel
 
 SIZE = SMALL.chunk_tokens
 TOKENS = np.arange(4 * SIZE)
 KV = kv_of(SMALL, TOKENS)
-
-
-@contextmanager
-def steering(served: Served) -> Iterator[Control]:
-    with connected(served) as store:
-        yield store.control
 
 
 @contextmanager

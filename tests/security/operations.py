@@ -129,7 +129,6 @@ OPERATIONS = {
     "bulk match blocks": short("MatchBlocks", blocks(pb.MatchBlocksRequest)),
     "bulk hold": short("Hold", prompt(pb.HoldRequest)),
     "bulk release": short("Release", lambda cell: pb.ReleaseRequest(hold=cell.hold)),
-    "lookup": one("Control.Lookup", "read", prompt(control.LookupRequest)),
     "prefetch": one("Control.Prefetch", "write", prompt(control.PrefetchRequest)),
     "evict first": one("Control.EvictFirst", "write", prompt(control.EvictFirstRequest)),
     "clear a tenant": one(
