@@ -2,11 +2,12 @@
 
     python deploy/examples/router.py --listen 127.0.0.1:8000 \
         --engine http://127.0.0.1:8001=tcp://127.0.0.1:5557,tcp://127.0.0.1:5558 \
-        --engine http://127.0.0.1:8002=tcp://127.0.0.1:5559,tcp://127.0.0.1:5560
+        --engine http://127.0.0.1:8002=tcp://127.0.0.1:5559,tcp://127.0.0.1:5560 \
+        --store tcp://127.0.0.1:5561,tcp://127.0.0.1:5562
 
-Each engine is its URL, and the endpoint and the replay endpoint of its KV events (``--kv-events-config``, see
-docs/vllm.md). Events of an engine's own memory count for that engine alone. Events of STORAGE count for all engines,
-because all can load those blocks.
+Each engine is its URL, and the endpoint and the replay endpoint of its KV events (``--kv-events-config``). They count
+for that engine alone. Those of the store are published by ``kvstore events`` (docs/events.md). They count for all
+engines, because all can load those blocks.
 Needs pyzmq and msgspec. An example to read: it has no TLS, no health checks and no retries.
 """
 
@@ -29,7 +30,8 @@ from typing import Any
 import msgspec
 import zmq
 
-STORAGE = "STORAGE"
+STORE = ""
+"""The name of the store among the engines."""
 STORED_WORTH = 0.7
 """A block in the store, in blocks of the engine's own memory: it has to be loaded, but not computed."""
 REQUEST_COST = 8
@@ -48,39 +50,35 @@ def chain(tokens: Sequence[int], size: int, key: bytes = b"") -> Iterator[bytes]
 
 @dataclass
 class Index:
-    """The blocks that one engine told of, by medium."""
+    """The blocks that one engine, or the store, has published."""
 
     size: int = 0
     """Tokens of a block, as events say it."""
     _keys: dict[int, bytes] = field(default_factory=dict)
-    _held: dict[str, set[bytes]] = field(default_factory=dict)
+    held: set[bytes] = field(default_factory=set)
 
     def apply(self, event: dict[str, Any]) -> None:
         """Takes in one event, as vLLM encodes it."""
         if event["type"] == "AllBlocksCleared":
-            self._keys, self._held = {}, {}
+            self._keys, self.held = {}, set()
             return
-        held = self._held.setdefault(event["medium"] or "GPU", set())
         hashes = event["block_hashes"]
         if event["type"] == "BlockRemoved":
-            held.difference_update(self._keys[each] for each in hashes if each in self._keys)
+            self.held.difference_update(self._keys[each] for each in hashes if each in self._keys)
             return
         parent, self.size = event["parent_block_hash"], event["block_size"]
         if parent is None or parent in self._keys:
             keys = chain(event["token_ids"], self.size, b"" if parent is None else self._keys[parent])
             self._keys.update(zip(hashes, keys, strict=True))
-            held.update(self._keys[each] for each in hashes)
-
-    def has(self, key: bytes, *, stored: bool) -> bool:
-        """True if the block is in the store, or in any other medium."""
-        return any(key in held for medium, held in self._held.items() if (medium == STORAGE) == stored)
+            self.held.update(self._keys[each] for each in hashes)
 
 
 class Scorer:
     """Chooses an engine for each prompt. Thread-safe."""
 
     def __init__(self, engines: Iterable[str]) -> None:
-        self.indexes = {engine: Index() for engine in engines}
+        self.engines = list(engines)
+        self.indexes = {each: Index() for each in (*self.engines, STORE)}
         self._busy: Counter[str] = Counter()
         self._turn = 0
         self.lock = threading.Lock()
@@ -94,7 +92,7 @@ class Scorer:
     def begin(self, tokens: Sequence[int]) -> str:
         """Returns the engine for a prompt; ``end`` says when it has answered."""
         with self.lock:
-            scores = {engine: self._score(engine, tokens) for engine in self.indexes}
+            scores = {engine: self._score(engine, tokens) for engine in self.engines}
             best = [engine for engine, score in scores.items() if score == max(scores.values())]
             self._turn += 1
             chosen = best[self._turn % len(best)]
@@ -107,11 +105,10 @@ class Scorer:
             self._busy[engine] -= 1
 
     def _score(self, engine: str, tokens: Sequence[int]) -> float:
-        index, everyone = self.indexes[engine], self.indexes.values()
-        size = max(each.size for each in everyone)  # an engine that has told nothing yet can load what others stored
+        size = max(each.size for each in self.indexes.values())  # an engine without blocks can load those of the store
         keys = list(chain(tokens, size)) if size else []
-        own = len(list(takewhile(lambda key: index.has(key, stored=False), keys)))
-        pool = len(list(takewhile(lambda key: any(each.has(key, stored=True) for each in everyone), keys[own:])))
+        own = len(list(takewhile(self.indexes[engine].held.__contains__, keys)))
+        pool = len(list(takewhile(self.indexes[STORE].held.__contains__, keys[own:])))
         return own + STORED_WORTH * pool - REQUEST_COST * self._busy[engine]
 
 
@@ -171,7 +168,7 @@ def server(scorer: Scorer, host: str, port: int) -> ThreadingHTTPServer:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            engine = scorer.begin(tokens_of(json.loads(body), next(iter(scorer.indexes))))
+            engine = scorer.begin(tokens_of(json.loads(body), scorer.engines[0]))
             try:
                 with urllib.request.urlopen(post(engine + self.path, body), timeout=HTTP_TIMEOUT_S) as answer:
                     self.passed_on(answer, engine)
@@ -196,10 +193,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Route requests to vLLM servers by their KV events.")
     parser.add_argument("--listen", default="127.0.0.1:8000")
     parser.add_argument("--engine", action="append", required=True, metavar="URL=EVENTS,REPLAY")
+    parser.add_argument("--store", required=True, metavar="EVENTS,REPLAY")
     given = parser.parse_args()
     engines = {url: ends.split(",") for url, _, ends in (each.rpartition("=") for each in given.engine)}
     scorer = Scorer(engines)
-    for url, (publish, replay) in engines.items():
+    for url, (publish, replay) in {**engines, STORE: given.store.split(",")}.items():
         threading.Thread(target=follow, args=(scorer, url, publish, replay), daemon=True).start()
     host, _, port = given.listen.rpartition(":")
     with server(scorer, host, int(port)) as serving:

@@ -73,7 +73,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._condition = threading.Condition()
         self._under_way = 0
         self._lookups = TierLookups(tier_type, self._store, settings)
-        self._tells = settings.events and bool(offloading_spec.kv_events_config.enable_kv_cache_events)
+        self._tells = bool(offloading_spec.kv_events_config.enable_kv_cache_events)
         self._events: list[OffloadingEvent] = []
         # vLLM bounds its jobs itself: each has chunks of the CPU cache.
         self._loading = Tasks("kvstore-vllm-tier-load", settings.load_threads, sys.maxsize)

@@ -1,4 +1,4 @@
-"""A worker's half of the vLLM connector says which blocks came into the store, if events are told."""
+"""A worker's half of the vLLM connector stores blocks, and counts those that did not come into the store."""
 
 from __future__ import annotations
 
@@ -65,11 +65,19 @@ def modules() -> Iterator[None]:
         yield
 
 
-def storer(store: Store, *, with_events: bool = True, bytes_max: int = 1 << 20) -> Any:
+def storer(store: Store) -> Any:
     from kvstore.connectors.vllm.worker import Storer
 
-    settings = ConnectorSettings.of({"root": "memory://", "store_bytes_max": bytes_max, "pause_s": NEVER_S})
-    return Storer(settings, store, [Pages(len(store.parts))], EngineCounts(), with_events=with_events)  # type: ignore[arg-type, list-item]
+    settings = ConnectorSettings.of({"root": "memory://", "pause_s": NEVER_S})
+    return Storer(settings, store, [Pages(len(store.parts))], EngineCounts())  # type: ignore[arg-type, list-item]
+
+
+def counted(half: Any) -> tuple[int, int, int]:
+    """Blocks stored, failed and shed since the last call, once none is on its way."""
+    assert half._idle.wait(PATIENCE_S)
+    counts = half._counts.take()
+    stored, failed, shed = (counts.get(f"{name}_blocks", 0) for name in ("stored", "store_failed", "store_shed"))
+    return stored, failed, shed
 
 
 def run(*keys: bytes) -> Any:
@@ -78,17 +86,16 @@ def run(*keys: bytes) -> Any:
     return BlockRange(0, list(keys), [(block,) for block in range(len(keys))])
 
 
-def test_each_block_that_was_to_be_stored_is_settled_once() -> None:
+def test_each_block_that_was_to_be_stored_is_counted_once() -> None:
     store = Store()
     half = storer(store)
     half.store(run(b"one", b"not this", b"two"))
-    assert half.settled(PATIENCE_S) == {b"one": True, b"not this": False, b"two": True}
+    assert counted(half) == (2, 1, 0)
     store.down = True
     half.store(run(b"three"))
-    assert half.settled(PATIENCE_S) == {b"three": False}
+    assert counted(half) == (0, 1, 0)
     half.store(run(b"four"))  # it is spared for a while
-    assert half.settled(PATIENCE_S) == {b"four": False}
-    assert half.settled(PATIENCE_S) == {}
+    assert counted(half) == (0, 0, 1)
     half.close(0.0)
 
 
@@ -96,10 +103,10 @@ def test_a_block_is_stored_if_all_of_its_parts_are() -> None:
     second = Store(refused=b"t")
     half = storer(Store(second))
     half.store(run(b"one", b"not this", b"two"))
-    assert half.settled(PATIENCE_S) == {b"one": True, b"not this": False, b"two": False}
+    assert counted(half) == (1, 2, 0)
     second.down = True
     half.store(run(b"four"))
-    assert half.settled(PATIENCE_S) == {b"four": False}
+    assert counted(half) == (0, 1, 0)
     half.close(0.0)
 
 
@@ -117,13 +124,6 @@ def test_what_a_file_says_stays_with_its_block_when_others_are_left_out(monkeypa
     assert not any(each.said for each in store.parts[1:]), "the first part alone says it"
 
 
-def test_blocks_that_find_no_room_are_settled_as_not_stored() -> None:
-    half = storer(Store(), bytes_max=8)
-    half.store(run(b"one", b"two"))
-    assert half.settled(PATIENCE_S) == {b"one": False, b"two": False}
-    half.close(0.0)
-
-
 @for_each("error", [Overloaded("the GPU has no memory to spare"), RuntimeError("out of memory")])
 def test_a_gpu_without_memory_to_spare_costs_only_what_is_not_stored(
     error: Exception, monkeypatch: pytest.MonkeyPatch
@@ -136,20 +136,10 @@ def test_a_gpu_without_memory_to_spare_costs_only_what_is_not_stored(
     with monkeypatch.context() as patch:
         patch.setattr(Pages, "copy_out", full)
         half.store(run(b"one", b"two"))
-    assert half.settled(PATIENCE_S) == {b"one": False, b"two": False}
+    assert counted(half) == (0, 2, 0)
     half.store(run(b"one"))
-    assert half.settled(PATIENCE_S) == {b"one": True}
+    assert counted(half) == (1, 0, 0)
     half.close(0.0)
-
-
-def test_the_reports_of_workers_are_one() -> None:
-    from kvstore.connectors.vllm.messages import WorkerReport
-
-    one = WorkerReport(stored={b"a": 1, b"b": 1}, unstored={b"c"})
-    both = one.aggregate(WorkerReport(stored={b"a": 2}, unstored={b"d"}))
-    assert (both.stored, both.unstored) == ({b"a": 3, b"b": 1}, {b"c", b"d"})
-    assert not both.is_empty
-    assert WorkerReport().is_empty
 
 
 def test_a_block_is_stored_while_its_adapter_is_unchanged(tmp_path: Path) -> None:
@@ -158,9 +148,9 @@ def test_a_block_is_stored_while_its_adapter_is_unchanged(tmp_path: Path) -> Non
     (tmp_path / "adapter_model.safetensors").write_bytes(b"1")
     sealed = replace(run(b"one"), first=4, seal=AdapterSnapshot.of(str(tmp_path)), hints=Hints(80, 300))
     half.store(sealed)
-    assert half.settled(PATIENCE_S) == {b"one": True}
+    assert counted(half) == (1, 0, 0)
     assert store.more == {"first": 4, "priority": 80, "ttl": 300}
     (tmp_path / "adapter_model.safetensors").write_bytes(b"22")
     half.store(sealed)
-    assert half.settled(PATIENCE_S) == {b"one": False}
+    assert counted(half) == (0, 1, 0)
     half.close(0.0)

@@ -23,21 +23,12 @@ from tests.kit.vllm_modules import vllm_modules
 BLOCK_TOKENS = 4
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 EVENTS: dict[str, dict[str, Any]] = {
-    "vllm.distributed.kv_events": {
-        "BlockStored": lambda **fields: SimpleNamespace(kind="stored", **fields),
-        "BlockRemoved": lambda **fields: SimpleNamespace(kind="removed", **fields),
-    },
     "vllm.v1.core.kv_cache_utils": {
         "generate_block_hash_extra_keys": lambda request, start, end, media: (("a salt", start), media),
-        "maybe_convert_block_hash": lambda hashed: hashed,
         "to_event_extra_keys": lambda extra_keys: extra_keys,
     },
-    "vllm.v1.kv_cache_interface": {
-        "get_kv_cache_spec_kind": lambda spec: SimpleNamespace(value="full_attention"),
-        "get_kv_cache_spec_sliding_window": lambda spec: None,
-    },
 }
-"""What the connector takes from vLLM for its events."""
+"""What the connector takes from vLLM for its descents."""
 
 
 @dataclass
@@ -50,7 +41,6 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     kv_transfer_params: Any = None
     kv_hints: Any = None
-    session_id: str | None = None
     priority: int = 0
 
     @property
@@ -78,14 +68,13 @@ def halves() -> Iterator[Callable[..., Any]]:
 
 
 def _halves() -> Iterator[Callable[..., Any]]:
-    from kvstore.connectors.vllm.events import Describer
+    from kvstore.connectors.vllm.descents import Describer
     from kvstore.connectors.vllm.scheduler import SchedulerHalf
 
     made: list[Any] = []
 
     def half(
         clusters: Sequence[LayerGroups] = (LayerGroups((0,), BLOCK_TOKENS),),
-        events: Callable[[Sequence[LayerGroups]], Any] | None = None,
         **settings: Any,
     ) -> Any:
         given = ConnectorSettings.of({"root": "memory://", **settings})
@@ -98,10 +87,9 @@ def _halves() -> Iterator[Callable[..., Any]]:
             adapters="float32",
         )
         names = [Namespace.of("model", Layout(1, 1, 16, "int8", 1))]
-        told = None if events is None else events(clusters)
         said = Describer(clusters, BLOCK_TOKENS)
         made.append(
-            SchedulerHalf(given, shape, names, loads=True, stores=True, events=told, describer=said)  # type: ignore[arg-type]
+            SchedulerHalf(given, shape, names, loads=True, stores=True, describer=said)  # type: ignore[arg-type]
         )
         made[-1].manager = Blocks()
         return made[-1]
@@ -109,17 +97,6 @@ def _halves() -> Iterator[Callable[..., Any]]:
     yield half
     for each in made:
         each.close()
-
-
-def events_of(*, parts: int = 1, **more: Any) -> Callable[[Sequence[LayerGroups]], Any]:
-    """What makes events, for ``halves``."""
-
-    def made(clusters: Sequence[LayerGroups]) -> Any:
-        from kvstore.connectors.vllm.events import Describer, Events
-
-        return Events([None] * 8, Describer(clusters, BLOCK_TOKENS), parts=parts, **more)
-
-    return made
 
 
 def cache(half: Any) -> BlockCache:

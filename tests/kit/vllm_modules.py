@@ -18,7 +18,7 @@ OURS = [
         "vllm.namespaces",
         "vllm.gpu_copy",
         "vllm.worker",
-        "vllm.events",
+        "vllm.descents",
         "vllm_tier",
     )
 ]

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvstore.connectors.vllm.events import Describer, Events
+from kvstore.connectors.vllm.descents import Describer
 from kvstore.connectors.vllm.messages import Orders, WorkerReport
 from kvstore.connectors.vllm.metrics import EngineCount
 from kvstore.connectors.vllm.namespaces import KVTopology, check_hashes, check_heads, model_fingerprint, namespaces
@@ -79,7 +79,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         loads, stores = transfer.is_kv_consumer, transfer.is_kv_producer
-        with_events = settings.events and bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False))
         if role is KVConnectorRole.SCHEDULER:
             if loads and transfer.kv_load_failure_policy == "fail":
                 log.warning(
@@ -87,21 +86,16 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     "output; set it to recompute"
                 )
             describer = Describer(shape.clusters, shape.hash_tokens)
-            events = None
-            if with_events:
-                specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-                events = Events(specs, describer, parts=len(shape.parts()))
             self._scheduler = SchedulerHalf(
                 *(settings, shape, names),
                 loads=loads,
                 stores=stores,
-                events=events,
                 describer=describer if settings.descents else None,
             )
         else:
             parts, is_writer = shape.parts_of(vllm_config.parallel_config.rank)
             mine = {part: names[part] for part in parts}
-            self._worker = WorkerHalf(settings, shape, mine, stores=stores and is_writer, with_events=with_events)
+            self._worker = WorkerHalf(settings, shape, mine, stores=stores and is_writer)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -154,14 +148,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Abandons all KV stored so far: vLLM calls this when weights were replaced in memory."""
         self._scheduling.reset()
         return True
-
-    def take_events(self) -> list[Any]:
-        """Returns the KV events since the last call, for vLLM's publisher."""
-        return self._scheduling.take_events()
-
-    def has_pending_push_work(self) -> bool:
-        """Returns True for a while after blocks were stored, so that an idle engine still publishes their events."""
-        return self._scheduler is not None and self._scheduler.has_events()
 
     # On a worker
 

@@ -64,12 +64,6 @@ class Lookup:
         """Returns the first key of a unit; empty if a hit needs no whole unit of this model."""
         return next(iter(self.keys[unit]), b"")
 
-    def missed(self, found: LookupResult) -> Sequence[bytes]:
-        """Returns the keys of the first unit that is not in the store; none if all are, or if that is unknown."""
-        reached = max(found.from_asked, found.shared)  # without a window or a state a hit ends before
-        at = found.from_start if found.from_start < self.asked else reached
-        return self.keys[at] if found.is_known and at < len(self.keys) else ()
-
 
 class Lookups:
     """The threads that look up. Thread-safe; ``begin`` and ``result`` never block."""

@@ -39,26 +39,13 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """The first key of each load that could not be read."""
     timed_out: bool = False
     digests: set[tuple[int, bytes]] = field(default_factory=set)
-    stored: dict[bytes, int] = field(default_factory=dict)
-    """Keys that are in the store now, with the parts that stored them, as bits; only if events are published."""
-    unstored: set[bytes] = field(default_factory=set)
-    """Keys that could not be stored, or only in part. Empty unless events are published."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Returns both reports in one."""
         assert isinstance(other, WorkerReport)
-        stored = dict(self.stored)
-        for key, parts in other.stored.items():
-            stored[key] = stored.get(key, 0) | parts
-        return WorkerReport(
-            self.failed | other.failed,
-            self.timed_out or other.timed_out,
-            self.digests | other.digests,
-            stored,
-            self.unstored | other.unstored,
-        )
+        return WorkerReport(self.failed | other.failed, self.timed_out or other.timed_out, self.digests | other.digests)
 
     @property
     def is_empty(self) -> bool:
         """True if there is nothing to report."""
-        return not (self.failed or self.timed_out or self.digests or self.stored or self.unstored)
+        return not (self.failed or self.timed_out or self.digests)

@@ -22,7 +22,7 @@ from kvstore.client.cache import BlockCache, Pin, check_pin
 from kvstore.connectors.common import LazyStore, RecentMap
 from kvstore.connectors.vllm.adapters import Adapters, Check
 from kvstore.connectors.vllm.blocks import BlockHashes, BlockRange, GroupKind, ReuseBoundaries, Runs, State, Tail
-from kvstore.connectors.vllm.lookups import Lookup, LookupResult, Lookups
+from kvstore.connectors.vllm.lookups import Lookup, Lookups
 from kvstore.connectors.vllm.messages import IDLE_S, Load, Orders, WorkerReport
 from kvstore.connectors.vllm.metrics import EngineCount, EngineCounts
 from kvstore.connectors.vllm.namespaces import KVTopology
@@ -33,7 +33,7 @@ from kvstore.core.recency import PRIORITY_DEFAULT, Hints, Preset
 from kvstore.errors import KVStoreError
 
 if TYPE_CHECKING:
-    from kvstore.connectors.vllm.events import Describer, Events
+    from kvstore.connectors.vllm.descents import Describer
 
 log = logging.getLogger(__name__)
 
@@ -285,12 +285,10 @@ class SchedulerHalf:
         *,
         loads: bool,
         stores: bool,
-        events: Events | None = None,
         describer: Describer | None = None,
     ) -> None:
-        """``events`` publishes stored blocks, ``describer`` describes them in their files; None: neither happens."""
+        """``describer`` describes stored blocks in their files; None: they say nothing."""
         self._settings = settings
-        self._events = events
         self._describer = describer
         self._shape = shape
         self._loads = loads
@@ -352,7 +350,8 @@ class SchedulerHalf:
         if found is None:
             self._asked = lookup.done
             return None, False
-        self._answered(tracked, lookup, found)
+        if tracked.answered_s is None:
+            tracked.answered_s = time.monotonic()
         new = max(0, found.from_asked * self._unit - computed_tokens)
         if lookup.tails and computed_tokens % self._unit:
             new = 0  # vLLM has the state within a block, and others of its blocks may end elsewhere
@@ -364,12 +363,6 @@ class SchedulerHalf:
         if new and self._loads_already(lookup.first_key(lookup.asked), tracked):
             return None, False  # vLLM asks again, and then has them in its own cache
         return new, bool(new)
-
-    def _answered(self, tracked: RequestState, lookup: Lookup, found: LookupResult) -> None:
-        if tracked.answered_s is None:
-            tracked.answered_s = time.monotonic()
-            if self._events is not None:
-                self._events.missed(lookup.missed(found))
 
     def _part(self, tracked: RequestState, tokens: int) -> None:
         """Notes how much the prompt shares with a stored one beyond what can be loaded; 0 for nothing."""
@@ -426,8 +419,6 @@ class SchedulerHalf:
             # If the load fails fewer are computed, which stores them again.
             tracked.stored_tokens = end
         runs = self._runs.loads(self._named(tracked), blocks.get_block_ids(), first, end)
-        if self._events is not None:
-            self._events.found(request, runs)
         self._new_loads.append(Load(request.request_id, runs))
         self.counts.add(EngineCount.LOOKUP_HIT_TOKENS, external_tokens)
 
@@ -480,8 +471,6 @@ class SchedulerHalf:
         pairs = zip(runs, said, strict=True)
         runs = [replace(run, hints=tracked.said.hints, seal=seal, descents=each) for run, each in pairs]
         tracked.is_parting = False
-        if self._events is not None:
-            self._events.ordered(request, runs)
         tracked.stored_tokens = done
         if first and time.monotonic() > tracked.renewed_s + RENEW_S:
             tracked.renewed_s = time.monotonic()
@@ -495,8 +484,6 @@ class SchedulerHalf:
 
     def learn(self, report: WorkerReport) -> None:
         """Implements ``update_connector_output``."""
-        if self._events is not None:
-            self._events.learn(report)
         if report.timed_out:
             self._lookups.pause()
         self._avoided.update(dict.fromkeys(report.failed, time.monotonic() + AVOID_S))
@@ -508,14 +495,6 @@ class SchedulerHalf:
                     part,
                 )
                 self._loads = False
-
-    def take_events(self) -> list[Any]:
-        """Implements ``take_events``."""
-        return [] if self._events is None else self._events.take()
-
-    def has_events(self) -> bool:
-        """Implements ``has_pending_push_work``: an engine without requests would tell them with the next one only."""
-        return self._events is not None and self._events.is_pending()
 
     def finished(self, request: Any) -> None:
         """Ends a request; its blocks may be reused."""

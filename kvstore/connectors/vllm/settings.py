@@ -21,8 +21,6 @@ class SecondaryTierSettings(common.EngineSettings, frozen=True, kw_only=True):
     """For this long after a time-out, look-ups miss immediately."""
     load_threads: Count = 2
     """Requests that a worker loads concurrently."""
-    events: bool = True
-    """Announce the store's blocks in vLLM's KV events, if vLLM publishes events at all."""
 
 
 class ConnectorSettings(SecondaryTierSettings, frozen=True, kw_only=True):

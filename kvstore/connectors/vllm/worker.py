@@ -171,7 +171,6 @@ class Storer:
         counts: EngineCounts,
         *,
         first_part: int = 0,
-        with_events: bool = False,
     ) -> None:
         """``first_part`` is the number of the first part of each block that is stored here."""
         self._settings = settings
@@ -183,9 +182,6 @@ class Storer:
         self._lock = threading.Lock()
         self._bytes = 0
         self._on_the_way: set[bytes] = set()
-        self._with_events = with_events
-        self._settled: dict[bytes, bool] = {}
-        """Whether each block came into the store, since the last ``settled``; only ``with_events``."""
         self._idle = threading.Event()
         self._idle.set()
         # store_bytes_max bounds what waits, so the queue itself needs no bound of its own.
@@ -209,17 +205,6 @@ class Storer:
                 if not is_begun:
                     self._done(part, [False] * len(part.keys))
 
-    def settled(self, within_s: float) -> dict[bytes, bool]:
-        """Returns which blocks came into the store since the last call, and which did not.
-
-        Waits for those on their way, at most ``within_s``.
-        """
-        if within_s:
-            self._idle.wait(within_s)
-        with self._lock:
-            settled, self._settled = self._settled, {}
-        return settled
-
     def _admit(self, run: BlockRange) -> BlockRange | None:
         """Returns the blocks of ``run`` to copy out, and counts their memory from now on; None if there are none."""
         is_down = self._store.caches() is None or time.monotonic() < self._paused_until_s
@@ -228,9 +213,7 @@ class Storer:
             keys = run.keys
             size = len(keys) * self._pages[run.cluster].block_bytes
             is_shed = is_down or self._bytes + size > self._settings.store_bytes_max
-            if is_shed:
-                self._settle(keys, [False] * len(keys))
-            elif keys:
+            if keys and not is_shed:
                 self._bytes += size
                 self._on_the_way.update(keys)
                 self._idle.clear()
@@ -251,10 +234,6 @@ class Storer:
             log.exception("kvstore: blocks could not be stored")
         self._done(run, flags or [False] * len(run.keys))
 
-    def _settle(self, keys: Sequence[bytes], flags: Sequence[bool]) -> None:
-        if self._with_events:
-            self._settled.update(zip(keys, flags, strict=True))
-
     def _done(self, run: BlockRange, flags: Sequence[bool]) -> None:
         size, stored = self._pages[run.cluster].block_bytes, sum(flags)
         self._counts.add(EngineCount.STORED_BLOCKS, stored)
@@ -263,7 +242,6 @@ class Storer:
         with self._lock:
             self._bytes -= len(run.keys) * size
             self._on_the_way.difference_update(run.keys)
-            self._settle(run.keys, flags)
             if not self._on_the_way:
                 self._idle.set()
 
@@ -310,14 +288,10 @@ class WorkerHalf:
         namespaces: Mapping[int, Namespace],
         *,
         stores: bool,
-        with_events: bool = False,
     ) -> None:
-        """``with_events``: report what came into the store, for KV events."""
         self._settings = settings
         self.shape = shape
         self._stores = stores
-        self._with_events = with_events and stores
-        self._parts = sum(1 << part for part in namespaces)
         self._first_part = min(namespaces)
         self.counts = EngineCounts()
         self._store = LazyStore(settings, list(namespaces.values()))
@@ -343,11 +317,7 @@ class WorkerHalf:
             for cluster in self.shape.clusters
         ]
         self._loader = Loader(self._settings, self._store, self._pages, self.counts)
-        self._storer = Storer(
-            *(self._settings, self._store, self._pages, self.counts),
-            first_part=self._first_part,
-            with_events=self._with_events,
-        )
+        self._storer = Storer(self._settings, self._store, self._pages, self.counts, first_part=self._first_part)
 
     # Loading
 
@@ -387,12 +357,6 @@ class WorkerHalf:
     def report(self) -> WorkerReport | None:
         """Implements ``build_connector_worker_meta``."""
         report, self._report = self._report, WorkerReport()
-        if self._with_events and self._storer is not None:
-            for key, is_stored in self._storer.settled(IDLE_S if self._is_idle else 0.0).items():
-                if is_stored:
-                    report.stored[key] = self._parts
-                else:
-                    report.unstored.add(key)
         return None if report.is_empty else report
 
     # Storing

@@ -70,7 +70,6 @@ MUTANTS: list[Mutant] = [
         at(f"{VLLM}.blocks:LayerGroups", "first_block", lambda real, self, boundary: real(self, boundary) + 1),
         "connectors/test_vllm_groups.py",
     ),
-    mutant("vllm-events-at-once", at(f"{VLLM}.events:Events", "learn", giving(None)), "connectors/test_vllm_events.py"),
     mutant("segments-without-verdict", at(GATE, "check", giving(None)), "segments/test_segments.py"),
     mutant(
         "segments-rotated-to-the-next-position",
