@@ -357,7 +357,6 @@ class BlockCache(Twin[cache.BlockCache]):
     """As ``kvstore.client.cache.BlockCache``."""
 
     put = awaited(cache.BlockCache.put)
-    put_new = awaited(cache.BlockCache.put_new)
     match = awaited(cache.BlockCache.match)
     present = awaited(cache.BlockCache.present)
     get = awaited(cache.BlockCache.get)

@@ -45,7 +45,6 @@ from kvstore.core.validate import (
     checked_tier,
     checked_worker,
     is_unicode,
-    is_whole,
     kind_of,
     number,
     shown,
@@ -294,25 +293,6 @@ class BlockCache:
         with _span("kvstore.put_blocks", blocks=len(checked)):
             return self._put(checked, views, hints, mode, ancestry, required=required)
 
-    def put_new(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> StoredBlocks:
-        """Stores each buffer under its key, as ``put`` does; ``fresh`` says which of the blocks this call wrote.
-
-        Through a worker, only the blocks that the store lacks are sent. Then a block of another size counts as stored,
-        and one that another client writes during the call, or that is given twice, as written by this call.
-        """
-        checked = _checked_keys(keys)
-        views = _views(checked, buffers, writable=False)
-        with _span("kvstore.put_blocks", blocks=len(checked)):
-            if self._port.reports_fresh:
-                return self._put(checked, views, DEFAULT, self._write)
-            stored, fresh = self._port.present_blocks(self._namespace, checked), [False] * len(checked)
-            lacking = [at for at, found in enumerate(stored) if not found]
-            part = [checked[at] for at in lacking], [views[at] for at in lacking]
-            done = self._put(*part, DEFAULT, self._write)
-            for at, is_stored, is_fresh in zip(lacking, done, done.fresh, strict=True):
-                stored[at], fresh[at] = is_stored, is_fresh
-            return StoredBlocks(stored, fresh, done.reason)
-
     def _put(
         self,
         keys: list[bytes],
@@ -327,12 +307,12 @@ class BlockCache:
         try:
             return _checked(self._port.put_blocks(self._namespace, keys, views, hints, write, ancestry), required)
         except Overloaded as error:
-            present, fresh = self._port.present_blocks(self._namespace, keys), [False] * len(keys)
+            present = self._port.present_blocks(self._namespace, keys)
             if all(present):
-                return StoredBlocks(present, fresh)
+                return StoredBlocks(present)
             if required:
                 raise
-            return StoredBlocks(present, fresh, error.reason)
+            return StoredBlocks(present, error.reason)
 
     def match(self, keys: Sequence[bytes]) -> int:
         """Returns the number of leading keys that are in the store.

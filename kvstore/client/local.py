@@ -167,8 +167,6 @@ class LocalBlockHold(LocalGuard):
 class LocalTransport:
     """The port to a node in this process, in a cluster or alone."""
 
-    reports_fresh = True
-
     def __init__(self, member: ClusterMember) -> None:
         self._store = OpenMember(member)
         self.shared: dict[Hashable, Any] = {}

@@ -994,7 +994,6 @@ class RemoteTransport:
         write: WriteMode | None = None,
         credentials: Credentials = PLAIN,
     ) -> None:
-        self.reports_fresh = False
         clock = clock or SystemClock()
         self.limits = limits = limits or ClientLimits()
         self.counters = counters = Counts(ClientCount)
@@ -1144,7 +1143,7 @@ class RemoteTransport:
     ) -> StoredBlocks:
         if not keys:
             self._caller.check()
-            return StoredBlocks((), ())
+            return StoredBlocks(())
         sizes, ancestry = [len(buffer) for buffer in buffers], ancestry or Ancestry()
         start = pb.PutStart(
             namespace=namespace.digest,
@@ -1163,8 +1162,7 @@ class RemoteTransport:
             if answer is None:
                 wanted, sections = BlockKeys.of(namespace, keys, sizes), BlockBuffers(buffers)
                 answer = put_over_grpc(endpoint, start, wanted, sections, self._caller, left_s)
-            each = _each(answer.stored, keys)
-            return StoredBlocks(each, each, answer.reason)
+            return StoredBlocks(_each(answer.stored, keys), answer.reason)
 
         timeout_s, marks = self._caller.stream_s(self.limits.write_s, sum(sizes)), partial(marks_of_keys, keys)
         return self._caller.within(namespace, lambda: self._caller.anywhere(send, timeout_s, marks, even_aside=True))

@@ -77,8 +77,6 @@ class Transport(Protocol):
 
     shared: dict[Hashable, Any]
     """State that all caches of this store share. It must not refer to the port."""
-    reports_fresh: bool
-    """True if ``put_blocks`` reports what it wrote. Otherwise the bytes have far to go: query first what is there."""
 
     @property
     def place(self) -> str:

@@ -233,13 +233,11 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             left -= len(places)
             names = [self._key_of(keys[place], objects[place]) for place in places]
             buffers = [bytes_of(objects[place]) for place in places]
-            stored = cache.blocks.put_new(names, buffers)
-            sizes = {
-                place: len(buffer) for place, buffer, new in zip(places, buffers, stored.fresh, strict=True) if new
-            }
             # Of an object that is only bytes the first stays, whatever its size.
-            refused = [name for name, ok in zip(names, stored, strict=True) if not ok]
-            good = good and (not refused or all(cache.blocks.present(refused)))
+            lacking = [at for at, found in enumerate(cache.blocks.present(names)) if not found]
+            stored = cache.blocks.put([names[at] for at in lacking], [buffers[at] for at in lacking])
+            sizes = {places[at]: len(buffers[at]) for at, is_stored in zip(lacking, stored, strict=True) if is_stored}
+            good = good and all(stored)
             written += sum(sizes.values())
             if sizes:
                 self._notify_keys_stored([keys[place] for place in sizes], list(sizes.values()))

@@ -29,10 +29,8 @@ class PutResult:
 class StoredBlocks(list[bool]):
     """The outcome of a put of blocks: for each block, True if it is in the store now."""
 
-    def __init__(self, stored: Iterable[bool], fresh: Iterable[bool], reason: str = "") -> None:
+    def __init__(self, stored: Iterable[bool], reason: str = "") -> None:
         super().__init__(stored)
-        self.fresh = list(fresh)
-        """For each block, True if this put wrote it. Through a worker, True for all that are in the store."""
         self.reason = reason
         """As ``PutResult.reason``."""
 

@@ -91,7 +91,7 @@ class WriteResult:
         return PutResult(present, self.chunks, self.found, self.size_bytes, self.reason)
 
     def of_blocks(self) -> StoredBlocks:
-        return StoredBlocks(self.there.tolist(), self.fresh.tolist(), self.reason)
+        return StoredBlocks(self.there.tolist(), self.reason)
 
 
 def nothing() -> None:

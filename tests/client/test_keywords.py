@@ -88,8 +88,8 @@ def test_no_keyword_of_a_cache_raises_what_is_not_ours(store: Store, cache: Cach
 def test_no_keyword_of_blocks_raises_what_is_not_ours(cache: Cache) -> None:
     blocks, put = cache.blocks, {"keys": KEYS, "buffers": [bytes(100)] * len(KEYS)}
     get = {"keys": KEYS, "buffers": [bytearray(100) for _ in KEYS]}
-    raw = raw_errors("put", blocks.put, **put) + raw_errors("put_new", blocks.put_new, **put)
-    for name in ("match", "present", "hold", "pin", "supersede"):
+    raw = raw_errors("put", blocks.put, **put)
+    for name in ("match", "present", "hold", "pin"):
         raw += raw_errors(name, getattr(blocks, name), keys=KEYS)
     raw += raw_errors("get", blocks.get, **get)
     with blocks.hold(KEYS) as hold:

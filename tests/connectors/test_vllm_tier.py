@@ -83,7 +83,7 @@ class Noting:
         if len(self.puts) == self._puts_max:
             raise Unavailable("nobody answers")
         self.puts.append((first, list(zip(keys, rows, strict=True))))
-        return StoredBlocks([key != self.refused for key in keys], [True] * len(keys))
+        return StoredBlocks([key != self.refused for key in keys])
 
 
 def key(group: int, end: int) -> bytes:

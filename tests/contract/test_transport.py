@@ -388,19 +388,8 @@ def test_a_block_of_another_size_is_not_stored_and_its_read_a_miss(cache: Cache)
     assert bytes(buffers[1]) == b"abc"
 
 
-def test_a_put_of_blocks_tells_which_of_them_it_wrote(cache: Cache) -> None:
-    cache.blocks.put(KEYS[::2], BLOCKS[::2])
-    for fresh in (20 * [False, True], 40 * [False]):
-        stored = cache.blocks.put_new(KEYS, BLOCKS)
-        assert (stored, stored.fresh) == (40 * [True], fresh)
-    buffers = [bytearray(len(block)) for block in BLOCKS]
-    assert cache.blocks.get(KEYS, buffers) == 40 * [True]
-    assert buffers == BLOCKS
-
-
 def test_no_blocks_at_all(cache: Cache) -> None:
     assert cache.blocks.put([], []) == []
-    assert cache.blocks.put_new([], []) == []
     assert cache.blocks.match([]) == 0
     assert cache.blocks.get([], []) == []
     assert cache.blocks.present([]) == []
@@ -439,8 +428,6 @@ def test_put_full_root_returns_the_reason(cache: Cache, root: FaultyRoot) -> Non
     assert cache.put(TOKENS[:half], KV[:, :, :half], required=True) == PutResult(half, 0, 4, 0), "nothing is lacking"
     stored = cache.blocks.put(KEYS, BLOCKS)
     assert (stored, stored.reason) == ([True] + 39 * [False], "full")
-    stored = cache.blocks.put_new(KEYS, BLOCKS)
-    assert (stored, stored.fresh, stored.reason) == ([True] + 39 * [False], 40 * [False], "full")
     with pytest.raises(StoreFull, match="injected"):
         cache.put(TOKENS, KV, required=True)
     with pytest.raises(StoreFull, match="injected"):
