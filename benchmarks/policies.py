@@ -164,9 +164,7 @@ class Sweeping:
             return
         there = np.flatnonzero(self._present)
         none = np.zeros(len(there), np.int64)
-        uses = Uses(
-            self._last_s[there], self._blocks.depths[there], self._uses[there], self._priorities[there], none, none
-        )
+        uses = Uses(self._last_s[there], self._blocks.depths[there], self._uses[there], self._priorities[there], none)
         worth = ranks(uses, self._ties[there], now_s, self._order)
         self._present[there[np.argpartition(worth, excess - 1)[:excess]]] = False
         self._used -= excess

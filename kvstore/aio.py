@@ -360,7 +360,6 @@ class BlockCache(Twin[cache.BlockCache]):
     match = awaited(cache.BlockCache.match)
     present = awaited(cache.BlockCache.present)
     get = awaited(cache.BlockCache.get)
-    supersede = awaited(cache.BlockCache.supersede)
     hold = leased(BlockHold, cache.BlockCache.hold)
     pin = leased(Pin, cache.BlockCache.pin)
 
@@ -398,7 +397,6 @@ class Cache(Twin[cache.Cache]):
     refcount = awaited(cache.Cache.refcount)
     prefetch = wrapped(Operation, cache.Cache.prefetch)
     evict_first = awaited(cache.Cache.evict_first)
-    supersede = awaited(cache.Cache.supersede)
     clear = awaited(cache.Cache.clear)
     plan = wrapped(Plan.of, cache.Cache.plan)
     segments = wrapped(Segments, cache.Cache.segments)

@@ -4,8 +4,7 @@ Pure, and separate from plans, because a trace replay judges it (``python -m ben
 
 A chunk's *weighted age* is the time since its last use. It is halved for every second later quantum in which the chunk
 was used and for every ten points of priority above the default, and doubled for every ten points below. So a chunk that
-was used often outlasts one that was used once by a factor, whether chunks last for minutes here or for weeks. A chunk
-that is superseded (its branch was abandoned and not used since) counts as a thousand times older. Its
+was used often outlasts one that was used once by a factor, whether chunks last for minutes here or for weeks. Its
 *rank* orders chunks by weighted age (older is lower), then by depth (deeper is lower), then by address, so that a
 cut-off can be put anywhere, even if everything was written in one minute.
 
@@ -55,9 +54,6 @@ OCTAVES_PER_PRIORITY = 0.1
 """Priority 100 makes an age count 90 times less, so that the chunk goes nearly last; 0 makes it count 11 times more.
 With twice as much, high priorities would nearly reserve the room, and fewer reads would hit in all
 (``benchmarks/policies.py``)."""
-OCTAVES_SUPERSEDED = 10
-"""So a branch left a minute ago is evicted before chunks unused for half a day. The factor is finite, so that
-branches left last year are still evicted before one of today."""
 AGE_LEAST_S = 30
 """Added to every age: a last use is known to the quantum."""
 MTIME_MAX_NS = 1 << 62
@@ -67,7 +63,7 @@ TIE_BITS = 20
 _DEPTH_BITS = 19
 _OCTAVE_BITS = 16
 _OCTAVES_MOST = 56
-"""More than any age in octaves, superseded and with the lowest priority, so that ranks are positive."""
+"""More than any age in octaves with the lowest priority, so that ranks are positive."""
 _WORTH_SHIFT = _DEPTH_BITS + TIE_BITS
 _DEEPEST = (1 << _DEPTH_BITS) - 1
 _CODE_MAX = stamp_ns(0, 0, Hints(PRIORITY_MAX, None), USES_MAX) - TOP_NS
@@ -97,8 +93,6 @@ class Uses:
     priority: Column
     ttl_s: Column
     """The time to live that writers asked for; far longer than any age if they asked for none."""
-    superseded: Column
-    """1 for a chunk whose branch was abandoned, else 0."""
 
     @classmethod
     def of(cls, mtimes_ns: Column, quantum_s: int) -> Uses:
@@ -111,12 +105,12 @@ class Uses:
         depth = below // DEPTH_STEP_NS
         codes = below - depth * DEPTH_STEP_NS
         table = _codes()
-        is_stamp = (depth >= 0) & (depth <= DEPTH_MAX) & (table[codes, 4] != 0)
-        uses, priority, ttl_s, superseded = np.where(is_stamp, table[codes, :4].T, _DEFAULT)
+        is_stamp = (depth >= 0) & (depth <= DEPTH_MAX) & (table[codes, 3] != 0)
+        uses, priority, ttl_s = np.where(is_stamp, table[codes, :3].T, _DEFAULT)
         other_s = mtimes_ns // (NS_PER_S * quantum_s) * quantum_s
-        last_use_s = np.where(is_stamp, ticks * TICK_S, other_s) + superseded * quantum_s
+        last_use_s = np.where(is_stamp, ticks * TICK_S, other_s)
         depth = np.where(is_stamp, depth, 0)
-        return cls(last_use_s, depth, uses, priority, ttl_s, superseded)
+        return cls(last_use_s, depth, uses, priority, ttl_s)
 
 
 def expired(uses: Uses, now_s: float, quantum_s: int, most_s: float | None) -> Truths:
@@ -137,7 +131,6 @@ def ranks(uses: Uses, ties: Column, now_s: float, order: EvictionOrder) -> Colum
     """
     ages_s = np.maximum(int(now_s) - uses.last_use_s, 0) + AGE_LEAST_S
     octaves = np.log2(ages_s) - (uses.priority - PRIORITY_DEFAULT) * OCTAVES_PER_PRIORITY
-    octaves += uses.superseded * OCTAVES_SUPERSEDED
     if order is EvictionOrder.USES:
         octaves -= uses.uses * OCTAVES_PER_USE
     worth = ((_OCTAVES_MOST - octaves) * (1 << _OCTAVE_BITS)).astype(np.int64)
@@ -149,16 +142,16 @@ def ranks(uses: Uses, ties: Column, now_s: float, order: EvictionOrder) -> Colum
 
 @cache
 def _codes() -> Column:
-    """Uses, priority, ttl, superseded and validity (0 or 1) of each code in a stamp, from the deepest place down."""
-    found = np.zeros((DEPTH_STEP_NS, 5), np.int64)
+    """Uses, priority, ttl and validity (0 or 1) of each code in a stamp, from the deepest place down."""
+    found = np.zeros((DEPTH_STEP_NS, 4), np.int64)
     for place in range(DEPTH_STEP_NS):
         read = decode(TICK_NS + TOP_NS + _CODE_MAX - DEPTH_STEP_NS - place, 1)
         ttl_s = _NEVER_S if read.ttl_s is None else read.ttl_s
-        found[place] = read.uses, read.priority, ttl_s, read.is_superseded, read.depth == 1
+        found[place] = read.uses, read.priority, ttl_s, read.depth == 1
     return found
 
 
-_DEFAULT = np.array([[0], [DEFAULT.priority], [_NEVER_S if DEFAULT.ttl_s is None else DEFAULT.ttl_s], [0]])
+_DEFAULT = np.array([[0], [DEFAULT.priority], [_NEVER_S if DEFAULT.ttl_s is None else DEFAULT.ttl_s]])
 
 
 # The goals of garbage collection: how long chunks stay, and quotas. Configuration and ranking use them.

@@ -35,7 +35,7 @@ from kvstore.core.buffers import (
 )
 from kvstore.core.executor import Owner
 from kvstore.core.namespace import Namespace
-from kvstore.core.recency import DEFAULT, Hints, Preset, checked_unused_s
+from kvstore.core.recency import Hints, Preset
 from kvstore.core.results import Cleared, LayerMemory, PinRecord, PutResult, StoredBlocks
 from kvstore.core.validate import (
     TierName,
@@ -357,17 +357,6 @@ class BlockCache:
         views = _views(checked, buffers, writable=True)
         with _span("kvstore.get_blocks", blocks=len(checked)):
             return self._port.get_blocks(self._namespace, checked, views)
-
-    def supersede(self, keys: Sequence[bytes], *, unused: float = 0.0) -> None:
-        """Says that these blocks are the end of an abandoned branch: they go first, until they are used again.
-
-        ``keys`` are in the order of their prompt, without those that other prompts go on from. ``unused`` is how many
-        seconds ago you used them last: a block that any client used later stays as it is, and so do those before it.
-        Deletes and protects nothing. Returns before it is done. Raises Unavailable if no worker answers.
-        """
-        checked, unused_s = _checked_keys(keys), checked_unused_s(unused)
-        with _span("kvstore.supersede_blocks", blocks=len(checked)):
-            self._port.supersede(self._namespace, checked, 0, unused_s)
 
 
 class BlockHold(BaseHold[PortBlockHold, BlockCache]):
@@ -812,7 +801,7 @@ class Cache:
     def evict_first(self, tokens: Tokens) -> None:
         """Hints that a prompt is not needed soon: memory and the local disk evict its chunks first.
 
-        Nothing is lost, and the next use of a chunk ends it. On the root the chunks keep their rank (``supersede``).
+        Nothing is lost, and the next use of a chunk ends it. On the root the chunks keep their rank.
         Raises Unavailable if no worker answers.
 
         Examples
@@ -820,40 +809,6 @@ class Cache:
         >>> cache.evict_first(tokens)
         """
         self._port.evict_first(self.namespace, token_array(tokens))
-
-    def supersede(self, tokens: Tokens, kept: int, *, unused: float = 0.0) -> None:
-        """Marks everything after the first ``kept`` tokens as an abandoned branch, which is deleted first.
-
-        Deletes and protects nothing, and leaves hints as they are. The next use of a chunk ends it. Returns before it
-        is done.
-
-        Parameters
-        ----------
-        tokens
-            All of the branch.
-        kept
-            Leading tokens that other prompts continue. Chunks with one of them stay as they are.
-        unused
-            Seconds since you used the branch last. A chunk that any client used later stays as it is, as do those
-            before it.
-
-        Raises
-        ------
-        Unavailable
-            No worker answers.
-
-        Examples
-        --------
-        >>> cache.supersede(tokens, kept=32)
-        """
-        ids, unused_s = token_array(tokens), checked_unused_s(unused)
-        if not is_whole(kept) or not 0 <= kept <= len(ids):
-            raise InvalidRequest(
-                f"kept={brief(kept)}: expected 0 to {len(ids)} tokens, those that other prompts go on from"
-            )
-        first = -(-int(kept) // self.layout.chunk_tokens)
-        with _span("kvstore.supersede", tokens=len(ids)):
-            self._port.supersede(self.namespace, ids, first, unused_s)
 
     def plan(
         self,

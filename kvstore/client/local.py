@@ -18,7 +18,6 @@ from kvstore.census.selection import Selection
 from kvstore.client.cache import close_when_dropped
 from kvstore.client.operation import Operation
 from kvstore.client.store import Store
-from kvstore.client.transport import Prompt
 from kvstore.codec.codec import KeyFile
 from kvstore.core.address import TokenArray
 from kvstore.core.buffers import BufferMap, Pieces, Planes
@@ -36,7 +35,6 @@ from kvstore.engine.open import open_member
 from kvstore.engine.settings import AskedBound, Limits, TierSettings
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, StoreClosed
 from kvstore.format.header import Ancestry
-from kvstore.format.keyset import BlockKeys
 from kvstore.meta.etcd import EtcdTls, EtcdUser
 from kvstore.root.identity import SHARD_BITS_DEFAULT
 from kvstore.tiers.stack import WriteBehind
@@ -268,15 +266,6 @@ class LocalTransport:
             deadline = Deadline(member.node.clock, member.node.limits.read_deadline_s)
             member.node.counters.add(NodeCount.REQUESTS_GET)
             return member.node.blocks.get(namespace, keys, buffers, deadline)
-
-    def supersede(self, namespace: Namespace, prompt: Prompt, first: int, unused_s: float) -> None:
-        with self._store as member:
-            wanted = (
-                BlockKeys.of(namespace, prompt, ())
-                if isinstance(prompt, list)
-                else member.node.chains.of(namespace, prompt)
-            )
-            member.node.reader.superseded(wanted, first, unused_s)
 
     def prefetch(self, namespace: Namespace, tokens: TokenArray, tier: TierName, worker: str | None) -> Operation:
         with self._store as member:

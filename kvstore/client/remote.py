@@ -39,7 +39,6 @@ from kvstore.client.limits import ClientLimits
 from kvstore.client.operation import Operation
 from kvstore.client.pool import PLAIN, Bulk, ClientLease, Credentials, DataConnection, Leased, UploadArena
 from kvstore.client.routing import Marking, marks_of, marks_of_keys
-from kvstore.client.transport import Prompt
 from kvstore.codec.image import ChunkRun, ImagesIn, read_verified, take_images, verified
 from kvstore.core.address import TokenArray
 from kvstore.core.buffers import (
@@ -1200,16 +1199,7 @@ class RemoteTransport:
         self._receive(namespace, fetch, partial(marks_of_keys, keys))
         return list(map(bool, fetch.done))
 
-    # Branches, memory and disk
-
-    def supersede(self, namespace: Namespace, prompt: Prompt, first: int, unused_s: float) -> None:
-        fields, marks = naming_of(namespace, prompt)
-        if not any(fields.values()):
-            self._caller.check()
-            return
-        request = pb.SupersedeRequest(namespace=namespace.digest, first=first, unused_s=unused_s, **fields)
-        with suppress(UnknownNamespace):  # a root that is new holds no branch
-            self._caller.unary("Supersede", sealed(request), self.limits.match_s, marks)
+    # Memory and disk
 
     def evict_first(self, namespace: Namespace, tokens: TokenArray) -> None:
         fields, marks = naming_of(namespace, tokens)

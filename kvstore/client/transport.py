@@ -172,13 +172,6 @@ class Transport(Protocol):
         """Reads engine-hashed blocks."""
         ...
 
-    def supersede(self, namespace: Namespace, prompt: Prompt, first: int, unused_s: float) -> None:
-        """Says that the chunks of a prompt from index ``first`` on, used last ``unused_s`` ago, were abandoned.
-
-        Returns before it is done, and does nothing twice.
-        """
-        ...
-
     def prefetch(self, namespace: Namespace, tokens: TokenArray, tier: TierName, worker: str | None) -> Operation:
         """Begins to bring the stored part of a prompt to a tier of the worker, by default the one that serves it."""
         ...

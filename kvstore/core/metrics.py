@@ -95,7 +95,6 @@ class NodeCount(Counter):
     COMPRESSED_SAVED_BYTES = "payload bytes that compression saved on the root"
     REFRESHED = "chunks whose recency was renewed, or hints raised"
     REFRESH_DROPPED = "renewals dropped because the queue was full or the root refused"
-    SUPERSEDED = "chunks of abandoned branches that now go first"
     PUT_FAILED = "puts that ended with an error"
     PUT_REFUSED_FULL = "puts refused because the root is full, as a collector says, or larger than its bound"
     PUT_REFUSED_UNCOUNTED = "puts that waited in vain for eviction"

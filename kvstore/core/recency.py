@@ -15,8 +15,6 @@ garbage collection relies on:
   oldest go whole, not the tails of all.
 * Uses and hints of a chunk are known without opening its file.
 * The code grows with each of uses, priority and ttl, so that raising one never lowers an mtime.
-* A chunk of an abandoned branch is *superseded*: it has no uses, keeps its hints, and its code is below all others. Its
-  stamp is of the quantum before that of its last use, so it is never fresh: the next use takes it back.
 
 A file system that keeps mtime in whole seconds loses all but the first two: hints read as the default there.
 """
@@ -33,7 +31,7 @@ from typing import Literal, SupportsIndex, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.validate import FLOAT_MAX, brief, number
+from kvstore.core.validate import brief, number
 from kvstore.errors import InvalidRequest
 
 Preset = Literal["chat", "analytics", "rag", "batch"]
@@ -118,14 +116,6 @@ def checked_preset(name: str) -> Preset:
     raise InvalidRequest(f"preset={brief(name)}: expected one of {', '.join(PRESETS)}")
 
 
-def checked_unused_s(unused: float) -> float:
-    """Returns the seconds since a caller's last use of an abandoned branch. Raises InvalidRequest."""
-    unused_s = number(unused)
-    if unused_s is None or not 0 <= unused_s <= FLOAT_MAX:
-        raise InvalidRequest(f"unused={brief(unused)}: expected seconds since your last use of the branch, 0 or more")
-    return float(unused_s)
-
-
 def _checked_priority(priority: SupportsIndex) -> int:
     try:
         value = index(priority)
@@ -180,8 +170,6 @@ class Recency:
     """The number of quanta after its publication in which it was used; ``USES_MAX`` means that many or more."""
     priority: int
     ttl_s: int | None
-    is_superseded: bool = False
-    """True if its branch was abandoned, and it was not used since."""
 
     @property
     def hints(self) -> Hints:
@@ -190,7 +178,7 @@ class Recency:
 
     def covers(self, hints: Hints) -> bool:
         """True if a put with ``hints`` that finds the chunk raises nothing."""
-        return not self.is_superseded and self.hints.covers(hints)
+        return self.hints.covers(hints)
 
 
 def quantum_of(now_s: float, quantum_s: int) -> int:
@@ -225,12 +213,10 @@ def decode(mtime_ns: int, quantum_s: int) -> Recency:
     below = tick * TICK_NS + TOP_NS - mtime_ns
     depth = (below + _CODE_MAX) // DEPTH_STEP_NS
     number = _gathered(depth * DEPTH_STEP_NS - below) + _DEFAULT_NUMBER
-    if 0 <= depth <= DEPTH_MAX and -_SUPERSEDED_NUMBERS <= number < _NUMBERS:
-        is_superseded = number < 0
-        rest, ttl = divmod(number + _SUPERSEDED_NUMBERS if is_superseded else number, len(_TTLS))
-        priority, uses = (rest, 0) if is_superseded else divmod(rest, USES_MAX + 1)
-        last_use_s = tick * TICK_S + (quantum_s if is_superseded else 0)
-        return Recency(last_use_s, depth, uses, priority, _TTLS[ttl], is_superseded)
+    if 0 <= depth <= DEPTH_MAX and 0 <= number < _NUMBERS:
+        rest, ttl = divmod(number, len(_TTLS))
+        priority, uses = divmod(rest, USES_MAX + 1)
+        return Recency(tick * TICK_S, depth, uses, priority, _TTLS[ttl])
     return Recency(mtime_ns // NS_PER_S // quantum_s * quantum_s, 0, 0, DEFAULT.priority, DEFAULT.ttl_s)
 
 
@@ -250,8 +236,7 @@ def renewed_ns(
 ) -> int | None:
     """The mtime that a chunk gets when it is used in that quantum or tick, or None if it stays.
 
-    Counts one more use if this is the first in this quantum, raises hints to ``least``, and takes a superseded chunk
-    back; never an earlier time.
+    Counts one more use if this is the first in this quantum, and raises hints to ``least``; never an earlier time.
     """
     was = decode(mtime_ns, quantum_s)
     hints = was.hints.raised_to(least)
@@ -260,30 +245,15 @@ def renewed_ns(
     uses = max(was.uses, uses_least)
     if not is_fresh(mtime_ns, start_s):
         return stamp_ns(start_s, depth, hints, uses)
-    if (hints, uses) == (was.hints, was.uses) and not was.is_superseded:
+    if (hints, uses) == (was.hints, was.uses):
         return None
     stamp = stamp_ns(was.last_use_s, depth, hints, uses)
     return stamp if stamp > mtime_ns else None
 
 
-def superseded_ns(mtime_ns: int, quantum_s: int, depth: int) -> int | None:
-    """The mtime of a chunk once its branch was abandoned, or None if it is superseded already.
-
-    It keeps its last use and its hints, and loses its uses; never a later time.
-    """
-    was = decode(mtime_ns, quantum_s)
-    code = _spread(_superseded_number(was.hints) - _DEFAULT_NUMBER)
-    return None if was.is_superseded else stamp_ns(was.last_use_s - quantum_s, depth) + code
-
-
 def _number(hints: Hints, uses: int) -> int:
     """Priority, uses and ttl as one number from 0 on, which grows with each of them."""
     return (hints.priority * (USES_MAX + 1) + uses) * len(_TTLS) + _TTLS.index(hints.ttl_s)
-
-
-def _superseded_number(hints: Hints) -> int:
-    """Priority and ttl of a superseded chunk as one number below 0, which grows with both of them."""
-    return hints.priority * len(_TTLS) + _TTLS.index(hints.ttl_s) - _SUPERSEDED_NUMBERS
 
 
 def _spread(offset: int) -> int:
@@ -301,9 +271,8 @@ def _gathered(code: int) -> int:
 
 
 _NUMBERS = (PRIORITY_MAX + 1) * (USES_MAX + 1) * len(_TTLS)
-_SUPERSEDED_NUMBERS = (PRIORITY_MAX + 1) * len(_TTLS)
 _DEFAULT_NUMBER = _number(DEFAULT, 0)
-_CODE_MIN = _spread(-_SUPERSEDED_NUMBERS - _DEFAULT_NUMBER)
+_CODE_MIN = _spread(-_DEFAULT_NUMBER)
 _CODE_MAX = _spread(_NUMBERS - 1 - _DEFAULT_NUMBER)
 assert _CODE_MAX - _CODE_MIN < DEPTH_STEP_NS, "a chunk would be as fresh as its parent"
 assert DEPTH_MAX * DEPTH_STEP_NS - _CODE_MIN <= TOP_NS < TICK_NS - _CODE_MAX, "a stamp would lie before its quantum"

@@ -42,11 +42,9 @@ from kvstore.core.recency import (
     Hints,
     decode,
     is_fresh,
-    quantum_of,
     renewed_ns,
     stamp_ns,
     stamps_ns,
-    superseded_ns,
 )
 from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
 from kvstore.format import places
@@ -114,9 +112,9 @@ class PresenceCache:
         """Returns the start of the current tick: the time that the stamps of a put have."""
         return max(0.0, self._clock.now_s()) // TICK_S * TICK_S
 
-    def quantum(self, ago_s: float = 0.0) -> int:
-        """Returns the start of the current quantum, or of that of ``ago_s`` seconds ago."""
-        return int(max(0.0, self._clock.now_s() - ago_s)) // self.quantum_s * self.quantum_s  # as ``quantum_of``
+    def quantum(self) -> int:
+        """Returns the start of the current quantum."""
+        return int(max(0.0, self._clock.now_s())) // self.quantum_s * self.quantum_s  # as ``quantum_of``
 
     def is_present(self, address: Address, quantum_start_s: int) -> bool:
         """True if it was seen in this quantum or the one before."""
@@ -934,18 +932,6 @@ class _Renewal:
 
 
 @dataclass(frozen=True, slots=True)
-class _Branch:
-    """The chunks of an abandoned branch, parents first."""
-
-    namespace: NamespaceId
-    addresses: tuple[Address, ...]
-    depths: range | None
-    """The index of each chunk in its chain; None for blocks, whose stamps have it."""
-    left_s: int
-    """Start of the quantum in which it was left."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Plan:
     """The new stamp of one chunk of a renewal; None if its stamp stays."""
 
@@ -959,8 +945,7 @@ class TouchQueue:
 
     It has its own thread because renewal only advises garbage collection: it must cost a reader nothing, and a root
     that hangs must stop nothing else. A renewal costs three system calls: a look, and a touch with a look right before
-    it. If another node has renewed in this quantum, it costs the first look, and none if this node knows that. The same
-    thread marks abandoned branches, in the order in which uses and abandoned branches are reported to it.
+    it. If another node has renewed in this quantum, it costs the first look, and none if this node knows that.
     """
 
     def __init__(self, chunks: ChunkStore, counters: Counters, queue_max: int) -> None:
@@ -985,15 +970,6 @@ class TouchQueue:
             if not self._tasks.submit(task):
                 self._counters.add(NodeCount.REFRESH_DROPPED, len(wanted))
 
-    def superseded(self, wanted: KeySet, first: int, left_s: int) -> None:
-        """Notes that the chunks from ``first`` on are unused since the quantum ``left_s``. Never blocks."""
-        if not self._enabled or first >= len(wanted):
-            return
-        depths = range(first, len(wanted)) if wanted.prefix_ordered else None
-        branch = _Branch(wanted.namespace.id, tuple(wanted.addresses[first:]), depths, left_s)
-        if not self._tasks.submit(partial(self._try, partial(self._supersede, branch))):
-            self._counters.add(NodeCount.REFRESH_DROPPED, len(branch.addresses))
-
     def renew(self, chain: KeySet, hints: Hints, lacking: frozenset[int], start_s: float) -> None:
         """Renews the leading chunks of a chain on the calling lane, before a child of theirs gets a fresh stamp."""
         if self._enabled and len(chain):
@@ -1013,31 +989,6 @@ class TouchQueue:
             work()
         except KVStoreError:
             self._counters.add(NodeCount.REFRESH_DROPPED)
-
-    def _supersede(self, branch: _Branch) -> None:
-        """Marks a branch from its last chunk on, up to the first chunk with a use apart from the branch.
-
-        The last chunk shows when all of the branch was used last. A chunk with a later use belongs to another chain
-        as well, and so do those before it: a parent keeps at least the worth of its child. Each is marked right after
-        the look at it, since a renewal in between would be lost until the next one.
-        """
-        chunks, latest_s, is_last = self._chunks, branch.left_s, True
-        for place in reversed(range(len(branch.addresses))):
-            name = chunks.name(branch.addresses[place], branch.namespace)
-            stat = chunks.root.stat(name)
-            if stat is None:
-                continue
-            was = decode(stat.mtime_ns, chunks.known.quantum_s)
-            last_use_s = quantum_of(was.last_use_s, chunks.known.quantum_s)
-            if last_use_s > latest_s:
-                return
-            latest_s, is_last = last_use_s if is_last else latest_s, False
-            depth = was.depth if branch.depths is None else branch.depths[place]
-            stamp = superseded_ns(stat.mtime_ns, chunks.known.quantum_s, depth)
-            if stamp is not None and chunks.root.touch(name, stamp):
-                # A use in this same quantum has to look at it again.
-                chunks.known.forget(branch.addresses[place])
-                self._counters.add(NodeCount.SUPERSEDED)
 
     def _places(self, renewal: _Renewal, quantum: int) -> list[int]:
         """Returns the positions of the chunks that need a look."""

@@ -341,14 +341,6 @@ class Reader:
         """
         self._refresher.used(wanted)
 
-    def superseded(self, wanted: KeySet, first: int, unused_s: float) -> None:
-        """Notes that the chunks from ``first`` on are of an abandoned branch that its user left ``unused_s`` ago.
-
-        Collectors evict them first until they are used again; memory and local disk go by their own uses. Never
-        blocks.
-        """
-        self._refresher.superseded(wanted, first, self._chunks.known.quantum(unused_s))
-
     def begin(self, wanted: KeySet, first: int, count: int, into: Sections, deadline: Deadline) -> ReadFuture:
         """Begins to read ``count`` chunks from index ``first`` on into ``into(index)``. A miss ends a prompt."""
         stop_at_miss = wanted.prefix_ordered

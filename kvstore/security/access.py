@@ -68,7 +68,6 @@ PERMISSIONS: dict[str, Permission] = {
     "ListPins": _LIST,
     "CountRefs": _READ,
     "MatchBlocks": _READ,
-    "Supersede": _WRITE,
     "Clear": _STEER,
     "Stats": _LIST,
     "OpenBulk": _LIST,

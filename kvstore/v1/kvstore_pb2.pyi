@@ -332,24 +332,6 @@ class MatchBlocksResponse(_message.Message):
     present: bytes
     def __init__(self, blocks: _Optional[int] = ..., present: _Optional[bytes] = ...) -> None: ...
 
-class SupersedeRequest(_message.Message):
-    __slots__ = ("namespace", "tokens", "keys", "first", "unused_s")
-    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    KEYS_FIELD_NUMBER: _ClassVar[int]
-    FIRST_FIELD_NUMBER: _ClassVar[int]
-    UNUSED_S_FIELD_NUMBER: _ClassVar[int]
-    namespace: bytes
-    tokens: bytes
-    keys: bytes
-    first: int
-    unused_s: float
-    def __init__(self, namespace: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., first: _Optional[int] = ..., unused_s: _Optional[float] = ...) -> None: ...
-
-class SupersedeResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
 class ClearRequest(_message.Message):
     __slots__ = ("namespace",)
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]

@@ -99,11 +99,6 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_v1_dot_kvstore__pb2.MatchBlocksRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_kvstore__pb2.MatchBlocksResponse.FromString,
                 _registered_method=True)
-        self.Supersede = channel.unary_unary(
-                '/kvstore.v1.KVStore/Supersede',
-                request_serializer=kvstore_dot_v1_dot_kvstore__pb2.SupersedeRequest.SerializeToString,
-                response_deserializer=kvstore_dot_v1_dot_kvstore__pb2.SupersedeResponse.FromString,
-                _registered_method=True)
         self.Clear = channel.unary_unary(
                 '/kvstore.v1.KVStore/Clear',
                 request_serializer=kvstore_dot_v1_dot_kvstore__pb2.ClearRequest.SerializeToString,
@@ -222,14 +217,6 @@ class KVStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Supersede(self, request, context):
-        """Says that a branch of a prompt was abandoned: what only this branch used goes first where room is needed, until it is
-        used again.  Nothing is deleted or protected.  Answers before it is done.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Clear(self, request, context):
         """Deletes the chunks and blocks of a namespace, except pinned ones. May take minutes.
         """
@@ -319,11 +306,6 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.MatchBlocks,
                     request_deserializer=kvstore_dot_v1_dot_kvstore__pb2.MatchBlocksRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_kvstore__pb2.MatchBlocksResponse.SerializeToString,
-            ),
-            'Supersede': grpc.unary_unary_rpc_method_handler(
-                    servicer.Supersede,
-                    request_deserializer=kvstore_dot_v1_dot_kvstore__pb2.SupersedeRequest.FromString,
-                    response_serializer=kvstore_dot_v1_dot_kvstore__pb2.SupersedeResponse.SerializeToString,
             ),
             'Clear': grpc.unary_unary_rpc_method_handler(
                     servicer.Clear,
@@ -692,33 +674,6 @@ class KVStore(object):
             '/kvstore.v1.KVStore/MatchBlocks',
             kvstore_dot_v1_dot_kvstore__pb2.MatchBlocksRequest.SerializeToString,
             kvstore_dot_v1_dot_kvstore__pb2.MatchBlocksResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Supersede(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvstore.v1.KVStore/Supersede',
-            kvstore_dot_v1_dot_kvstore__pb2.SupersedeRequest.SerializeToString,
-            kvstore_dot_v1_dot_kvstore__pb2.SupersedeResponse.FromString,
             options,
             channel_credentials,
             insecure,

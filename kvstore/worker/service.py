@@ -12,11 +12,9 @@ from google.protobuf.message import Message
 from kvstore.core.clock import Clock
 from kvstore.core.executor import Deadline
 from kvstore.core.metrics import STARTED, Latencies, Step, WorkerCount
-from kvstore.core.recency import checked_unused_s
 from kvstore.engine.coordination import ClusterMember
 from kvstore.engine.engine import match_each
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.format.keyset import BlockKeys, KeySet
 from kvstore.root.interface import StorageSpace
 from kvstore.security.access import EVERY, OverQuota, Role
 from kvstore.security.guard import ServerSecurity
@@ -159,7 +157,6 @@ class WorkerService:
             "Pin": UnaryCall(pb.PinRequest, self._pin),
             "Unpin": UnaryCall(pb.UnpinRequest, self._unpin),
             "CountRefs": UnaryCall(pb.CountRefsRequest, self._count_refs),
-            "Supersede": UnaryCall(pb.SupersedeRequest, self._supersede),
             "Clear": UnaryCall(pb.ClearRequest, self._clear),
             "Stats": UnaryCall(pb.StatsRequest, self._stats, light=True),
             "OpenBulk": UnaryCall(pb.OpenBulkRequest, self._open_bulk),
@@ -252,18 +249,6 @@ class WorkerService:
             present = bytes(self._node.blocks.present(namespace, keys, deadline))
             return pb.MatchBlocksResponse(blocks=len(present) - len(present.lstrip(b"\1")), present=present)
         return pb.MatchBlocksResponse(blocks=self._node.blocks.match(namespace, keys, deadline))
-
-    def _supersede(self, request: pb.SupersedeRequest, call: Call) -> Message:
-        unused_s = checked_unused_s(request.unused_s)
-        if request.keys and request.tokens:
-            raise InvalidRequest("a Supersede has both keys of blocks and tokens: expected one of them")
-        wanted: KeySet
-        if request.keys:
-            wanted = BlockKeys.of(self.worker.namespace(request.namespace, call), unpack_keys(request.keys), ())
-        else:
-            wanted = self.worker.chain(request.namespace, request.tokens, call)
-        self._node.reader.superseded(wanted, request.first, unused_s)
-        return pb.SupersedeResponse()
 
     def _hold(self, request: pb.HoldRequest, call: Call) -> Message:
         if not request.ttl_s >= 0:

@@ -76,7 +76,6 @@ def test_no_keyword_of_a_cache_raises_what_is_not_ours(store: Store, cache: Cach
     raw += raw_errors("put", cache.put, tokens=TOKENS, kv=KV)
     for name in ("match", "get", "hold", "pin", "refcount", "prefetch", "evict_first"):
         raw += raw_errors(name, getattr(cache, name), tokens=TOKENS)
-    raw += raw_errors("supersede", cache.supersede, tokens=TOKENS, kept=0)
     raw += raw_errors("plan", cache.plan, prompts=[TOKENS], memory_tokens=1000)
     raw += raw_errors("plan.run", cache.plan([TOKENS], memory_tokens=1000).run)
     with cache.hold(TOKENS) as hold:
@@ -167,5 +166,4 @@ def test_numbers_of_numpy_are_seconds(store: Store, cache: Cache, tmp_root: Path
     with segments.hold(segments.find(TOKENS), ttl=seconds):
         assert cache.pin(TOKENS, ttl=seconds).release()
     cache.blocks.pin(KEYS, ttl=seconds)
-    cache.supersede(TOKENS, kept=0, unused=seconds)
     assert kvstore.Hints.of(ttl_s=seconds) == kvstore.Hints.of(ttl_s=60.0)

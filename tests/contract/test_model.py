@@ -145,11 +145,6 @@ class Model(RuleBasedStateMachine):
         live = sum(pinned.path[: len(path)] == path for pinned in self.pins)
         assert self.cache.refcount(tokens_of(path)) == live
 
-    @rule(path=PROMPTS, kept=st.integers(0, 4))
-    def discard(self, path: Prompt, kept: int) -> None:
-        """An abandoned branch is evicted first; nothing is deleted."""
-        self.cache.supersede(tokens_of(path), min(kept, len(path)) * SIZE)
-
     @rule()
     def clear(self) -> None:
         self.cache.clear()

@@ -29,7 +29,6 @@ from kvstore.core.recency import (
     quantum_of,
     renewed_ns,
     stamp_ns,
-    superseded_ns,
 )
 from kvstore.errors import InvalidRequest
 
@@ -86,53 +85,16 @@ def test_stamps_grow_with_each_component() -> None:
 @given(mtimes, quanta)
 def test_any_mtime_is_fresh_in_its_quantum(mtime_ns: int, quantum_s: int) -> None:
     was = decode(mtime_ns, quantum_s)
-    assert is_fresh(mtime_ns, was.last_use_s) or was.is_superseded
+    assert is_fresh(mtime_ns, was.last_use_s)
     assert mtime_ns < (was.last_use_s + quantum_s) * NS_PER_S + DEPTH_STEP_NS
     assert 0 <= was.depth <= DEPTH_MAX and 0 <= was.uses <= USES_MAX
     assert Hints.of(was.priority, was.ttl_s) == was.hints
 
 
-@given(times, quanta, depths, hints, uses)
-def test_superseded_chunk_keeps_hints_and_loses_uses(
-    now_s: float, quantum_s: int, depth: int, said: Hints, used: int
-) -> None:
-    start = quantum_of(now_s, quantum_s)
-    stamp = superseded_ns(stamp_ns(start, depth, said, used), quantum_s, depth)
-    assert stamp is not None
-    was = decode(stamp, quantum_s)
-    assert was == Recency(start, min(depth, DEPTH_MAX), 0, said.priority, said.ttl_s, is_superseded=True)
-    assert not is_fresh(stamp, start), "who uses it looks at it"
-    assert superseded_ns(stamp, quantum_s, depth) is None, "once is enough"
-    assert not was.covers(LEAST), "a put that finds it takes it back"
-
-
-@given(times, quanta, st.integers(0, DEPTH_MAX - 1), hints, hints, uses)
-def test_superseded_child_is_staler_than_its_parent(
-    now_s: float, quantum_s: int, depth: int, parents: Hints, childs: Hints, used: int
-) -> None:
-    parent = stamp_ns(quantum_of(now_s, quantum_s), depth, parents, used)
-    child = stamp_ns(quantum_of(now_s, quantum_s), depth + 1, childs, used)
-    left, left_child = superseded_ns(parent, quantum_s, depth), superseded_ns(child, quantum_s, depth + 1)
-    assert left is not None and left_child is not None
-    assert left_child < left < parent and left_child < child
-
-
-@given(times, quanta, depths, hints, uses, st.booleans())
-def test_next_use_takes_a_superseded_chunk_back(
-    now_s: float, quantum_s: int, depth: int, said: Hints, used: int, later: bool
-) -> None:
-    start = quantum_of(now_s, quantum_s)
-    superseded = superseded_ns(stamp_ns(start, depth, said, used), quantum_s, depth)
-    assert superseded is not None
-    quantum = start + later * 2 * max(quantum_s, 2) // quantum_s * quantum_s
-    assert renewed_ns(superseded, quantum, quantum_s, depth) == stamp_ns(quantum, depth, said, 1)
-
-
 stamps = st.builds(stamp_ns, st.builds(quantum_of, times, st.just(60)), depths, hints, uses)
-branches = stamps.map(lambda stamp: superseded_ns(stamp, 60, decode(stamp, 60).depth) or stamp)
 
 
-@given(st.lists(st.one_of(stamps, branches, stamps.map(lambda stamp: stamp + 1), mtimes), max_size=20), hints)
+@given(st.lists(st.one_of(stamps, stamps.map(lambda stamp: stamp + 1), mtimes), max_size=20), hints)
 def test_many_mtimes_cover_hints_as_each_does(mtimes_ns: list[int], wanted: Hints) -> None:
     found = cover(np.array(mtimes_ns, np.int64), 60, wanted)
     assert found.tolist() == [decode(mtime_ns, 60).covers(wanted) for mtime_ns in mtimes_ns]
@@ -163,7 +125,7 @@ def test_renewal_never_lowers_an_mtime(
         return
     was, now = decode(mtime_ns, quantum_s), decode(stamp, quantum_s)
     assert stamp > mtime_ns
-    assert now.last_use_s >= (start if was.is_superseded else max(start, was.last_use_s)) - TICK_S
+    assert now.last_use_s >= max(start, was.last_use_s) - TICK_S
     assert all(after >= before for after, before in zip(components(now), components(was), strict=True))
     assert now.hints.covers(least) and now.uses >= uses_least
     assert renewed_ns(stamp, start, quantum_s, depth, least, uses_least) is None, "once is enough"

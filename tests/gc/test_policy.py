@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.core.recency import DEPTH_MAX, QUANTUM_S, TTL_CLASSES_S, Hints, decode, stamp_ns, superseded_ns
+from kvstore.core.recency import DEPTH_MAX, QUANTUM_S, TTL_CLASSES_S, Hints, stamp_ns
 from kvstore_gc.policy import TIE_BITS, Column, EvictionOrder, Uses, expired, ranks
 from tests.kit.cases import for_each
 from tests.kit.chains import NOW_S, Chunk, forests, stamp
@@ -21,14 +21,6 @@ STAMPS = st.builds(
     ANY_HINTS,
     st.integers(0, 3),
 )
-
-
-def superseded(mtime_ns: int) -> int:
-    return superseded_ns(mtime_ns, QUANTUM_S, decode(mtime_ns, QUANTUM_S).depth) or mtime_ns
-
-
-LEFT = STAMPS.map(superseded)
-"""Stamps of abandoned branches."""
 
 
 def column(*values: int) -> Column:
@@ -75,15 +67,6 @@ def test_priority_100_is_nearly_last_to_go_and_0_nearly_first() -> None:
     assert rank_of(stamp(HOUR_S, hints=first)) < rank_of(stamp(10 * HOUR_S))
     steps = [rank_of(stamp(HOUR_S, hints=Hints(priority))) for priority in range(101)]
     assert steps == sorted(steps) and len(set(steps)) == 101
-
-
-@for_each("order", EvictionOrder)
-def test_an_abandoned_branch_goes_before_what_was_not_used_for_half_a_day(order: EvictionOrder) -> None:
-    left = superseded(stamp(60, uses=3))
-    assert rank_of(left, order=order) < rank_of(stamp(12 * HOUR_S), order=order)
-    assert rank_of(left, order=order) > rank_of(superseded(stamp(600)), order=order), "the one left first goes first"
-    best = Hints(priority=100)
-    assert rank_of(superseded(stamp(60, hints=best)), order=order) < rank_of(stamp(60), order=order)
 
 
 def test_a_last_use_in_the_future_counts_as_now() -> None:

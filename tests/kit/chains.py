@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvstore.core.address import Address
 from kvstore.core.namespace import NamespaceId
-from kvstore.core.recency import QUANTUM_S, TTL_CLASSES_S, USES_MAX, Hints, stamp_ns, superseded_ns
+from kvstore.core.recency import QUANTUM_S, TTL_CLASSES_S, USES_MAX, Hints, stamp_ns
 from kvstore.format import places
 from kvstore.root.interface import FolderEntry, Stat
 from kvstore.root.memory import MemoryFile, MemoryFiles, MemoryRoot
@@ -80,26 +80,22 @@ def root_of(chunks: Iterable[Chunk]) -> MemoryRoot:
 
 @st.composite
 def forests(draw: st.DrawFn, *, spaces: Sequence[NamespaceId] = SPACES) -> list[Chunk]:
-    """Trees of chunks: a parent is used no earlier and no less often than its child, and has hints no weaker.
-
-    The chunks behind a superseded one are superseded, too.
-    """
+    """Trees of chunks: a parent is used no earlier and no less often than its child, and has hints no weaker."""
     rnd = random.Random(draw(st.integers(0, 1 << 32)))
     spread_s = draw(st.sampled_from([60, 600, 86_400, 30 * 86_400]))
     size_most = draw(st.sampled_from([1, 50]))
     found: list[Chunk] = []
-    about: list[tuple[int, int, int, int, int, bool]] = []
+    about: list[tuple[int, int, int, int, int]] = []
     for _ in range(draw(st.integers(1, 120))):
         if found and rnd.random() < 0.85:
             at = rnd.randrange(len(found))
-            parent, (age_s, depth, uses, priority, ttl, is_left) = found[at], about[at]
+            parent, (age_s, depth, uses, priority, ttl) = found[at], about[at]
             born = (
                 age_s + rnd.choice((0, 0, rnd.randrange(spread_s))),
                 depth + 1,
                 rnd.randint(0, uses),
                 rnd.choice((priority, rnd.randint(0, priority))),
                 rnd.choice((ttl, rnd.randint(0, ttl))),
-                is_left or rnd.random() < 0.1,
             )
             address, namespace = parent.address, parent.namespace
         else:
@@ -109,13 +105,10 @@ def forests(draw: st.DrawFn, *, spaces: Sequence[NamespaceId] = SPACES) -> list[
                 rnd.randint(0, USES_MAX),
                 rnd.choice((35, rnd.randint(0, 100))),
                 rnd.choice((len(TTLS) - 1, rnd.randrange(len(TTLS)))),
-                False,
             )
             address, namespace = None, rnd.choice(spaces)
-        age_s, depth, uses, priority, ttl, is_left = born
+        age_s, depth, uses, priority, ttl = born
         mtime_ns = stamp(age_s, depth, uses, Hints(priority, TTLS[ttl]))
-        if is_left:
-            mtime_ns = superseded_ns(mtime_ns, QUANTUM_S, depth) or mtime_ns
         about.append(born)
         found.append(
             Chunk(

@@ -127,7 +127,6 @@ def test_eviction_order_of_memory_is_that_of_the_root() -> None:
         uses=np.array([min(entry.uses, 3) for entry in entries]),
         priority=np.array([entry.priority for entry in entries]),
         ttl_s=np.full(300, 1 << 40),
-        superseded=np.zeros(300, np.int64),
     )
     rank = dict(zip(entries, ranks(told, np.zeros(300, np.int64), now_s, EvictionOrder.LRU) >> 39, strict=True))
     found = [rank[entry] for entry in order(inventory)]

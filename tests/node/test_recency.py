@@ -1,4 +1,4 @@
-"""What the mtimes of chunks say: last use, place in the prompt, uses, hints, and whether a branch is abandoned."""
+"""What the mtimes of chunks say: last use, place in the prompt, uses and hints."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ from tests.kit.workers import connected, serving
 NOW_S = 1_800_000_000.0
 QUANTUM_S = Limits().quantum_s
 SIZE = TINY.chunk_tokens
-CHUNKS, KEPT = 6, 2
+CHUNKS = 6
 TOKENS = np.arange(CHUNKS * SIZE)
-OTHER = np.concatenate((TOKENS[: 4 * SIZE], TOKENS[: 2 * SIZE] + 1000))
 """Another branch, which shares two chunks after those that are kept."""
 KEYS = [hashlib.blake2b(bytes([number]), digest_size=20).digest() for number in range(CHUNKS)]
 BLOCKS = [bytes([number]) * 100 for number in range(CHUNKS)]
@@ -110,11 +109,6 @@ class Opened:
 
     def used_at(self) -> list[float]:
         return [each.last_use_s for each in self.recencies()]
-
-    def superseded(self) -> list[int]:
-        """The depths of abandoned chunks."""
-        self.settle()
-        return [each.depth for each in self.recencies() if each.is_superseded]
 
     def now(self) -> int:
         return quantum_of(self.clock.wall_s, QUANTUM_S)
@@ -381,57 +375,3 @@ def test_put_that_extends_an_old_prefix_renews_it_first(tmp_root: Path, prefix: 
         made.pass_quanta(5)
         made.put(prefix=prefix)
         assert at_publish == [[made.now()] * count for count in (3, 4, 5)]
-
-
-# Abandoned branches
-
-
-def test_chunks_after_the_kept_tokens_go_first_with_their_hints(opened: Opened) -> None:
-    opened.put(priority=70, ttl=300)
-    opened.pass_quanta()
-    opened.get()
-    opened.cache.supersede(TOKENS, KEPT * SIZE)
-    assert opened.superseded() == list(range(KEPT, CHUNKS))
-    assert opened.hints() == [Hints(70, 300)] * CHUNKS and opened.used_at() == [opened.now()] * CHUNKS
-    assert opened.uses() == [1] * KEPT + [0] * (CHUNKS - KEPT)
-    assert opened.store.stats()["superseded"] == CHUNKS - KEPT
-
-
-def test_chunks_that_another_branch_used_later_stay(opened: Opened) -> None:
-    opened.put()
-    opened.pass_quanta()
-    opened.put(OTHER)
-    opened.cache.supersede(TOKENS, 0)
-    assert opened.superseded() == [4, 5], "the two after what both share"
-
-
-def test_chunks_used_since_a_time_stay(opened: Opened) -> None:
-    opened.put()
-    opened.pass_quanta(3)
-    opened.get()
-    opened.cache.supersede(TOKENS, KEPT * SIZE, unused=2 * QUANTUM_S)
-    assert opened.superseded() == []
-    opened.cache.supersede(TOKENS, KEPT * SIZE)
-    assert opened.superseded() == list(range(KEPT, CHUNKS))
-
-
-@pytest.mark.parametrize(("use", "later"), [("get", 0), ("put", 1)])
-def test_next_use_takes_a_branch_back(opened: Opened, use: str, later: int) -> None:
-    opened.put()
-    opened.pass_quanta()
-    opened.get()
-    opened.cache.supersede(TOKENS, KEPT * SIZE)
-    assert opened.superseded() == list(range(KEPT, CHUNKS))
-    opened.pass_quanta(later)
-    getattr(opened, use)(TOKENS[: 5 * SIZE])
-    assert opened.superseded() == [5], "what was not used is still abandoned"
-    assert min(opened.uses()[:5]) == 1
-
-
-@pytest.mark.parametrize("look", LOOKS)
-def test_any_look_at_blocks_takes_a_branch_back(opened: Opened, look: str) -> None:
-    opened.cache.blocks.put(KEYS, BLOCKS)
-    opened.cache.blocks.supersede(KEYS[KEPT:])
-    assert opened.superseded() == list(range(KEPT, CHUNKS))
-    LOOKS[look](opened.cache.blocks)
-    assert opened.superseded() == []

@@ -112,7 +112,6 @@ OPERATIONS = {
     "count refs": one("CountRefs", "read", prompt(pb.CountRefsRequest)),
     "match blocks": one("MatchBlocks", "read", blocks(pb.MatchBlocksRequest)),
     "get blocks": one("Get", "read", blocks(pb.GetRequest, sizes=SIZES)),
-    "supersede": one("Supersede", "write", blocks(pb.SupersedeRequest)),
     "clear": one("Clear", "admin", lambda cell: pb.ClearRequest(namespace=cell.digest)),
     "stats": one("Stats", "any:read", lambda cell: pb.StatsRequest()),
     "open bulk": one("OpenBulk", "any:read", lambda cell: pb.OpenBulkRequest()),
