@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
 import logging
 from bisect import bisect_left
@@ -13,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
 import msgspec
-import numpy as np
 
 from kvstore.core import tracing
 from kvstore.core.address import TOKENS_MAX, TokenArray
@@ -65,18 +62,17 @@ class Question:
             raise InvalidRequest(f"the question cannot be read: {cause}") from cause
         if not isinstance(asked, dict):
             raise InvalidRequest("the question is no JSON object: expected model, and token_ids or hashes")
-        given = [name for name in ("token_ids", "tokens_base64", "hashes") if asked.get(name) is not None]
+        given = [name for name in ("token_ids", "hashes") if asked.get(name) is not None]
         if len(given) != 1:
-            raise InvalidRequest("give one of token_ids, tokens_base64 and hashes")
+            raise InvalidRequest("give one of token_ids and hashes")
         model, tenant = _text(asked, "model", "model_name"), _text(asked, "tenant", "tenant_id")
         if not model:
             raise InvalidRequest("which model? give model: the name of its namespace (kvstore ls)")
         if given == ["hashes"]:
             return cls(model, tenant, None, _hashes(asked["hashes"]))
-        tokens = asked["token_ids"] if given == ["token_ids"] else _unpacked(asked["tokens_base64"])
-        if not isinstance(tokens, list | np.ndarray):
+        if not isinstance(asked["token_ids"], list):
             raise InvalidRequest("token_ids: expected a list of numbers")
-        return cls(model, tenant, token_array(tokens), None)
+        return cls(model, tenant, token_array(asked["token_ids"]), None)
 
     @classmethod
     def of_tokens(cls, model: str, tenant: str, packed: bytes) -> Question:
@@ -102,14 +98,6 @@ def _hashes(given: Any) -> list[int]:
     if not is_right or not all(type(each) is int and 0 <= each < 1 << 64 for each in given):
         raise InvalidRequest(f"hashes: expected at most {TOKENS_MAX} numbers from 0 to 2**64 - 1")
     found: list[int] = given
-    return found
-
-
-def _unpacked(packed: Any) -> TokenArray:
-    try:
-        found: TokenArray = np.frombuffer(base64.b64decode(packed, validate=True), "<u4")
-    except (TypeError, binascii.Error, ValueError) as cause:
-        raise InvalidRequest(f"tokens_base64: {cause}: expected base64 of little-endian u32") from cause
     return found
 
 

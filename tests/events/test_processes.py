@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
@@ -141,8 +140,6 @@ def test_questions_are_answered_as_match_does(root: Path, etcd: str) -> None:
             for seed in range(8):
                 prompt = np.concatenate([tokens_of(seed)[: 3 + 2 * seed], tokens_of(99)])
                 assert ask(running, prompt)["longest_matched"] == cache.match(prompt)
-            packed = base64.b64encode(tokens_of(1).astype("<u4").tobytes()).decode()
-            assert answer(running, {"model": "m", "tokens_base64": packed})["blocks"] == 5
             assert answer(running, {"model": "m", "tenant": "other", "token_ids": [1] * 8})["longest_matched"] == 0
             for wrong in ({}, {"model": "m"}, {"model": "m", "token_ids": [-1]}, {"model": "m", "hashes": [1 << 64]}):
                 with pytest.raises(urllib.error.HTTPError, match="400"):
