@@ -49,8 +49,6 @@ from kvstore.core.buffers import (
     Planes,
     Sections,
     Withdrawn,
-    address_of,
-    cut_evenly,
     grouped,
 )
 from kvstore.core.clock import Clock, SystemClock
@@ -492,28 +490,6 @@ def send_stream(stub: Any, outgoing: Outgoing, timeout_s: float) -> bytes:
 # The chunks of one read as arrays, each in a leased slot of the worker's memory, or in memory of its own.
 
 
-class _Copies(BufferMap):
-    """Chunks one after another, each as its sections in file order."""
-
-    def __init__(self, array: npt.NDArray[Any], section_bytes: int) -> None:
-        self._bytes = array.reshape(len(array), -1).view(np.uint8)
-        self._section_bytes = section_bytes
-
-    def __call__(self, index: int) -> list[memoryview]:
-        return cut_evenly(self._bytes[index].data, self._section_bytes)
-
-    @property
-    def is_writable(self) -> bool:
-        return True
-
-    def covers(self, first: int, count: int) -> bool:
-        return 0 <= first <= len(self._bytes) - count
-
-    def lay(self, indexes: Sequence[int], items: npt.NDArray[Any]) -> list[object]:
-        items["offset"] = address_of(self._bytes.data) + np.asarray(indexes, np.uint64) * self._bytes.shape[1]
-        return [self._bytes]
-
-
 class ReceivedViews:
     """The arrays of one read, by chunk index, as they come."""
 
@@ -526,7 +502,8 @@ class ReceivedViews:
         """Makes memory for chunks that are copied; the system gives no page of it before one comes."""
         layout = self._layout
         self._copies = np.empty((count, *layout.shape(layout.chunk_tokens)), layout.numpy_dtype)
-        return _Copies(self._copies, layout.section_bytes)
+        rows = [chunk.reshape(-1).view(np.uint8).data for chunk in self._copies]
+        return BlockBuffers(rows, section_bytes=layout.section_bytes)
 
     def lend(self, wanted: KeySet, index: int, image: memoryview, lease: ClientLease) -> None:
         """Adds a verified chunk in place."""
