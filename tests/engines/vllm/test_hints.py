@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -40,15 +40,17 @@ def engine(started: Engine, module_root: Path) -> Engine:
     return started
 
 
+def priorities(root: Path, ask: Callable[[], object]) -> set[int]:
+    """The priorities of the blocks that a request stores."""
+    before = set(stored_files(root))
+    ask()
+    wait_stored(root, len(before) + BLOCKS)
+    fresh = set(stored_files(root)) - before
+    return {decode(path.stat().st_mtime_ns, Limits().quantum_s).hints.priority for path in fresh}
+
+
 def test_priority_of_a_request_is_that_of_its_blocks(engine: Engine, module_root: Path) -> None:
-    for seed, ask, expected in (
-        (7400, lambda tokens: engine.generate(tokens, priority=-5), PRIORITY_DEFAULT + 5),
-        (7401, lambda tokens: engine.generate(tokens, priority=5), PRIORITY_DEFAULT - 5),
-        (7402, lambda tokens: engine.hinted(tokens, priority=80), 80),
-    ):
-        before = set(stored_files(module_root))
-        ask(prompt(seed, 300))
-        wait_stored(module_root, len(before) + BLOCKS)
-        fresh = set(stored_files(module_root)) - before
-        found = {decode(path.stat().st_mtime_ns, Limits().quantum_s).hints.priority for path in fresh}
-        assert found == {expected}
+    urgent = priorities(module_root, lambda: engine.generate(prompt(7400, 300), priority=-5))
+    late = priorities(module_root, lambda: engine.generate(prompt(7401, 300), priority=5))
+    hinted = priorities(module_root, lambda: engine.hinted(prompt(7402, 300), priority=80))
+    assert (urgent, late, hinted) == ({PRIORITY_DEFAULT + 5}, {PRIORITY_DEFAULT - 5}, {80})
