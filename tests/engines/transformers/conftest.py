@@ -4,6 +4,19 @@ makes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import kvstore
+from kvstore.client import Store
 
 collect_ignore_glob = [] if find_spec("torch") and find_spec("transformers") else ["test_*.py"]
+
+
+@pytest.fixture
+def store(tmp_root: Path) -> Iterator[Store]:
+    with kvstore.open(str(tmp_root)) as opened:
+        yield opened

@@ -27,12 +27,11 @@ from tests.engines.transformers.models import (
 )
 
 
-@pytest.fixture
-def store(tmp_root: Path) -> Iterator[Store]:
-    with kvstore.open(str(tmp_root)) as opened:
-        yield opened
-        assert opened.stats()["requests_put"] == 0
-        assert opened.namespaces() == []
+@pytest.fixture(autouse=True)
+def nothing_is_stored(store: Store) -> Iterator[None]:
+    yield
+    assert store.stats()["requests_put"] == 0
+    assert store.namespaces() == []
 
 
 def mamba() -> Any:
