@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.connectors.common import EngineSettings
 from kvstore.engine.settings import Limits
 from kvstore.root.posix import PosixRoot
 from tests.engines.vllm.engines import make_model
@@ -22,6 +21,8 @@ LIMITS = Limits(match_deadline_s=0.5, read_deadline_s=0.5, write_deadline_s=0.8,
 @pytest.fixture
 def root(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyRoot]:
     """A root that can fail, on which connectors open their stores."""
+    from kvstore.connectors.common import EngineSettings  # not every environment has what it needs
+
     faulty = FaultyRoot(PosixRoot(tmp_root))
     monkeypatch.setattr(EngineSettings, "open", lambda _: store_on(faulty, LIMITS))
     yield faulty

@@ -12,8 +12,15 @@ import pytest
 
 import kvstore
 from kvstore.client import Store
+from kvstore.root.posix import PosixRoot
+from tests.kit.faulty_root import FaultyRoot
 
 collect_ignore_glob = [] if find_spec("torch") and find_spec("transformers") else ["test_*.py"]
+
+
+@pytest.fixture
+def root(tmp_root: Path) -> FaultyRoot:
+    return FaultyRoot(PosixRoot(tmp_root))
 
 
 @pytest.fixture

@@ -27,9 +27,10 @@ from tests.engines.transformers.models import (
 )
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_stored(store: Store) -> Iterator[None]:
-    yield
+@pytest.fixture
+def store(store: Store) -> Iterator[Store]:
+    """Stays empty."""
+    yield store
     assert store.stats()["requests_put"] == 0
     assert store.namespaces() == []
 
