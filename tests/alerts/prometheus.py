@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.kit.patience import eventually
 from tests.kit.ports import free_port
 from tests.kit.watch_queries import RULES
 
@@ -114,11 +115,11 @@ class Prometheus:
             return json.load(answer)["data"]
 
     def _wait_ready(self) -> None:
-        deadline_s = time.monotonic() + PATIENCE_S
-        while True:
+        def is_ready() -> bool:
             try:
                 with urllib.request.urlopen(f"http://{self._address}/-/ready", timeout=1.0):
-                    return
+                    return True
             except OSError:
-                assert time.monotonic() < deadline_s, (self._folder / "prometheus.log").read_text()
-                time.sleep(0.1)
+                return False
+
+        eventually(is_ready, f"the start of Prometheus (see {self._folder}/prometheus.log)")

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,30 +41,27 @@ class Stage:
 
     def start(self, *arguments: str, module: str = "kvstore.cli.main") -> Program:
         """``kvstore ARGUMENTS``, once it says that it is ready."""
-        log = self._folder / f"{arguments[0].strip('-')}-{len(self._programs)}.log"
-        with open(log, "w") as messages:
-            child = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
-                stdout=subprocess.PIPE,
-                stderr=messages,
-                text=True,
-                cwd=SOURCE,
-            )
-        program = Program(child, {}, log)
-        self._programs.append(program)
-        assert child.stdout is not None
-        line = child.stdout.readline()
-        assert line.startswith("ready "), f"it said {line!r}: {log.read_text()}"
+        program = self._begun(arguments[0], module, subprocess.PIPE, *arguments)
+        assert program.child.stdout is not None
+        line = program.child.stdout.readline()
+        assert line.startswith("ready "), f"it said {line!r}: {program.log.read_text()}"
         program.said = dict(pair.split("=", 1) for pair in line.split()[1:])
         return program
 
     def collect(self, *arguments: str) -> Program:
-        """``kvstore-gc ARGUMENTS --metrics ...``, once it serves them; ``said["metrics"]`` is where."""
-        log = self._folder / f"gc-{len(self._programs)}.log"
+        """``kvstore-gc ARGUMENTS``, once it serves its metrics; ``said["metrics"]`` is where."""
+        program = self._begun("gc", "kvstore_gc", subprocess.DEVNULL, *arguments, "--metrics", "127.0.0.1:0")
+        log = program.log
+        eventually(lambda: "metrics=" in log.read_text(), f"a collector that serves (see {log})")
+        program.said["metrics"] = log.read_text().split("metrics=")[1].split()[0]
+        return program
+
+    def _begun(self, name: str, module: str, stdout: int, *arguments: str) -> Program:
+        log = self._folder / f"{name}-{len(self._programs)}.log"
         with open(log, "w") as messages:
             child = subprocess.Popen(
-                [sys.executable, "-m", "kvstore_gc", *arguments],
-                stdout=subprocess.DEVNULL,
+                [sys.executable, "-m", module, *arguments],
+                stdout=stdout,
                 stderr=messages,
                 text=True,
                 cwd=SOURCE,
@@ -73,8 +69,6 @@ class Stage:
             )
         program = Program(child, {}, log)
         self._programs.append(program)
-        eventually(lambda: "metrics=" in log.read_text(), f"a collector that serves: {log.read_text()}")
-        program.said["metrics"] = log.read_text().split("metrics=")[1].split()[0]
         return program
 
     def close(self) -> None:
@@ -105,10 +99,7 @@ class Hanging:
         self.mounted = mounted
         mounted.mkdir()
         self._child = subprocess.Popen(["bindfs", "-f", str(folder), str(mounted)])
-        deadline_s = time.monotonic() + PATIENCE_S
-        while not os.path.ismount(mounted):
-            assert time.monotonic() < deadline_s and self._child.poll() is None, "bindfs does not mount"
-            time.sleep(0.05)
+        eventually(lambda: os.path.ismount(mounted), "the mount by bindfs")
 
     @contextmanager
     def hung(self) -> Iterator[None]:

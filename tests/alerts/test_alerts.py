@@ -13,7 +13,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -41,6 +41,7 @@ from tests.alerts.stage import (
     tmpfs,
 )
 from tests.kit.certificates import Authority, Pair
+from tests.kit.patience import eventually
 from tests.kit.watch_page import series_names
 from tests.kit.watch_queries import DASHBOARDS, panels, shown
 from tests.watch.test_alert_rules import alerts
@@ -93,10 +94,24 @@ class Scene:
     collector: Program
     watched: list[str]
 
+    def start(self, *options: str, etcd: EmbeddedEtcd | None = None, module: str = "kvstore.cli.main") -> Program:
+        """A worker on the root itself."""
+        place = ("--root", str(self.root), "--etcd", (etcd or self.etcd).endpoints)
+        return self.stage.start("worker", *place, *options, module=module)
+
+    def collect(self, *options: str) -> Program:
+        return self.stage.collect("--root", str(self.root), "--etcd", self.etcd.endpoints, "--interval", "1s", *options)
+
     def watch(self, program: Program) -> None:
         """Has a worker scraped too."""
         self.watched.append(program.said["metrics"])
         self.prometheus.watch("workers", self.watched)
+
+    def end(self, program: Program) -> None:
+        """Ends a worker that was scraped."""
+        self.watched.remove(program.said["metrics"])
+        self.prometheus.watch("workers", self.watched)
+        program.end()
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +130,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         tiers = ("--memory", str(MEMORY_BYTES), "--disk", f"{disk / 'tier'}:{64 << 20}")
         worker = stage.start("worker", *common, *tiers)
         plain = stage.start("worker", *common)
-        collector = stage.collect(
-            "--root", str(root), "--etcd", etcd.endpoints, "--interval", "1s", "--metrics", "127.0.0.1:0"
-        )
+        collector = stage.collect("--root", str(root), "--etcd", etcd.endpoints, "--interval", "1s")
         prometheus.watch("collectors", [collector.said["metrics"]])
         scene = Scene(folder, root, disk, hanging, etcd, stage, prometheus, worker, plain, collector, [])
         scene.watch(worker)
@@ -131,20 +144,13 @@ def cache_of(program: Program, **options: object) -> tuple[kvstore.Store, kvstor
     return store, store.namespace("model", LAYOUT)
 
 
-def eventually_within(seconds: float, condition: Callable[[], bool]) -> None:
-    ends_s = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < ends_s, f"not within {seconds:g} s"
-        time.sleep(0.3)
-
-
 def test_nothing_fires_while_all_is_well_and_every_metric_is_documented(scene: Scene) -> None:
     store, cache = cache_of(scene.worker)
     with store:
         cache.put(tokens(1, 8), kv(8), cache=False)
         assert cache.match(tokens(1, 8)) == len(tokens(1, 8))
         assert cache.get(tokens(1, 8))[0] == len(tokens(1, 8))
-    eventually_within(30.0, lambda: len(scene.prometheus.query("up == 1")) == 3)
+    eventually(lambda: len(scene.prometheus.query("up == 1")) == 3)
     time.sleep(5.0)
     assert scene.prometheus.firing() == set()
     ours = {name for name in scene.prometheus.names() if name.startswith("kvstore_")}
@@ -193,24 +199,9 @@ def test_a_worker_that_is_secured_and_what_is_tried_on_it(scene: Scene) -> None:
     access.write_text(json.dumps(rules))
     access.chmod(0o600)
     with tmpfs(audit, AUDIT_BYTES):
-        secured = scene.stage.start(
-            "worker",
-            "--root",
-            str(scene.root),
-            "--etcd",
-            scene.etcd.endpoints,
-            "--listen",
-            "127.0.0.1:0",
-            "--tls-cert",
-            str(server.cert),
-            "--tls-key",
-            str(server.key),
-            "--tls-client-ca",
-            str(authority.ca),
-            "--access",
-            str(access),
-            "--audit-log",
-            str(audit / "audit.log"),
+        secured = scene.start(
+            *("--listen", "127.0.0.1:0", "--access", str(access), "--audit-log", str(audit / "audit.log")),
+            *("--tls-cert", str(server.cert), "--tls-key", str(server.key), "--tls-client-ca", str(authority.ca)),
             "--no-private",
         )
         scene.watch(secured)
@@ -236,32 +227,19 @@ def test_a_worker_that_is_secured_and_what_is_tried_on_it(scene: Scene) -> None:
                 with suppress(KVStoreError):
                     store.namespace("secret", LAYOUT, tenant="acme")
         scene.prometheus.wait_fired("KVStoreDenials", "KVStoreQuotaRefusals", "KVStoreAuditLost", "KVStoreFileRefused")
-        scene.watched.remove(secured.said["metrics"])
-        scene.prometheus.watch("workers", scene.watched)
-        secured.end()
+        scene.end(secured)
 
 
 def test_a_worker_with_a_defect_whose_etcd_is_not_that_of_its_root(scene: Scene) -> None:
     with EmbeddedEtcd(scene.folder / "foreign") as foreign:
-        wrong = scene.stage.start(
-            "worker",
-            "--root",
-            str(scene.root),
-            "--etcd",
-            foreign.endpoints,
-            "--listen",
-            "127.0.0.1:0",
-            module="tests.alerts.defective",
-        )
+        wrong = scene.start("--listen", "127.0.0.1:0", etcd=foreign, module="tests.alerts.defective")
         scene.watch(wrong)
         scene.prometheus.wait_fired("KVStoreNotProtected")
         store, cache = cache_of(wrong, bulk="grpc")
         with store, suppress(KVStoreError):
             cache.match(tokens(3, 1))
         scene.prometheus.wait_fired("KVStoreCallsFailing")
-        scene.watched.remove(wrong.said["metrics"])
-        scene.prometheus.watch("workers", scene.watched)
-        wrong.end()
+        scene.end(wrong)
 
 
 def test_a_local_disk_that_is_full_of_other_things(scene: Scene) -> None:
@@ -317,22 +295,11 @@ def test_a_root_that_others_fill(scene: Scene) -> None:
 
 
 def test_a_node_that_announces_nothing_and_then_no_collector(scene: Scene) -> None:
-    eventually_within(60.0, lambda: scene.prometheus.query("min(kvstore_protected)")[0]["value"][1] == "1")
+    eventually(lambda: scene.prometheus.query("min(kvstore_protected)")[0]["value"][1] == "1")
     scene.collector.end()
     store, cache = cache_of(scene.worker)
     with store:
-        greedy = scene.stage.collect(
-            "--root",
-            str(scene.root),
-            "--etcd",
-            scene.etcd.endpoints,
-            "--interval",
-            "1s",
-            "--ttl",
-            "1s",
-            "--metrics",
-            "127.0.0.1:0",
-        )
+        greedy = scene.collect("--ttl", "1s")
         scene.prometheus.watch("collectors", [greedy.said["metrics"]])
         with stopped(scene.plain.child.pid):  # until its session ends
             cache.put(tokens(5, 8), kv(8), cache=False)
@@ -343,22 +310,11 @@ def test_a_node_that_announces_nothing_and_then_no_collector(scene: Scene) -> No
 
 def test_a_worker_that_is_started_again_and_again_and_then_is_gone(scene: Scene) -> None:
     said = scene.plain.said
-    again = (
-        "worker",
-        "--root",
-        str(scene.root),
-        "--etcd",
-        scene.etcd.endpoints,
-        "--listen",
-        said["grpc"],
-        "--metrics",
-        said["metrics"],
-    )
     for number in range(3):
         scene.plain.end(signal.SIGKILL)
-        scene.plain = scene.stage.start(*again)
+        scene.plain = scene.start("--listen", said["grpc"], "--metrics", said["metrics"])
         changes = f'changes(process_start_time_seconds{{instance="{said["metrics"]}"}}[15m]) > {number}'
-        eventually_within(20.0, lambda asked=changes: bool(scene.prometheus.query(asked)))  # type: ignore[misc]
+        eventually(lambda asked=changes: bool(scene.prometheus.query(asked)))  # type: ignore[misc]
     scene.prometheus.wait_fired("KVStoreWorkerRestarts")
     scene.plain.end(signal.SIGKILL)
     scene.prometheus.wait_fired("KVStoreWorkerDown")

@@ -17,7 +17,7 @@ import pytest
 from benchmarks import cli
 from benchmarks.harness import machine, report
 from benchmarks.harness.options import Options
-from benchmarks.harness.result import Plot, Result, Table, markdown, save
+from benchmarks.harness.result import Plot, Result, Table, save
 from tests.kit.patience import PATIENCE_S, eventually
 
 SOURCE = Path(__file__).parents[2]
@@ -60,14 +60,6 @@ def test_each_benchmark_function_exists() -> None:
         source = (SOURCE / "benchmarks" / f"{one.module.replace('.', '/')}.py").read_text()
         assert f"\ndef {one.function}(" in source
         assert one.is_program or "\ndef add_arguments(" in source
-
-
-def test_a_table_is_markdown_with_short_numbers() -> None:
-    lines = markdown(TABLE).splitlines()
-    assert lines[2].split() == ["|", "1", "|", "0.50", "|", "1.25", "|", "shared", "|"]
-    assert lines[3].split() == ["|", "32", "|", "1,234", "|", "-", "|", "tcp", "|"]
-    assert len({len(line) for line in lines}) == 1
-    assert lines[1].split("|")[1].endswith(":") and lines[1].split("|")[4].endswith("-")
 
 
 def test_the_page_has_all_that_a_figure_needs(tmp_path: Path) -> None:

@@ -83,8 +83,8 @@ def get_request(served: Served, mode: int) -> bytes:
     return encode_request(WAIT_S, mode, message.SerializeToString())
 
 
-def put_request(served: Served, sizes: list[int] | None = None) -> bytes:
-    start = pb.PutStart(namespace=digest_of(served), keys=pack_keys(KEYS), sizes=pack_sizes(sizes or [SIZE] * COUNT))
+def put_request(served: Served) -> bytes:
+    start = pb.PutStart(namespace=digest_of(served), keys=pack_keys(KEYS), sizes=pack_sizes([SIZE] * COUNT))
     return encode_request(WAIT_S, 0, start.SerializeToString())
 
 

@@ -27,7 +27,6 @@ from tests.kit.damage import DAMAGES, spoil
 from tests.kit.descriptors import open_before, open_now
 from tests.kit.engine_blocks import blocks_of, buffers_for, keys_of
 from tests.kit.secured import secured
-from tests.kit.stores import chunk_files
 from tests.kit.transports import MEDIUM, bulk_files_of, hasty, same, tokens_and_kv
 from tests.kit.workers import WAIT_S, Served, connected, eventually, serving, worker_process
 
@@ -46,31 +45,6 @@ def fill(worker: Served | str) -> None:
 def served(tmp_root: Path) -> Iterator[Served]:
     with serving(tmp_root) as found:
         yield found
-
-
-@BOTH
-def test_a_damaged_file_is_a_miss_from_there_on(served: Served, tmp_root: Path, way: str) -> None:
-    def run_case(damage: str) -> None:
-        with connected(served, bulk=way) as store:
-            cache = store.namespace("m", MEDIUM)
-            cache.put(TOKENS, KV)
-            assert cache.get(TOKENS)[0] == len(TOKENS)
-            victim, other = chunk_files(tmp_root)[:2]
-            spoil(victim, damage, other)
-            before = store.stats()["miss_damaged"]
-            # More than was ever stored: that the worker has less is no reason to look no further.
-            count, array = cache.get(np.concatenate([TOKENS, TOKENS[: 3 * MEDIUM.chunk_tokens]]))
-            assert count < len(TOKENS)
-            assert same(array, KV[:, :, :count])
-            if damage != "removed":
-                assert store.stats()["miss_damaged"] > before, damage
-                assert not victim.exists()
-            assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)
-            assert same(cache.get(TOKENS)[1], KV)
-        eventually(lambda: not [name for name in bulk_files_of(os.getpid()) if "/chunks/" in name], "no chunk is open")
-
-    for damage in DAMAGES:
-        run_case(damage)
 
 
 @BOTH

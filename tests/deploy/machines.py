@@ -11,11 +11,12 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.kit.patience import eventually
 
 SOURCE = Path(__file__).resolve().parents[2]
 CACHE = SOURCE / ".cache" / "guide"
@@ -177,9 +178,7 @@ def _boot(undo: ExitStack, place: Path, name: str, folder: Path, folders: dict[s
         container = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     undo.callback(_halt, container)
     children = Path(f"/proc/{container.pid}/task/{container.pid}/children")
-    _wait(
-        lambda: bool(children.read_text().split()), BOOT_S, f"{name} has no init: {(place / f'{name}.log').read_text()}"
-    )
+    eventually(lambda: children.read_text().split(), f"the init of {name} (see {place}/{name}.log)", BOOT_S)
     return int(children.read_text().split()[-1])
 
 
@@ -191,7 +190,7 @@ def _is_up(leader: int) -> bool:
 
 
 def _shell(undo: ExitStack, name: str, leader: int) -> subprocess.Popen[str]:
-    _wait(lambda: _is_up(leader), BOOT_S, f"{name} did not boot")
+    eventually(lambda: _is_up(leader), f"the boot of {name}", BOOT_S)
     shell = subprocess.Popen(
         [
             *_enter(leader),
@@ -225,13 +224,6 @@ def _halt(container: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         container.kill()
         container.wait()
-
-
-def _wait(condition: Callable[[], bool], patience_s: float, otherwise: str) -> None:
-    deadline_s = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < deadline_s, otherwise
-        time.sleep(0.2)
 
 
 def _do(*command: str) -> None:

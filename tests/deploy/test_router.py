@@ -8,16 +8,17 @@ import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from tests.deploy.examples import answering, load_example
+from tests.deploy.examples import answering
 from tests.engines.events.publisher import Publisher
 from tests.kit.patience import PATIENCE_S, eventually
+from tests.kit.programs import load_program
 
 BLOCK = 16
 ENGINES = ("http://one", "http://two")
 Events = list[dict[str, Any]]
 
 
-router = load_example("router")
+router = load_program("deploy/examples/router.py")
 
 
 def stored(tokens: list[int], medium: str | None, first: int = 0) -> dict[str, Any]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -18,21 +16,13 @@ from kvstore import Layout
 from kvstore.core.namespace import NamespaceDigest
 from kvstore.meta.keys import PinId
 from kvstore.meta.pins import StoredPin
+from tests.kit.programs import load_program
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 PAGE = (DEPLOY / "SIZING.md").read_text()
 
 
-def load_program() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("kvstore_sizing", DEPLOY / "sizing.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-sizing = load_program()
+sizing = load_program("deploy/sizing.py")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.deploy.examples import load_example
+from tests.kit.programs import load_program
 
 SHAPE = (2, 1, 4)
 TOKENS = list(range(100))
@@ -17,7 +17,7 @@ KV = np.random.default_rng(0).standard_normal((2, 2, 100, 1, 4)).astype(np.float
 
 @pytest.fixture
 def store(tmp_path: Path) -> Any:
-    return load_example("tiny_store").TinyStore(str(tmp_path), "model", SHAPE, chunk_tokens=16)
+    return load_program("deploy/examples/tiny_store.py").TinyStore(str(tmp_path), "model", SHAPE, chunk_tokens=16)
 
 
 def test_get_after_put_returns_the_full_chunks(store: Any) -> None:
@@ -49,4 +49,9 @@ def test_evict_deletes_the_tail_of_the_oldest_prompt_first(store: Any) -> None:
 
 def test_two_models_share_no_chunk(store: Any, tmp_path: Path) -> None:
     store.put(TOKENS, KV)
-    assert load_example("tiny_store").TinyStore(str(tmp_path), "other", SHAPE, chunk_tokens=16).match(TOKENS) == 0
+    assert (
+        load_program("deploy/examples/tiny_store.py")
+        .TinyStore(str(tmp_path), "other", SHAPE, chunk_tokens=16)
+        .match(TOKENS)
+        == 0
+    )

@@ -35,6 +35,7 @@ from tests.kit.disks import (
 )
 from tests.kit.faulty_root import Hang, Rule
 from tests.kit.patience import PATIENCE_S
+from tests.kit.stores import flip
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The next start
@@ -47,11 +48,11 @@ def test_a_restart_finds_everything_with_its_order_uses_and_hints(folder: Path) 
         disk.add(precious, 0, hints=Hints(priority=100))
         disk.add(other, 0)
         for _ in range(3):
-            disk.clock.pass_s(120)
+            disk.clock.advance(120)
             assert disk.has(other, 0)
-        wall_s = disk.clock.wall_s
+        then_s = disk.clock.now_s()
     with disk_on(folder, 8) as disk:
-        disk.clock.wall_s = wall_s + 60
+        disk.clock.advance(then_s + 60 - disk.clock.now_s())
         assert disk.tier.leading(chain, 0) == 4
         assert disk.tier.stats()["disk_held_bytes"] == 6 * FILE_BYTES
         filler = chain_of(3)
@@ -78,9 +79,7 @@ def test_files_that_are_not_right_are_removed_at_the_start(folder: Path) -> None
     os.truncate(of[0], 100)
     os.truncate(of[1], IMAGE_BYTES - 1)
     of[2].write_bytes(bytes(IMAGE_BYTES))  # allocated late, never written
-    damaged = bytearray(of[3].read_bytes())
-    damaged[60] ^= 1
-    of[3].write_bytes(damaged)
+    flip(of[3], 60)
     other_shard = folder / "chunks" / f"{(int(of[4].parent.name, 16) + 1) % 256:04x}"
     other_shard.mkdir(exist_ok=True)
     of[4].rename(other_shard / of[4].name)

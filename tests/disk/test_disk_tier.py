@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from pathlib import Path
 
 from kvstore.core.address import NO_PARENT, block_address
-from kvstore.core.clock import RandomIds
 from kvstore.core.executor import Deadline
-from kvstore.core.metrics import Counters
 from kvstore.format.header import expected_block
-from kvstore.root.posix import PosixRoot
-from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.inventory import ChunkIdentity
 from tests.kit.descriptors import open_before, open_now
 from tests.kit.disks import (
@@ -23,7 +18,6 @@ from tests.kit.disks import (
     NAMESPACE,
     OTHER,
     Disk,
-    FakeClock,
     bytes_under,
     chain_of,
     disk_on,
@@ -72,27 +66,11 @@ def test_the_bound_holds_between_two_system_calls(folder: Path) -> None:
         nonlocal highest
         highest = max(highest, bytes_under(folder))
 
-    tier = DiskTier(
-        str(folder),
-        3 * FILE_BYTES,
-        Counters(),
-        FakeClock(),
-        RandomIds(),
-        make_root=lambda path: PosixRoot(path, step=look),
-    )
-    tier.open()
-    tier.refill()
-    try:
-        until_s = time.monotonic() + PATIENCE_S
-        while tier.stats()["disk_refilling"] and time.monotonic() < until_s:
-            time.sleep(0.002)
+    with disk_on(folder, 3, step=look) as disk:
         for seed in range(6):
-            single = chain_of(seed, 1)
-            assert tier.add(single.place(0), image_of(single, 0))
+            assert disk.add(chain_of(seed, 1), 0) == [True]
         assert len(files_under(folder)) == 3
-        assert tier.leading(chain, 0) == 0, "the least recently used went"
-    finally:
-        tier.close()
+        assert disk.tier.leading(chain, 0) == 0, "the least recently used went"
     assert 0 < highest <= 3 * FILE_BYTES
 
 
@@ -100,7 +78,7 @@ def test_a_chunk_is_not_made_room_for_by_its_parent(folder: Path) -> None:
     chain = chain_of()
     with disk_on(folder, 2) as disk:
         disk.add(chain, 0)
-        disk.clock.pass_s(1000)
+        disk.clock.advance(1000)
         other = chain_of(1)
         disk.add(other, 0)
         assert disk.add(chain, 1) == [True]

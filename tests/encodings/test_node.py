@@ -14,20 +14,17 @@ from kvstore.client.cache import Cache
 from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
 from kvstore.codec.codec import KeyFile
-from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.engine.coordination import ClusterMember
-from kvstore.engine.open import join
-from kvstore.engine.settings import NO_TIERS, Limits, NodeOptions, TierSettings
+from kvstore.engine.settings import NO_TIERS, TierSettings
 from kvstore.format.header import Encoding, decode_any, is_encoded
 from kvstore.format.places import Name
 from kvstore.fsck.check import Options, fsck
-from kvstore.meta.memory import MemoryMetadata
-from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.posix import PosixRoot
 from tests.kit.cases import for_each
-from tests.kit.keyed import LAYOUT, TENANT, chunk_files, key_file, kv_of, same, write_keys
+from tests.kit.keyed import LAYOUT, TENANT, key_file, kv_of, write_keys
 from tests.kit.patience import PATIENCE_S
+from tests.kit.stores import chunk_files, flip, member_on, same
 
 COUNT = 5
 TOKENS = np.arange(1_000_000, 1_000_000 + COUNT * LAYOUT.chunk_tokens)
@@ -43,22 +40,9 @@ def opened(
     root: Root | Path, keys: KeyFile | None = None, settings: TierSettings = NO_TIERS, *, compress: bool = False
 ) -> Iterator[tuple[ClusterMember, Store]]:
     found = PosixRoot(root) if isinstance(root, Path) else root
-    clock, ids = SystemClock(), RandomIds()
-    identity = create_or_open(found, ids)
-    member = join(
-        found,
-        identity,
-        MemoryMetadata(clock=clock),
-        limits=Limits(),
-        clock=clock,
-        ids=ids,
-        options=NodeOptions(tiers=settings, keys=keys, compress=compress),
-    )
-    store = Store(LocalTransport(member))
-    try:
+    member = member_on(found, tiers=settings, keys=keys, compress=compress)
+    with Store(LocalTransport(member)) as store:
         yield member, store
-    finally:
-        store.close()
 
 
 def namespace(store: Store, tenant: str = TENANT) -> Cache:
@@ -158,6 +142,7 @@ def test_a_key_that_is_not_known_is_a_miss_and_nothing_is_set_aside(tmp_root: Pa
         assert cache.match(TOKENS) == 0 and cache.get(TOKENS)[0] == 0
         assert cache.blocks.get(BLOCK_KEYS, [bytearray(5000) for _ in range(3)]) == [False] * 3
         assert cache.put(TOKENS, KV).chunks_written == 0, "the name is taken"
+        assert cache.match(TOKENS) == 0 and store.stats()["known_chunks"] == 0, "what it met is not promised"
         stats = store.stats()
         assert stats["miss_key"] >= 3 and stats["miss_damaged"] == 0
     assert chunk_files(tmp_root) == before and not any((tmp_root / "quarantine").glob("*"))
@@ -188,9 +173,7 @@ def test_fsck_verifies_encrypted_files_without_a_key(tmp_root: Path, tmp_path: P
     report = fsck(PosixRoot(tmp_root), identity)
     assert report.problems_count == 0 and report.chunks_count == COUNT + 3
     path = chunk_files(tmp_root)[3]
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    flip(path)
     assert fsck(PosixRoot(tmp_root), identity, Options(repair=True)).problems_count == 1
     assert not path.exists()
 
@@ -244,22 +227,6 @@ def test_a_tenant_that_is_listed_while_a_node_runs_is_encrypted_from_then_on(tmp
         assert count == len(TOKENS) and same(array, KV)
         with cache.hold(TOKENS) as hold:
             assert same(np.concatenate(hold.view(), axis=2), KV)
-
-
-def test_what_cannot_be_decrypted_is_not_promised_after_a_put_that_came_second(tmp_root: Path, tmp_path: Path) -> None:
-    """The put lost to a file that this node cannot read, remembered that it is there, and each match hit it."""
-    with opened(tmp_root, key_file(tmp_path / "one.json", "a")) as (_, store):
-        put_all(store)
-    for keys in (key_file(tmp_path / "other.json", "b"), None):
-        with opened(tmp_root, keys) as (_, store):
-            cache = namespace(store)
-            for _ in range(2):
-                assert cache.match(TOKENS) == 0
-                cache.put(TOKENS, KV)
-            assert cache.match(TOKENS) == 0 and store.stats()["known_chunks"] == 0
-            assert store.stats()["miss_key"] > 0 and store.stats()["quarantined"] == 0
-    with opened(tmp_root, key_file(tmp_path / "one.json", "a")) as (_, store):
-        reads_right(namespace(store))
 
 
 def mapped_chunk_files() -> list[str]:

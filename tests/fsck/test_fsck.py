@@ -26,20 +26,12 @@ from kvstore.root.object_store import open_object_root
 from kvstore.root.posix import PosixReader, PosixRoot
 from tests.kit.cases import for_each
 from tests.kit.damage import LAYOUT, NOW_S, SHARD_BITS, Filled, chunk_bytes, fill, read, write
+from tests.kit.fake_meta import FakeClock
 from tests.kit.faulty_root import EIO, EROFS, FaultyRoot, Flipped, Rule
+from tests.kit.stores import SetClock
 
 SESSION = bytes(range(16))
 OLD = 7200.0
-
-
-class Clock:
-    """Stands still."""
-
-    def now_s(self) -> float:
-        return NOW_S
-
-    def monotonic_s(self) -> float:
-        return 0.0
 
 
 @pytest.fixture(params=["memory", "posix", "fsspec"])
@@ -60,7 +52,7 @@ def memory() -> Filled:
 
 
 def check(filled: Filled, **options: Any) -> FsckReport:
-    return fsck(filled.root, filled.identity, Options(**options), clock=Clock())
+    return fsck(filled.root, filled.identity, Options(**options), clock=SetClock(NOW_S))
 
 
 def on(root: Root, filled: Filled) -> Filled:
@@ -351,18 +343,10 @@ def test_file_repaired_by_another_node_is_put_back(memory: Filled) -> None:
 
 
 def test_reading_keeps_to_its_rate(memory: Filled) -> None:
-    now, pauses = [0.0], []
-
-    class Ticking(Clock):
-        def monotonic_s(self) -> float:
-            return now[0]
-
-    def pause(seconds: float) -> None:
-        pauses.append(seconds)
-        now[0] += seconds
-
-    report = fsck(memory.root, memory.identity, Options(bytes_per_s=1000.0), clock=Ticking(), pause=pause)
-    assert sum(pauses) == pytest.approx(report.read_bytes / 1000.0)
+    clock = FakeClock()
+    began_s = clock.monotonic_s()
+    report = fsck(memory.root, memory.identity, Options(bytes_per_s=1000.0), clock=clock, pause=clock.advance)
+    assert clock.monotonic_s() - began_s == pytest.approx(report.read_bytes / 1000.0)
 
 
 def test_long_headers_and_sections_are_checked() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 import kvstore
 from kvstore.client.cache import Cache
+from tests.kit.patience import eventually
 
 ROOT = "/mnt/nfs/root"
 TOKENS = 64
@@ -33,10 +34,7 @@ def kv(seed: int) -> np.ndarray:
 
 
 def wait(path: Path) -> None:
-    ends_s = time.monotonic() + LIMIT_S
-    while not path.exists():
-        assert time.monotonic() < ends_s, path
-        time.sleep(0.02)
+    eventually(path.exists, path.name, LIMIT_S)
 
 
 def write(cache: Cache, work: Path) -> None:

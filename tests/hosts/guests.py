@@ -12,12 +12,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from kvstore.meta.embedded_etcd import find_etcd
+from tests.kit.patience import eventually
 
 MODULES = Path("/usr/lib/uml/modules")
 NEEDED = ("linux.uml", "ip", "rpc.nfsd", "mkfs.ext4", "mkfs.xfs", "mount.nfs")
@@ -208,10 +208,7 @@ def make_disk(path: Path, file_system: str) -> None:
 
 def wait_for(path: Path, timeout_s: float) -> None:
     """Returns once there is such a file. Raises AssertionError if it does not come in time."""
-    ends_s = time.monotonic() + timeout_s
-    while not path.exists():
-        assert time.monotonic() < ends_s, f"{path.name} did not come; see {path.parent}/*.console and *.out"
-        time.sleep(0.1)
+    eventually(path.exists, f"{path} (see the *.console and *.out beside it)", timeout_s)
 
 
 def _run(*command: str) -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.core.buffers import BufferLoan
 from kvstore.engine.coordination import ClusterMember
-from kvstore.format import places
 from kvstore.format.header import INCARNATION_AT
 from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
 from kvstore.meta.keys import Keys
 from kvstore.meta.sweeps import Condemned
 from kvstore.root.interface import Root
+from kvstore.testing.roots import content_of, publish
 from tests.kit.clusters import Cluster, looking
 
 
@@ -40,13 +39,9 @@ def in_flight(c: Cluster) -> list[Condemned]:
 
 def republish(root: Root, name: Name) -> bytes:
     """Replaces a chunk by another publication of it, as if it had been swept and put again; its content."""
-    reader = root.open(name)
-    assert reader is not None
-    content = bytearray(reader.stat.size_bytes)
-    reader.read([memoryview(content)], 0, BufferLoan())
-    content[INCARNATION_AT] ^= 0xFF
+    found = content_of(root, name)
+    assert found is not None
+    content = found[:INCARNATION_AT] + bytes([found[INCARNATION_AT] ^ 0xFF]) + found[INCARNATION_AT + 1 :]
     root.remove(name)
-    staged = places.staged(b"z" * 16, 0)
-    root.stage(staged, [memoryview(content)], stamp_ns=1, durable=False)
-    root.publish(staged, name, durable=False)
-    return bytes(content)
+    assert publish(root, name, content, stamp_ns=1)
+    return content

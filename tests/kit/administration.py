@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.v1.control_pb2_grpc import ControlStub
-from tests.kit.stores import SMALL, kv_of
+from tests.kit.stores import SMALL, flip, kv_of
 from tests.kit.workers import Served, raw_channel
 
 SIZE = SMALL.chunk_tokens
@@ -27,7 +27,6 @@ def raw_control(served: Served) -> Iterator[ControlStub]:
 
 def damage_payload(path: Path) -> None:
     """Turns the last byte of a chunk, which no reader would take then."""
-    before, content = path.stat(), bytearray(path.read_bytes())
-    content[-1] ^= 0xFF
-    path.write_bytes(content)
+    before = path.stat()
+    flip(path)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))

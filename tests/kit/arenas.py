@@ -33,10 +33,9 @@ def serving_memory(
     *,
     limits: Limits | None = None,
     worker_limits: WorkerLimits | None = None,
-    write: WriteMode = WriteMode.BEHIND,
 ) -> Iterator[Served]:
     """A worker with memory on ``root`` (in memory itself where none is given), stopped at the end."""
-    tiers = TierSettings(memory_bytes=memory_bytes, write=write)
+    tiers = TierSettings(memory_bytes=memory_bytes)
     with serving(root, limits=limits, worker_limits=worker_limits, tiers=tiers) as served:
         yield served
 
@@ -88,13 +87,13 @@ def leases_end(served: Served) -> None:
     assert memory_of(served).stats()["memory_leased_bytes"] == 0
 
 
-def mapped_bytes(pid: int, name: str = "memfd:kvstore-memory") -> dict[str, int]:
+def mapped_bytes(pid: int) -> dict[str, int]:
     """Returns the kernel's figures of a process's mappings of a file: sums of Rss, Pss, shared and private parts."""
     sums: dict[str, int] = {}
     ours = False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         if re.match(r"^[0-9a-f]+-[0-9a-f]+ ", line):
-            ours = name in line
+            ours = "memfd:kvstore-memory" in line
         elif ours and (found := re.match(r"^(\w+):\s+(\d+) kB", line)):
             sums[found[1]] = sums.get(found[1], 0) + 1024 * int(found[2])
     return sums

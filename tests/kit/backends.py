@@ -31,23 +31,22 @@ from kvstore.engine.settings import NO_TIERS, Limits, NodeOptions, TierSettings
 from kvstore.format import places
 from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
-from kvstore.meta.keys import part_of
 from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.meta.store import MetadataStore
-from kvstore.root.identity import create_or_open
+from kvstore.root.identity import RootIdentity, create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.server import Worker
-from kvstore_gc.deletion import SweepPlan, SweepVictim
+from kvstore_gc.deletion import SweepPlan
 from kvstore_gc.execute import SweepReport
 from kvstore_gc.site import Site, Timings
 from tests.kit.keyed import key_file
 from tests.kit.patience import PATIENCE_S, eventually
 from tests.kit.steps import META, ROOT, Stepped, Steps
 from tests.kit.stores import SMALL, member_of
-from tests.kit.sweeping import WholeSweeper
+from tests.kit.sweeping import WholeSweeper, plans_of
 
 WAYS = ("embedded", "memory", "disk", "shared", "tcp", "grpc")
 """A node in this process without tiers, with memory, with memory and a local disk; a worker by each transport."""
@@ -121,6 +120,11 @@ class Backend:
     def _new_root(self) -> Root:
         return PosixRoot(self._folder) if self._folder is not None else MemoryRoot(self._files)
 
+    def _ports(self) -> tuple[Root, RootIdentity, MetadataStore]:
+        root = self._new_root()
+        stepped = cast(Root, Stepped(root, self.steps, ROOT)) if self._folder is None else root
+        return stepped, self.identity, cast(MetadataStore, Stepped(MemoryMetadata(self._meta), self.steps, META))
+
     def _open(self) -> None:
         tiers = NO_TIERS
         if self.has_memory:
@@ -129,9 +133,7 @@ class Backend:
             tiers = TierSettings(self._memory_bytes, str(self._disk) if is_disk else "", (64 << 20) * is_disk)
         keys = None if self._keys is None else key_file(self._keys, "a", tenant=TENANT)
         self.member = join(
-            cast(Root, Stepped(self._new_root(), self.steps, ROOT)) if self._folder is None else self._new_root(),
-            self.identity,
-            cast(MetadataStore, Stepped(MemoryMetadata(self._meta), self.steps, META)),
+            *self._ports(),
             NodeOptions(tiers=tiers, keys=keys),
             limits=self._limits,
             clock=SystemClock(),
@@ -252,14 +254,7 @@ class Backend:
         return 0 if tiers is None or tiers.disk is None else tiers.disk.leading(self.chain(cache, tokens), 0)
 
     def collector(self) -> WholeSweeper:
-        site = Site(
-            cast(Root, Stepped(self._new_root(), self.steps, ROOT)) if self._folder is None else self._new_root(),
-            self.identity,
-            cast(MetadataStore, Stepped(MemoryMetadata(self._meta), self.steps, META)),
-            SystemClock(),
-            timings=TIMINGS,
-        )
-        return WholeSweeper(site)
+        return WholeSweeper(Site(*self._ports(), SystemClock(), timings=TIMINGS))
 
     def sweep(self, namespaces: Sequence[Namespace]) -> SweepReport:
         """Has a collector delete everything in some namespaces that it may delete."""
@@ -267,15 +262,9 @@ class Backend:
         return self.collector().sweep(plans)
 
     def plans(self, namespaces: Sequence[Namespace]) -> list[SweepPlan]:
-        ids = {namespace.id for namespace in namespaces}
-        parts: dict[int, list[SweepVictim]] = {}
-        for name in sorted(each for each in self.listing() if each.startswith("chunks/")):
-            parsed = places.parse_chunk(name.rpartition("/")[2])
-            stat = self.plain_root.stat(Name(name))
-            if parsed is not None and parsed[1] in ids and stat is not None:
-                victim = SweepVictim(*parsed, stat.size_bytes, stat.mtime_ns)
-                parts.setdefault(part_of(parsed[0]), []).append(victim)
-        return [SweepPlan(part, tuple(victims)) for part, victims in sorted(parts.items())]
+        ends = tuple(f".{namespace.id.hex()}" for namespace in namespaces)
+        names = [Name(name) for name in sorted(self.listing()) if name.startswith("chunks/") and name.endswith(ends)]
+        return plans_of(self.plain_root, names)
 
     # Inspection
 

@@ -19,16 +19,13 @@ from kvstore.census.walk import ChunkFile, walk
 from kvstore.client.cache import Cache
 from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
-from kvstore.core.clock import Clock, RandomIds, SystemClock
-from kvstore.engine.coordination import Coordination
-from kvstore.engine.open import join
-from kvstore.engine.settings import NodeOptions, TierSettings
+from kvstore.core.clock import Clock, SystemClock
+from kvstore.engine.settings import TierSettings
 from kvstore.format.keyset import ChunkKeys
 from kvstore.meta.memory import MemoryMetadata, MemoryStore
-from kvstore.root.identity import create_or_open
 from kvstore.root.interface import Root
 from tests.kit.patience import PATIENCE_S, stretched
-from tests.kit.stores import kv_of
+from tests.kit.stores import kv_of, member_on
 from tests.kit.tiers import QUICK
 
 LAYOUT = Layout(layers=2, kv_heads=2, head_dim=32, dtype="float16", chunk_tokens=32)
@@ -47,22 +44,14 @@ class ModelNode:
         clear_answer_s: float = PATIENCE_S,
         clock: Clock | None = None,
     ) -> None:
-        clock, ids = clock or SystemClock(), RandomIds()
+        clock = clock or SystemClock()
         limits = stretched(QUICK, "match_deadline_s", "read_deadline_s", "write_deadline_s", "stall_s")
         limits = replace(limits, clear_answer_s=clear_answer_s)
         self.root = root
         self.model = model
         settings = TierSettings(16 << 20, str(disk) if disk else "", (64 << 20) if disk else 0)
-        self.member = join(
-            root,
-            create_or_open(root, ids),
-            MemoryMetadata(store, clock=clock),
-            limits=limits,
-            clock=clock,
-            ids=ids,
-            sharing=Coordination.CLUSTER,
-            options=NodeOptions(tiers=settings),
-        )
+        meta = MemoryMetadata(store, clock=clock)
+        self.member = member_on(root, limits, clock, tiers=settings, meta=meta, in_cluster=True)
         self.node = self.member.node
         self._store = Store(LocalTransport(self.member))
         self.cache = self._store.namespace(model, LAYOUT)
@@ -97,9 +86,9 @@ class ModelNode:
     def chain(self, number: int, chunks: int = 4) -> ChunkKeys:
         return ChunkKeys.of(self.cache.namespace, np.asarray(tokens(number, chunks), np.uint32))
 
-    def in_memory(self, number: int, wrote: ModelNode, chunks: int = 4) -> int:
+    def in_memory(self, number: int, wrote: ModelNode) -> int:
         assert self.node.memory is not None
-        return self.node.memory.leading(wrote.chain(number, chunks))
+        return self.node.memory.leading(wrote.chain(number, 4))
 
     def on_root(self) -> list[ChunkFile]:
         return list(walk(self.root, self.node.identity.shard_bits))

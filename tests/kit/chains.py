@@ -51,14 +51,14 @@ def stamp(age_s: int, depth: int = 0, uses: int = 0, hints: Hints | None = None)
     return stamp_ns((NOW_S - age_s) // QUANTUM_S * QUANTUM_S, depth, hints or Hints(), uses)
 
 
-def loose(count: int, *, seed: int = 0, age_s: int | None = None, size_bytes: int = 100) -> list[Chunk]:
+def loose(count: int, *, seed: int = 0, age_s: int | None = None) -> list[Chunk]:
     """Returns chunks that are separate chains, of the first namespace, ``age_s`` old or up to a day."""
     rnd = random.Random(seed)
     return [
         Chunk(
             Address(rnd.randbytes(16)),
             SPACES[0],
-            size_bytes,
+            100,
             stamp(rnd.randrange(86_400) if age_s is None else age_s, 0, rnd.randrange(USES_MAX + 1)),
         )
         for _ in range(count)

@@ -12,7 +12,7 @@ import numpy as np
 from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
 from kvstore.core.address import Address
-from kvstore.core.clock import Clock, Ids, RandomIds, SystemClock
+from kvstore.core.clock import Clock, RandomIds, SystemClock
 from kvstore.core.namespace import Namespace
 from kvstore.engine.coordination import ClusterMember, Coordination
 from kvstore.engine.gc_state import ChunkHold
@@ -27,11 +27,11 @@ from kvstore.meta.store import MetadataStore
 from kvstore.root.identity import RootId, RootIdentity, create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore_gc.deletion import SweepPlan, SweepVictim
+from kvstore_gc.deletion import SweepPlan
 from kvstore_gc.site import Site, Timings
 from tests.kit.patience import eventually as eventually
 from tests.kit.stores import TINY, kv_of
-from tests.kit.sweeping import WholeSweeper
+from tests.kit.sweeping import WholeSweeper, plans_of
 
 NODE_LIMITS = Limits(announce_s=0.01, follow_s=0.01, lanes=2, width=2)
 NOT_LINGERING = replace(NODE_LIMITS, hold_linger_s=1e-9)
@@ -40,11 +40,9 @@ TIMINGS = Timings(poll_s_min=0.01, poll_s_max=0.02, announce_lag_max_s=60.0, gra
 SPACE = Namespace.of("m", TINY)
 
 
-def site_of(
-    meta: MetadataStore, root_id: bytes = bytes(16), clock: Clock | None = None, ids: Ids | None = None
-) -> Site:
+def site_of(meta: MetadataStore, root_id: bytes = bytes(16), clock: Clock | None = None) -> Site:
     """A site for what needs no root, over some metadata."""
-    return Site(MemoryRoot(), RootIdentity(RootId(root_id), 0, 2), meta, clock or SystemClock(), ids or RandomIds())
+    return Site(MemoryRoot(), RootIdentity(RootId(root_id), 0, 2), meta, clock or SystemClock())
 
 
 def prompt(seed: int, chunks: int) -> ChunkKeys:
@@ -124,15 +122,8 @@ class Cluster:
 
     def plans(self, *chains: ChunkKeys) -> list[SweepPlan]:
         """A plan to take all of some chains."""
-        parts: dict[int, list[SweepVictim]] = {}
-        for chain in chains:
-            for address in chain.addresses:
-                stat = self.root.stat(self.name(address))
-                if stat is not None:
-                    parts.setdefault(part_of(address), []).append(
-                        SweepVictim(address, SPACE.id, stat.size_bytes, stat.mtime_ns)
-                    )
-        return [SweepPlan(part, tuple(victims)) for part, victims in sorted(parts.items())]
+        names = [self.name(address) for chain in chains for address in chain.addresses]
+        return plans_of(self.root, names)
 
     def name(self, address: Address) -> Name:
         """Returns the name of a chunk's file."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from kvstore.core.address import Address
-from kvstore.core.buffers import BufferLoan, token_array
+from kvstore.core.buffers import token_array
 from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.core.layout import Layout
 from kvstore.core.namespace import Namespace, NamespaceId
@@ -19,13 +18,14 @@ from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
 from kvstore.root.identity import NamespaceRecords, RootIdentity, create_or_open
 from kvstore.root.interface import Root
+from kvstore.testing.roots import content_of, publish
 from tests.kit.images import encoded
 
 NOW_S = 1_700_000_000.0
 SHARD_BITS = 4
 LAYOUT = Layout(layers=2, kv_heads=1, head_dim=4, dtype="float16", chunk_tokens=4)
 
-_numbers = itertools.count()
+read = content_of
 
 
 @dataclass(frozen=True)
@@ -58,18 +58,7 @@ def chunk_bytes(expected: Expected) -> bytes:
 def write(root: Root, name: Name, content: bytes, *, age_s: float = 0.0) -> None:
     """Puts a file at any name and replaces what is there: a way to cause damage."""
     root.remove(name)
-    staged = Name(f"{name}.{next(_numbers)}.writing")
-    root.stage(staged, [memoryview(content)], stamp_ns=int((NOW_S - age_s) * 1e9), durable=False)
-    assert root.publish(staged, name, durable=False)
-
-
-def read(root: Root, name: Name) -> bytes | None:
-    reader = root.open(name)
-    if reader is None:
-        return None
-    with reader:
-        content = bytearray(reader.stat.size_bytes)
-        return bytes(content[: reader.read([memoryview(content)], 0, BufferLoan())]) if content else b""
+    assert publish(root, name, content, stamp_ns=int((NOW_S - age_s) * 1e9))
 
 
 def fill(root: Root, chunks_count: int = 6, name: str = "model") -> Filled:

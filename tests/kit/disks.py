@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,33 +20,16 @@ from kvstore.format.keyset import ChunkKeys
 from kvstore.root.interface import Root
 from kvstore.root.posix import PosixRoot
 from kvstore.tiers.disk import DiskTier
+from tests.kit.fake_meta import FakeClock
 from tests.kit.faulty_root import FaultyRoot, Rule
 from tests.kit.images import encoded
-from tests.kit.patience import PATIENCE_S
+from tests.kit.patience import eventually
 from tests.kit.stores import TINY
 
 NAMESPACE = Namespace.of("m", TINY)
 OTHER = Namespace.of("other", TINY)
 CHUNKS = 12
 MIB = 1 << 20
-
-
-class FakeClock:
-    """Both clocks as the test sets them."""
-
-    def __init__(self) -> None:
-        self.wall_s = 1_700_000_000.0
-        self.mono_s = 0.0
-
-    def now_s(self) -> float:
-        return self.wall_s
-
-    def monotonic_s(self) -> float:
-        return self.mono_s
-
-    def pass_s(self, seconds: float) -> None:
-        self.wall_s += seconds
-        self.mono_s += seconds
 
 
 def chain_of(seed: int = 0, chunks: int = CHUNKS, namespace: Namespace = NAMESPACE) -> ChunkKeys:
@@ -83,10 +65,12 @@ class Disk:
         *,
         size_bytes: int | None = None,
         rules: Sequence[Rule] = (),
+        step: Callable[[str], None] | None = None,
     ) -> None:
         self.path = path
-        self._rules = rules
+        self._rules, self._step = rules, step
         self.clock = FakeClock()
+        self.clock.advance(1_700_000_000.0 - self.clock.now_s())
         self.counters = Counters()
         self.root: FaultyRoot | None = None
         self.tier = DiskTier(
@@ -99,7 +83,7 @@ class Disk:
         )
 
     def _faulty(self, path: str) -> Root:
-        self.root = FaultyRoot(PosixRoot(path), self._rules)
+        self.root = FaultyRoot(PosixRoot(path, step=self._step), self._rules)
         return self.root
 
     def add(self, chain: ChunkKeys, *indexes: int, hints: Hints | None = None) -> list[bool]:
@@ -129,20 +113,16 @@ class Disk:
         self.root.set_rules(rules)
 
     def wait_refilled(self) -> None:
-        until_s = time.monotonic() + PATIENCE_S
-        while self.tier.stats()["disk_refilling"]:
-            assert time.monotonic() < until_s
-            time.sleep(0.002)
+        eventually(lambda: not self.tier.stats()["disk_refilling"])
 
 
 @contextmanager
-def disk_on(path: Path, files: int = 100, *, refilled: bool = True, **settings: Any) -> Iterator[Disk]:
+def disk_on(path: Path, files: int = 100, **settings: Any) -> Iterator[Disk]:
     disk = Disk(path, files, **settings)
     disk.tier.open()
     disk.tier.refill()
     try:
-        if refilled:
-            disk.wait_refilled()
+        disk.wait_refilled()
         yield disk
     finally:
         disk.tier.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import closing
 
 from kvstore.core.address import NO_PARENT, Address
@@ -13,7 +12,6 @@ from kvstore.format import places
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMetadata
 from kvstore.meta.store import MetadataStore
-from kvstore.root.interface import Root
 from tests.kit.clusters import Cluster
 
 TICK_S = 10.0
@@ -47,12 +45,11 @@ class Following:
     def __init__(
         self,
         cluster: Cluster,
-        root: Root | None = None,
         meta: MetadataStore | None = None,
         wanted: Wanted = lambda _: True,
     ) -> None:
         self.clock = Ticking()
-        self.root = root or cluster.root
+        self.root = cluster.root
         limits, keys = EventLimits(), Keys(cluster.identity.root)
         doomed = PendingDeletions(meta or MemoryMetadata(cluster.store), keys, limits)
         self.truth = RootIndex(self.root, cluster.identity.shard_bits, doomed, wanted, limits, self.clock)
@@ -70,12 +67,12 @@ class Following:
                 assert stored.address not in self.heard
                 self.heard.add(stored.address)
 
-    def catch_up(self, until: Callable[[], bool] = lambda: False) -> None:
+    def catch_up(self) -> None:
         """Steps until nothing is left to do, and some time later once more; what is done next is in another tick."""
         for _ in range(2):
             self.clock.passed_s += TICK_S
             self.step()
-            while self.truth.is_busy and not until():
+            while self.truth.is_busy:
                 self.step()
         await_tick()
 

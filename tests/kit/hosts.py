@@ -94,10 +94,10 @@ def collectors(root: Path) -> list[int]:
     return found
 
 
-def collected(root: Path, max_bytes: int = 1) -> Evicted:
-    """One round of a collector of this process; by default it evicts all that is not in use."""
+def collected(root: Path) -> Evicted:
+    """One round of a collector of this process, which evicts all that is not in use."""
     time.sleep(TICK_S)
-    with opened(str(root), Config(max_bytes=max_bytes), {}, wait_s=PATIENCE_S) as collector:
+    with opened(str(root), Config(max_bytes=1), {}, wait_s=PATIENCE_S) as collector:
         return collector.once()
 
 

@@ -12,8 +12,6 @@ import numpy.typing as npt
 
 from kvstore.codec.codec import KeyFile
 from kvstore.core.layout import Layout
-from tests.kit.stores import chunk_files as chunk_files
-from tests.kit.stores import same as same
 
 LAYOUT = Layout(layers=3, kv_heads=2, head_dim=16, dtype="bfloat16", chunk_tokens=128)
 TENANT = "acme"

@@ -11,7 +11,6 @@ from kvstore.client.cache import Cache
 from kvstore.core.operations import OperationState
 from kvstore.core.write_mode import WriteMode, WriteModeName
 from kvstore.root.interface import Root
-from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.server import Worker
 from tests.kit.tiers import QUICK, Acting
 from tests.kit.workers import Served, connected
@@ -23,13 +22,11 @@ def working(
     *,
     write: WriteMode = WriteMode.UNCACHED,
     disk: Path | None = None,
-    operations_max: int = 32,
-    worker_limits: WorkerLimits | None = None,
 ) -> Iterator[tuple[Acting, Served]]:
     """A worker with memory, and the member behind it."""
-    limits = replace(QUICK, write_deadline_s=10.0, operations_max=operations_max)
+    limits = replace(QUICK, write_deadline_s=10.0, operations_max=32)
     with Acting(root, write=write, disk=disk, limits=limits) as acting:
-        worker = Worker(acting.member, "127.0.0.1:0", worker_limits)
+        worker = Worker(acting.member, "127.0.0.1:0")
         worker.start()
         try:
             yield acting, Served(worker, acting.member)

@@ -13,7 +13,7 @@ from kvstore.core.write_mode import WriteMode
 from kvstore.errors import HoldBroken
 from kvstore.root.posix import PosixRoot
 from tests.kit.faulty_root import FaultyRoot
-from tests.kit.stores import same
+from tests.kit.stores import flip, same
 from tests.kit.tiers import Acting, eventually
 
 
@@ -78,9 +78,7 @@ def damage_on_disk(node: Acting, number: int, index: int) -> None:
     assert disk is not None
     address = node.chain(number, index + 1).addresses[index]
     (path,) = Path(disk._folder.path).rglob(f"{address.hex()}*")
-    content = bytearray(path.read_bytes())
-    content[9_000] ^= 1
-    path.write_bytes(content)
+    flip(path, 9_000)
 
 
 def read(node: Acting, number: int, chunks: int, way: str) -> int:

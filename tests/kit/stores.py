@@ -17,6 +17,7 @@ from kvstore import Layout
 from kvstore.client.cache import close_when_dropped
 from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
+from kvstore.codec.codec import KeyFile
 from kvstore.core.clock import Clock, RandomIds, SystemClock
 from kvstore.core.write_mode import Durability
 from kvstore.engine.coordination import ClusterMember, Coordination
@@ -62,22 +63,24 @@ def member_on(
     durability: Durability = Durability.NONE,
     tiers: TierSettings = NO_TIERS,
     meta: MetadataStore | None = None,
+    keys: KeyFile | None = None,
     *,
+    compress: bool = False,
     in_cluster: bool = False,
 ) -> ClusterMember:
     """Opens a member on ``root``, with its own metadata if none are given."""
     clock, ids = clock or SystemClock(), RandomIds()
     identity = create_or_open(root.inner if isinstance(root, FaultyRoot) else root, ids)
     meta = meta or MemoryMetadata(clock=clock)
-    options = NodeOptions(durability, tiers=tiers)
+    options = NodeOptions(durability, tiers=tiers, keys=keys, compress=compress)
     sharing = Coordination.CLUSTER if in_cluster else Coordination.ALONE
     return join(root, identity, meta, options, limits=limits or Limits(), clock=clock, ids=ids, sharing=sharing)
 
 
-def store_on(root: Root | Path, limits: Limits | None = None, clock: Clock | None = None) -> Store:
+def store_on(root: Root | Path, limits: Limits | None = None) -> Store:
     """A store on ``root``, closed like any other."""
     opened = PosixRoot(root) if isinstance(root, Path) else root
-    member = member_on(opened, limits, clock)
+    member = member_on(opened, limits)
     port = LocalTransport(member)
     return Store(port, close_when_dropped(port, member.close, opened.url))
 
@@ -135,6 +138,13 @@ def fresh(folder: Path) -> Path:
     return Path(tempfile.mkdtemp(dir=folder))
 
 
+def flip(file: Path, at: int = -1) -> None:
+    """Turns a bit of a file, in place: the last byte's if none is named."""
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
 def chunk_files(root: Path) -> list[Path]:
     """All published chunk files under a root."""
     return sorted((root / "chunks").glob("*/*"))
@@ -161,3 +171,6 @@ MANY = Layout(layers=600, kv_heads=1, head_dim=8, dtype="int8", chunk_tokens=32)
 
 
 UNALIGNED = Layout(layers=2, kv_heads=3, head_dim=7, dtype="int8", chunk_tokens=13)
+
+
+LAYOUTS = {"tiny": TINY, "small": SMALL, "large": LARGE, "many": MANY, "odd": UNALIGNED}

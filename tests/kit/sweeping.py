@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from kvstore_gc.capacity import Pressure
-from kvstore_gc.deletion import SweepPlan
+from kvstore.format import places
+from kvstore.format.places import Name
+from kvstore.meta.keys import part_of
+from kvstore.root.interface import Root
+from kvstore_gc.deletion import SweepPlan, SweepVictim
 from kvstore_gc.execute import Sweeper, SweepReport
 from kvstore_gc.site import Site
 
@@ -13,8 +16,8 @@ from kvstore_gc.site import Site
 class WholeSweeper(Sweeper):
     """A sweeper of one site."""
 
-    def __init__(self, site: Site, pressure: Pressure | None = None) -> None:
-        super().__init__(site, pressure)
+    def __init__(self, site: Site) -> None:
+        super().__init__(site)
         self._place = site
 
     def sweep(self, plans: Sequence[SweepPlan]) -> SweepReport:
@@ -42,3 +45,14 @@ class WholeSweeper(Sweeper):
             elif self.busy_parts:
                 self._place.pause(wait_s)
                 wait_s = min(2 * wait_s, timings.poll_s_max)
+
+
+def plans_of(root: Root, names: Iterable[Name]) -> list[SweepPlan]:
+    """Plans to take these chunk files."""
+    parts: dict[int, list[SweepVictim]] = {}
+    for name in names:
+        chunk, stat = places.parse_chunk(name.rpartition("/")[2]), root.stat(name)
+        if chunk is not None and stat is not None:
+            victim = SweepVictim(*chunk, stat.size_bytes, stat.mtime_ns)
+            parts.setdefault(part_of(victim.address), []).append(victim)
+    return [SweepPlan(part, tuple(victims)) for part, victims in sorted(parts.items())]

@@ -15,14 +15,14 @@ Bytes = npt.NDArray[np.uint8]
 KVList = list[list[tuple[KVTensor, KVTensor]]]
 
 
-def kv_of(tokens: Sequence[int], layers: int, tensor_nbytes: int, skip: int = 0) -> Bytes:
-    """KV of each token after ``skip``, determined by it and all before it; shape (tokens, layers, 2, tensor_nbytes)."""
+def kv_of(tokens: Sequence[int], layers: int, tensor_nbytes: int) -> Bytes:
+    """KV of each token, determined by it and all before it; shape (tokens, layers, 2, tensor_nbytes)."""
     rows, prefix = [], hashlib.blake2b()
     for token in tokens:
         prefix.update(int(token).to_bytes(8, "little", signed=True))
         rng = np.random.default_rng(int.from_bytes(prefix.digest()[:8], "little"))
         rows.append(rng.integers(0, 256, (layers, 2, tensor_nbytes), dtype=np.uint8))
-    return np.array(rows[skip:], dtype=np.uint8).reshape(-1, layers, 2, tensor_nbytes)
+    return np.array(rows, dtype=np.uint8).reshape(-1, layers, 2, tensor_nbytes)
 
 
 def over(array: npt.NDArray[Any]) -> KVList:

@@ -5,7 +5,6 @@ Separate from the tests, which say what the results must be.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -35,8 +34,8 @@ from kvstore.root.posix import PosixRoot
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.stack import TierStack
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
-from tests.kit.patience import PATIENCE_S, stretched
 from tests.kit.patience import eventually as eventually
+from tests.kit.patience import stretched
 from tests.kit.stores import hasty_while_faulty, kv_of, member_on, same
 
 LARGE = Layout(layers=4, kv_heads=4, head_dim=64, dtype="float16", chunk_tokens=64)
@@ -54,10 +53,6 @@ QUICK = Limits(match_deadline_s=0.5, read_deadline_s=1.0, write_deadline_s=1.0, 
 def quick(**values: Any) -> Limits:
     """Returns short limits, some of them replaced."""
     return replace(QUICK, **values)
-
-
-IN_TIME_S = PATIENCE_S
-"""Any call of ``QUICK`` has come back by then: only one that waits for what hangs has not."""
 
 
 class Prompts:
@@ -226,13 +221,6 @@ def faulty(root: Root | None = None) -> FaultyRoot:
 def on_posix(folder: Path) -> PosixRoot:
     folder.mkdir(parents=True, exist_ok=True)
     return PosixRoot(folder)
-
-
-def timed(action: Callable[[], object]) -> float:
-    """Seconds that it took."""
-    began_s = time.monotonic()
-    action()
-    return time.monotonic() - began_s
 
 
 def together(*actions: Callable[[], object]) -> None:

@@ -76,9 +76,9 @@ def greeted(served: Served, way: str) -> Iterator[Channel]:
         channel.close()
 
 
-def linked(channel: Channel, memory: WorkerMemory | None = None, address: str = "worker") -> DataConnection:
+def linked(channel: Channel, memory: WorkerMemory | None = None) -> DataConnection:
     """The client's end of a connection whose other end a test speaks for."""
-    return DataConnection(channel, address, False, None, memory, 0)
+    return DataConnection(channel, "worker", False, None, memory, 0)
 
 
 def send_head(channel: Channel, kind: FrameKind, request: int, length: int) -> None:

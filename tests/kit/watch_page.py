@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 PAGE = Path(__file__).parents[2] / "kvstore/worker/METRICS.md"
-_ROW = re.compile(r"\| `(kvstore_\w+)`(?: \*)? \| (counter|gauge|histogram) \|([^|]*)\| ([^|]+) \|")
+_ROW = re.compile(r"\| `(kvstore_\w+)`(?: \*)? \| (counter|gauge|histogram) \|([^|]*)\| [^|]+ \|")
 
 
 class Documented(NamedTuple):
@@ -15,7 +15,6 @@ class Documented(NamedTuple):
 
     kind: str
     labels: tuple[str, ...]
-    says: str = ""
 
 
 def documented() -> dict[str, Documented]:
@@ -24,7 +23,7 @@ def documented() -> dict[str, Documented]:
     for line in PAGE.read_text().splitlines():
         if row := _ROW.fullmatch(line):
             assert row[1] not in found, f"{row[1]} has two rows"
-            found[row[1]] = Documented(row[2], tuple(re.findall(r"`(\w+)`", row[3])), row[4])
+            found[row[1]] = Documented(row[2], tuple(re.findall(r"`(\w+)`", row[3])))
     return found
 
 

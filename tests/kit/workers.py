@@ -202,8 +202,8 @@ import sys
 from kvstore.engine.open import open_member
 from kvstore.engine.settings import TierSettings
 from kvstore.worker.server import Worker
-member = open_member(sys.argv[1], create=True, settings=TierSettings(memory_bytes=int(sys.argv[3])))
-worker = Worker(member, sys.argv[2])
+member = open_member(sys.argv[1], create=True, settings=TierSettings(memory_bytes=int(sys.argv[2])))
+worker = Worker(member, "127.0.0.1:0")
 print(worker.start(), flush=True)
 sys.stdin.read()
 worker.drain(30.0)
@@ -215,14 +215,13 @@ print("drained", flush=True)
 class WorkerProcess:
     """A worker in a separate process. ``address`` is where it listens."""
 
-    def __init__(self, root: Path, listen: str, folder: Path | None, memory_bytes: int) -> None:
+    def __init__(self, root: Path, memory_bytes: int) -> None:
         self._child = subprocess.Popen(
-            [sys.executable, "-c", _PROCESS, str(root), listen, str(memory_bytes)],
+            [sys.executable, "-c", _PROCESS, str(root), str(memory_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=Path(__file__).parents[2],
-            env={**os.environ, **({"TMPDIR": str(folder)} if folder else {})},
         )
         self.pid = self._child.pid
         assert self._child.stdout is not None
@@ -247,11 +246,9 @@ class WorkerProcess:
 
 
 @contextmanager
-def worker_process(
-    root: Path, listen: str = "127.0.0.1:0", folder: Path | None = None, memory_bytes: int = 0
-) -> Iterator[WorkerProcess]:
-    """A WorkerProcess, killed at the end; ``folder`` is for its temporary files."""
-    child = WorkerProcess(root, listen, folder, memory_bytes)
+def worker_process(root: Path, memory_bytes: int = 0) -> Iterator[WorkerProcess]:
+    """A WorkerProcess, killed at the end."""
+    child = WorkerProcess(root, memory_bytes)
     try:
         yield child
     finally:

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,12 +29,11 @@ from tests.kit.etcd import (
     frozen,
     running_etcd,
 )
+from tests.kit.patience import returns
 
 pytestmark = pytest.mark.slow
 
 DEADLINE_S = 0.3
-MARGIN_S = PATIENCE_S / 2
-"""How much later than its deadline a call may return on a busy machine; without one it never ends."""
 
 
 @pytest.fixture
@@ -93,28 +91,13 @@ def calls(meta: EtcdMetadata) -> list[Callable[[], object]]:
     ]
 
 
-def test_restarted_etcd_is_used_again(server: EmbeddedEtcd, client: Callable[..., EtcdMetadata]) -> None:
-    meta = client(server.endpoints)
-    meta.put("a", b"before")
-    os.kill(server.pid, signal.SIGKILL)
-    eventually(lambda: not server.running)
-    with pytest.raises(Unavailable):
-        meta.get("a", DEADLINE_S)
-    server.start()
-    found = meta.get("a")
-    assert found is not None and found.value == b"before"
-    assert meta.txn((Absent("b"),), (Put("b", b""),)).succeeded
-
-
 def test_calls_to_a_frozen_etcd_end_in_time(server: EmbeddedEtcd, client: Callable[..., EtcdMetadata]) -> None:
     meta = client(server.endpoints, DEADLINE_S)
     meta.put("kept", b"1", timeout_s=PATIENCE_S)
     with frozen(server.pid):
         for call in calls(meta):
-            start_s = time.monotonic()
             with pytest.raises(Unavailable):
-                call()
-            assert time.monotonic() - start_s < DEADLINE_S + MARGIN_S
+                returns(call)
         with pytest.raises(Unavailable, match="outcome is unknown"):
             meta.txn((), (Put("late", b"1"),))
     # Requests sent to a frozen server may still take effect, so only the untouched key is compared.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,10 @@ from kvstore.errors import HoldBroken
 from kvstore.native import is_available
 from kvstore.native import library as native
 from tests.kit.native_modes import Paused, open_files, opened
-from tests.kit.patience import PATIENCE_S, returns, slowness
-from tests.kit.stores import LARGE, MANY, SMALL, TINY, UNALIGNED, fresh, kv_of, same
+from tests.kit.patience import eventually, returns, slowness
+from tests.kit.stores import LAYOUTS, SMALL, fresh, kv_of, same
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
-
-LAYOUTS = pytest.mark.parametrize(
-    "layout", [TINY, SMALL, LARGE, MANY, UNALIGNED], ids=["tiny", "small", "large", "many", "odd"]
-)
 
 
 @pytest.fixture
@@ -50,7 +45,7 @@ def check(store: Store, layout: Any, tokens: Any, kv: Any) -> None:
         assert same(k, kv[layer, 0]) and same(v, kv[layer, 1])
 
 
-@LAYOUTS
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_layers_are_right_with_however_few_files_open(
     tmp_root: Path, layout: Any, runs: list[LayerRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,7 +96,4 @@ def test_layers_on_a_mount_that_hangs_end_in_time_and_write_nothing_afterwards(t
                 returns(lambda: list(hold.layers()))
             assert paused.reached.is_set()
         paused.release.set()
-        ends_s = time.monotonic() + PATIENCE_S
-        while open_files(tmp_root) != before and time.monotonic() < ends_s:
-            time.sleep(0.01)
-        assert open_files(tmp_root) == before, "whoever was late closed what it opened"
+        eventually(lambda: open_files(tmp_root) == before, "the close of what was opened late")

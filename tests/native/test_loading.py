@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from kvstore.native import library as native
+from tests.kit.programs import load_program
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "kvstore" / "native"
@@ -32,6 +31,7 @@ print(is_available(), why_not())
 """
 
 
+builder = load_program(".ci/build_native.py")
 WAIT_S = 150.0
 """For a process that takes two seconds on an idle machine."""
 
@@ -45,15 +45,6 @@ def used(path: Path, setting: str) -> str:
     return done.stdout.strip()
 
 
-def builder() -> ModuleType:
-    """The build hook, which is no part of the package."""
-    spec = importlib.util.spec_from_file_location("build_native", ROOT / ".ci" / "build_native.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_turned_off_by_the_environment(tmp_root: Path) -> None:
     assert used(tmp_root, "0") == "False turned off by KVSTORE_NATIVE=0"
 
@@ -61,9 +52,9 @@ def test_turned_off_by_the_environment(tmp_root: Path) -> None:
 def test_without_a_compiler_it_says_so_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVSTORE_NATIVE", raising=False)
     monkeypatch.setenv("CC", "no-such-compiler")
-    assert "no C compiler" in builder().build(tmp_path)
+    assert "no C compiler" in builder.build(tmp_path)
     monkeypatch.setenv("CC", "false")
-    assert "failed" in builder().build(tmp_path)
+    assert "failed" in builder.build(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -92,15 +83,15 @@ def test_a_library_that_does_not_fit_is_not_used(
 
 def test_only_a_library_older_than_its_sources_is_removed(tmp_path: Path) -> None:
     source, library = tmp_path / "one.c", tmp_path / "libkvstore.so"
-    builder().remove_outdated(tmp_path)
+    builder.remove_outdated(tmp_path)
     source.write_text("")
     library.write_bytes(b"")
     os.utime(source, (1000, 1000))
     os.utime(library, (2000, 2000))
-    builder().remove_outdated(tmp_path)
+    builder.remove_outdated(tmp_path)
     assert library.exists()
     os.utime(source, (3000, 3000))
-    builder().remove_outdated(tmp_path)
+    builder.remove_outdated(tmp_path)
     assert not library.exists()
 
 
@@ -115,6 +106,6 @@ def test_it_builds_from_its_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for source in (*SOURCES.glob("*.c"), *SOURCES.glob("*.h")):
         shutil.copy(source, tmp_path)
     before = set(tmp_path.iterdir())
-    assert builder().build(tmp_path) == ""
+    assert builder.build(tmp_path) == ""
     (built,) = set(tmp_path.iterdir()) - before
     assert ctypes.CDLL(str(built)).kv_abi() >= 1

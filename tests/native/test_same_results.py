@@ -14,14 +14,14 @@ from kvstore import Layout
 from kvstore.format.header import decode
 from kvstore.native import is_available
 from tests.kit.native_modes import opened
-from tests.kit.stores import LARGE, MANY, SMALL, TINY, UNALIGNED, chunk_files, fresh, kv_of, same
+from tests.kit.stores import LARGE, LAYOUTS, MANY, TINY, UNALIGNED, chunk_files, fresh, kv_of, same
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
 
 
 @pytest.mark.parametrize("writes_natively", [True, False], ids=["native writes", "python writes"])
 def test_what_one_writes_the_other_reads(tmp_root: Path, writes_natively: bool) -> None:
-    for layout in (TINY, SMALL, LARGE, MANY, UNALIGNED):
+    for layout in LAYOUTS.values():
         root = fresh(tmp_root)
         tokens = np.arange(5 * layout.chunk_tokens + 1)
         kv = kv_of(layout, tokens)

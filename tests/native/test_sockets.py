@@ -22,13 +22,10 @@ from kvstore.format.header import Damaged, checksum
 from kvstore.format.keyset import ChunkKeys
 from kvstore.native import is_available
 from kvstore.transport.channel import Channel, LinkBroken, LinkLate, plane_sums, receive_planes, send_run
-from tests.kit.stores import LARGE, MANY, SMALL, TINY, UNALIGNED
+from tests.kit.stores import LARGE, LAYOUTS
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
 
-LAYOUTS = pytest.mark.parametrize(
-    "layout", [TINY, SMALL, LARGE, MANY, UNALIGNED], ids=["tiny", "small", "large", "many", "odd"]
-)
 COUNT, FIRST = 5, 2
 WAIT_S = 10.0
 Kv = npt.NDArray[np.uint8]
@@ -85,7 +82,7 @@ def fed(content: bytes, seed: int, idle_s: float = WAIT_S, *, closes: bool = Tru
         feeder.join()
 
 
-@LAYOUTS
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_what_comes_in_whatever_steps_lies_in_its_sections(layout: Layout) -> None:
     for seed in range(4):
         kv, out, after = kv_of(layout), np.zeros_like(kv_of(layout)), b"the next frame"
@@ -99,7 +96,7 @@ def test_what_comes_in_whatever_steps_lies_in_its_sections(layout: Layout) -> No
         assert not out[..., : FIRST * layout.section_bytes].any(), "nothing else was written"
 
 
-@LAYOUTS
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_i1_a_bit_that_turned_on_the_way_is_noticed_wherever_it_is(layout: Layout) -> None:
     kv = kv_of(layout)
     image, header_bytes = image_of(layout, kv, 3), chain_of(layout).image_bytes(3) - layout.chunk_bytes
@@ -133,7 +130,7 @@ def test_a_peer_that_falls_silent_is_waited_for_no_longer_than_is_allowed() -> N
         assert not channel.alive
 
 
-@LAYOUTS
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_what_is_sent_is_the_run_and_its_sums_are_those_of_its_planes(layout: Layout) -> None:
     def run_case(first: int, count: int) -> None:
         kv = kv_of(layout)

@@ -28,7 +28,7 @@ from kvstore.native import is_available
 from kvstore.native import library as native
 from tests.kit.images import chain_of, made
 from tests.kit.native_modes import chunks_of, opened
-from tests.kit.stores import LARGE, SMALL, TINY, chunk_files, fresh, kv_of, resealed, same
+from tests.kit.stores import LARGE, SMALL, TINY, chunk_files, flip, fresh, kv_of, resealed, same
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
 
@@ -89,13 +89,6 @@ def file_of(root: Path, depth: int) -> Path:
     return next(file for file in chunk_files(root) if struct.unpack_from("<I", file.read_bytes()[:24], 20)[0] == depth)
 
 
-def spoil(root: Path, depth: int, place: int) -> None:
-    file = file_of(root, depth)
-    content = bytearray(file.read_bytes())
-    content[place] ^= 1
-    file.write_bytes(content)
-
-
 IN_SECTIONS = {
     "first piece": 4096,
     "later piece": 4096 + PIECE + 1,
@@ -108,7 +101,7 @@ def test_i1_a_file_with_a_bit_turned_in_any_piece_is_not_read(tmp_root: Path, wa
     for where in IN_SECTIONS:
         root = fresh(tmp_root)
         with filled(root, LARGE) as (_, run, out):
-            spoil(root, 2, IN_SECTIONS[where])
+            flip(file_of(root, 2), IN_SECTIONS[where])
             assert run.read(0, COUNT, BufferLoan()).tolist() == [True, True, False, True]
             assert out[:, :, : 2 * LARGE.chunk_tokens].any()
 
@@ -119,7 +112,7 @@ def test_i1_a_layer_with_a_bit_turned_in_any_piece_is_not_read(tmp_root: Path, w
         tokens = np.arange(COUNT * LARGE.chunk_tokens)
         kv = kv_of(LARGE, tokens)
         with filled(root, LARGE) as (store, _, _):
-            spoil(root, 2, IN_SECTIONS[where])
+            flip(file_of(root, 2), IN_SECTIONS[where])
             layer = new_array(kv.shape[1:], LARGE.numpy_dtype)
             with store.namespace("m", LARGE).hold(tokens) as hold, pytest.raises(HoldBroken) as broken:
                 for _, k, v in hold.layers([layer]):
@@ -146,7 +139,7 @@ def test_a_file_of_which_the_end_is_not_cached_is_read_all_the_same(tmp_path: Pa
             at = IN_SECTIONS[where] if IN_SECTIONS[where] > 0 else LARGE.chunk_bytes
             with filled(root, LARGE) as (_, run, out):
                 if spoiled:
-                    spoil(root, 2, IN_SECTIONS[where])
+                    flip(file_of(root, 2), IN_SECTIONS[where])
                 if not all(drops_from(file, at // 4096 * 4096) for file in chunk_files(root)):
                     pytest.skip("this file system does not drop a file from the page cache")
                 right = run.read(0, COUNT, BufferLoan()).tolist()
@@ -185,7 +178,7 @@ def open_parts(run: ChunkRun) -> tuple[np.ndarray, np.ndarray]:
 def test_i1_parts_of_a_file_with_another_header_are_not_opened(tmp_root: Path) -> None:
     with filled(tmp_root, SMALL) as (_, run, _):
         run.items["fd"] = -1
-        spoil(tmp_root, 2, 60)
+        flip(file_of(tmp_root, 2), 60)
         open_parts(run)
         assert (run.items["status"] == native.DONE).tolist() == [True, True, False, True]
         native.library.kv_close(*run.part(0, COUNT))

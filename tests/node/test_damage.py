@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvstore import Layout
-from kvstore.client import Cache, Store
+from kvstore.client import Store
 from kvstore.client.cache import BAND_MAX
 from kvstore.codec import image
 from kvstore.codec.image import VERIFY_BYTES
@@ -22,9 +21,8 @@ from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
 from kvstore.root.posix import PosixReader
 from tests.kit.native_modes import PlainRoot, chunks_of, opened
-from tests.kit.stores import TINY, chunk_files, counted, in_turn, kv_of, resealed, same, store_on
+from tests.kit.stores import TINY, chunk_files, flip, in_turn, kv_of, same, store_on
 
-Spoil = Callable[[bytes], bytes]
 PADDING_FROM = 512
 """The header of a tiny chunk ends before this byte; zeros follow up to the payload."""
 
@@ -43,26 +41,6 @@ def the_file(root: Path) -> Path:
 def telling(size: int) -> list[int]:
     """Every byte of the header and of the payload, and every 16th of the zeros between them."""
     return sorted({*range(PADDING_FROM), *range(PADDING_FROM, 4096, 16), *range(4080, size)})
-
-
-def assert_missed_and_repaired(store: Store, cache: Cache, root: Path, file: Path, spoil: Spoil) -> None:
-    """One chunk, spoiled: each way of reading misses it, and the next put makes it whole."""
-    tokens = np.arange(cache.layout.chunk_tokens)
-    kv = kv_of(cache.layout, tokens)
-    whole = file.read_bytes()
-    spoiled = spoil(whole)
-    assert spoiled != whole
-    file.write_bytes(spoiled)
-    missed = counted(store, "miss_damaged", lambda: cache.get(tokens))
-    assert missed == 1
-    assert cache.get(tokens)[0] == 0
-    assert cache.match(tokens) == 0
-    assert not file.exists(), "set aside before anybody hears of it"
-    assert cache.put(tokens, kv).chunks_written == 1
-    count, found = cache.get(tokens)
-    assert count == len(tokens) and same(found, kv)
-    for aside in (root / "quarantine").iterdir():
-        aside.unlink()
 
 
 def test_memory_that_was_taken_back_while_it_was_verified_is_no_damage(
@@ -109,27 +87,6 @@ def test_each_byte_flipped_is_a_miss_and_repaired(store: Store, tmp_root: Path) 
     assert same(cache.get(tokens)[1], kv)
 
 
-def test_a_file_that_is_not_this_chunk_is_a_miss_and_repaired(store: Store, tmp_root: Path) -> None:
-    for _, spoil in (
-        ("zero-filled", lambda whole: bytes(len(whole))),
-        ("payload zero-filled", lambda whole: whole[:4096] + bytes(len(whole) - 4096)),
-        ("empty", lambda whole: b""),
-        ("longer", lambda whole: whole + b"\0"),
-        ("doubled", lambda whole: whole * 2),
-        ("sections exchanged", lambda whole: whole[:4096] + whole[4112:4128] + whole[4096:4112] + whole[4128:]),
-        ("another format version's", lambda whole: resealed(whole, 8, struct.pack("<H", 2))),
-        ("another checksum algorithm's", lambda whole: resealed(whole, 10, b"\x07")),
-        ("another address algorithm's", lambda whole: resealed(whole, 11, b"\x07")),
-        ("another kind's", lambda whole: resealed(whole, 12, b"\x01")),
-        ("another depth's", lambda whole: resealed(whole, 20, struct.pack("<I", 9))),
-        ("other tokens'", lambda whole: resealed(whole, 128, struct.pack("<I", 77))),
-    ):
-        cache = store.namespace("m", TINY)
-        tokens = np.arange(TINY.chunk_tokens)
-        cache.put(tokens, kv_of(TINY, tokens))
-        assert_missed_and_repaired(store, cache, tmp_root, the_file(tmp_root), spoil)
-
-
 def test_another_chunks_file_under_this_name_is_a_miss_and_repaired(store: Store, tmp_root: Path) -> None:
     cache = store.namespace("m", TINY)
     tokens = np.arange(4 * TINY.chunk_tokens)
@@ -161,9 +118,7 @@ def test_damage_in_a_layer_ends_the_layers_there(store: Store, tmp_root: Path, r
         kv, before = kv_of(layout, tokens), {*chunk_files(tmp_root)}
         cache.put(tokens, kv)
         (file,) = {*chunk_files(tmp_root)} - before
-        spoiled = bytearray(file.read_bytes())
-        spoiled[4096 + section * TINY.section_bytes] ^= 1
-        file.write_bytes(spoiled)
+        flip(file, 4096 + section * TINY.section_bytes)
         seen = []
         with cache.hold(tokens) as hold, pytest.raises(HoldBroken) as broken:
             for layer, k, v in hold.layers(in_turn(layout, len(tokens)) if reads == "one by one" else None):
@@ -190,20 +145,13 @@ def large_store(tmp_root: Path) -> Iterator[Store]:
         yield made
 
 
-def flip(root: Path, place: int) -> Path:
-    (file,) = chunk_files(root)
-    content = bytearray(file.read_bytes())
-    content[place] ^= 1
-    file.write_bytes(content)
-    return file
-
-
 @PLACES
 def test_i1_a_bit_that_turned_anywhere_in_a_large_chunk_is_never_read(
     large_store: Store, tmp_root: Path, place: int
 ) -> None:
     cache = large_store.namespace("m", LARGE)
-    file = flip(tmp_root, place)
+    file = the_file(tmp_root)
+    flip(file, place)
     assert cache.get(TOKENS)[0] == 0
     assert not file.exists() and large_store.stats()["quarantined"] == 1, (
         "what is set aside is verified to its end as well"
@@ -218,12 +166,12 @@ def test_i1_a_bit_that_turned_anywhere_in_a_large_chunk_is_in_no_view(
     with cache.hold(TOKENS) as hold:
         (view,) = hold.view()
         assert same(view, KV)
-        flip(tmp_root, place)
+        flip(the_file(tmp_root), place)
         assert hold.view() == []
 
 
 def test_i1_a_bit_that_turned_in_a_late_layer_is_in_no_layer(large_store: Store, tmp_root: Path) -> None:
-    flip(tmp_root, -1)
+    flip(the_file(tmp_root), -1)
     with large_store.namespace("m", LARGE).hold(TOKENS) as hold, pytest.raises(HoldBroken):
         for layer, k, v in hold.layers():
             assert layer < LARGE.layers - 1 and same(k, KV[layer, 0]) and same(v, KV[layer, 1])
@@ -244,9 +192,9 @@ def test_w3_what_was_repaired_between_the_look_and_the_rename_goes_back(tmp_root
     with store_on(Repaired(tmp_root)) as store:
         cache = store.namespace("m", TINY)
         cache.put(tokens, kv)
-        (file,) = chunk_files(tmp_root)
+        file = the_file(tmp_root)
         whole["content"] = file.read_bytes()
-        flip(tmp_root, -1)
+        flip(file, -1)
         assert cache.get(tokens)[0] == 0
         assert file.read_bytes() == whole["content"]
         assert (store.stats()["quarantine_restored"], store.stats()["quarantined"]) == (1, 0)

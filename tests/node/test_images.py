@@ -24,21 +24,7 @@ from kvstore.native import library as native
 from tests.kit.fake_meta import CountingIds
 from tests.kit.images import DAMAGES, Spoil, chain_of, made
 from tests.kit.patience import PATIENCE_S
-from tests.kit.stores import (
-    LARGE,
-    MANY,
-    SMALL,
-    TINY,
-    UNALIGNED,
-    chunk_files,
-    kv_of,
-    resealed,
-    same,
-    store_on,
-)
-
-LAYOUTS = {"tiny": TINY, "small": SMALL, "large": LARGE, "many": MANY, "odd": UNALIGNED}
-
+from tests.kit.stores import LARGE, LAYOUTS, SMALL, TINY, chunk_files, kv_of, resealed, same, store_on
 
 WAYS = [
     pytest.param(True, id="native", marks=pytest.mark.skipif(not is_available(), reason="no native library")),

@@ -5,30 +5,17 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvstore.client import Store
 from kvstore.errors import InvalidRequest
-from kvstore.root.posix import PosixRoot
 from tests.kit.faulty_root import ENOSPC, FaultyRoot, Rule
-from tests.kit.stores import SMALL, kv_of, same, store_on
+from tests.kit.stores import SMALL, kv_of, same
 
 TOKENS = np.arange(8 * SMALL.chunk_tokens, dtype=np.uint32)
 KV = kv_of(SMALL, TOKENS)
-
-
-@pytest.fixture
-def root(tmp_root: Path) -> FaultyRoot:
-    return FaultyRoot(PosixRoot(tmp_root))
-
-
-@pytest.fixture
-def store(root: FaultyRoot) -> Iterator[Store]:
-    with store_on(root) as opened:
-        yield opened
 
 
 @pytest.fixture(autouse=True)

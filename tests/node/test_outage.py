@@ -16,7 +16,7 @@ from kvstore.errors import HoldBroken, Unavailable
 from kvstore.root.posix import PosixRoot
 from tests.kit.faulty_root import EROFS, Delay, FaultyRoot, Hang, Rule
 from tests.kit.patience import eventually, stretched
-from tests.kit.stores import SMALL, chunk_files, hasty_while_faulty, in_turn, kv_of, member_of, same, store_on
+from tests.kit.stores import SMALL, chunk_files, flip, hasty_while_faulty, in_turn, kv_of, member_of, same, store_on
 
 QUICK = Limits(
     match_deadline_s=0.4, read_deadline_s=0.4, write_deadline_s=0.6, hold_max_s=30.0, stall_s=0.5, lanes=4, width=2
@@ -28,11 +28,6 @@ KV = kv_of(SMALL, TOKENS)
 
 def quick() -> Limits:
     return stretched(QUICK, "match_deadline_s", "read_deadline_s", "write_deadline_s", "stall_s")
-
-
-@pytest.fixture
-def root(tmp_root: Path) -> FaultyRoot:
-    return FaultyRoot(PosixRoot(tmp_root))
 
 
 @pytest.fixture
@@ -165,9 +160,7 @@ def test_a_damaged_file_on_a_read_only_root_is_a_miss_each_time(store: Store, ro
     cache = store.namespace("m", SMALL)
     cache.put(TOKENS, KV)
     for file in chunk_files(tmp_root):
-        spoiled = bytearray(file.read_bytes())
-        spoiled[5000] ^= 1
-        file.write_bytes(spoiled)
+        flip(file, 5000)
     root.set_rules([Rule("move", EROFS)])
     for _ in range(3):
         assert cache.get(TOKENS)[0] == 0

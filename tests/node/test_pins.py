@@ -37,9 +37,7 @@ from kvstore.root.identity import SHARD_BITS_DEFAULT, create_or_open, newest_num
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.kit.etcd import eventually, running_etcd
-from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
-from tests.kit.faulty_root import EIO, FaultyRoot, Hang
-from tests.kit.faulty_root import Rule as RootRule
+from tests.kit.faulty_root import FaultyRoot, Hang, Rule
 from tests.kit.patience import PATIENCE_S
 from tests.kit.ports import free_port
 from tests.kit.stores import TINY, kv_of, member_of, member_on, same, store_on
@@ -56,7 +54,7 @@ class Shared:
     def __init__(self, files: MemoryFiles | None = None) -> None:
         self.files = files or MemoryFiles()
         self.etcd = MemoryStore()
-        self.meta = FaultyMeta(MemoryMetadata(self.etcd))
+        self.meta = MemoryMetadata(self.etcd)
         self.root = FaultyRoot(MemoryRoot(self.files))
 
     @contextmanager
@@ -131,7 +129,7 @@ def test_p1_the_hold_outlives_the_put_or_there_is_no_pin() -> None:
     with cluster.store() as store:
         cache = filled(store)
         hang = Hang()
-        cluster.root.set_rules([RootRule("publish", hang, lambda name: name.startswith(places.PINS), times=1)])
+        cluster.root.set_rules([Rule("publish", hang, lambda name: name.startswith(places.PINS), times=1)])
         failed: list[Exception] = []
 
         def pin() -> None:
@@ -150,22 +148,6 @@ def test_p1_the_hold_outlives_the_put_or_there_is_no_pin() -> None:
         assert cluster.refs() == cluster.twins() == []
         cluster.root.set_rules([])
         assert cache.pin(TOKENS, ttl=60).tokens == len(TOKENS)
-
-
-def test_p3_a_pin_that_fails_leaves_nothing_and_is_not_claimed() -> None:
-    cluster = Shared()
-    with cluster.store() as store:
-        cache = filled(store)
-        for rule in (Rule(Fault.NOT_SENT, ("txn",), key="refs/"), Rule(Fault.NOT_SENT, ("grant",))):
-            cluster.meta.add(rule)
-            with pytest.raises(Unavailable):
-                cache.pin(TOKENS, ttl=60)
-            cluster.meta.heal()
-            assert cluster.refs() == cluster.twins() == []
-        cluster.root.set_rules([RootRule("stage", EIO)])
-        with pytest.raises(Unavailable):
-            cache.pin(TOKENS, ttl=60)
-        assert cluster.refs() == []
 
 
 def test_quotas_are_limits_of_the_node() -> None:
@@ -221,17 +203,6 @@ def test_c5_clear_keeps_what_only_a_twin_pins_and_refuses_where_one_cannot_be_re
         root.remove(places.twin("torn", bytes(16)))
         assert store.unpin(pin.record.id), "by its id, although etcd knows nothing of it"
         assert cache.clear().chunks == 2
-
-
-def test_c5_unpin_says_that_it_must_be_repeated_where_the_twin_stays() -> None:
-    cluster = Shared()
-    with cluster.store() as store:
-        pin = filled(store).pin(TOKENS, ttl=60)
-        cluster.root.set_rules([RootRule("remove", EIO, times=1)])
-        with pytest.raises(Unavailable):
-            pin.release()
-        assert len(cluster.twins()) == 1
-        assert store.unpin(pin.record.id) and cluster.twins() == []
 
 
 def test_c6_a_generation_that_moves_on_without_etcd_is_noticed_by_the_next_session() -> None:

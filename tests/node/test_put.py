@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from kvstore.client import Store
 from kvstore.core.results import PutResult
@@ -20,12 +18,6 @@ from tests.kit.stores import SMALL, TINY, kv_of, same, store_on
 
 TOKENS = np.arange(8 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)
-
-
-@pytest.fixture
-def store(tmp_root: Path) -> Iterator[Store]:
-    with store_on(tmp_root) as opened:
-        yield opened
 
 
 def test_chunks_become_visible_parents_first(tmp_root: Path) -> None:

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from kvstore.client import Cache, Store
 from kvstore.client.cache import BlockCache
 from kvstore.client.local import LocalTransport
-from kvstore.core.buffers import Pieces, token_array
-from kvstore.core.recency import DEFAULT, NS_PER_S, PRESETS, TICK_S, TTL_CLASSES_S, Hints, Recency, decode, quantum_of
+from kvstore.core.buffers import token_array
+from kvstore.core.recency import DEFAULT, PRESETS, TTL_CLASSES_S, Hints, Recency, decode, quantum_of
 from kvstore.engine.engine import Engine
 from kvstore.engine.settings import Limits
 from kvstore.errors import InvalidRequest
@@ -28,7 +28,7 @@ from kvstore.format import places
 from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
 from kvstore.root.interface import Root, Stat
-from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.root.memory import MemoryRoot
 from kvstore.root.posix import PosixRoot
 from tests.kit.native_modes import PlainRoot
 from tests.kit.patience import eventually
@@ -43,22 +43,6 @@ TOKENS = np.arange(CHUNKS * SIZE)
 """Another branch, which shares two chunks after those that are kept."""
 KEYS = [hashlib.blake2b(bytes([number]), digest_size=20).digest() for number in range(CHUNKS)]
 BLOCKS = [bytes([number]) * 100 for number in range(CHUNKS)]
-
-
-class CountingRoot(MemoryRoot):
-    """A memory root that keeps mtimes in grains of ``grain_ns``, and records touches."""
-
-    def __init__(self, grain_ns: int = 1) -> None:
-        super().__init__(MemoryFiles())
-        self.grain_ns = grain_ns
-        self.touched: list[str] = []
-
-    def stage(self, name: Name, pieces: Pieces, *, stamp_ns: int, durable: bool) -> None:
-        super().stage(name, pieces, stamp_ns=stamp_ns // self.grain_ns * self.grain_ns, durable=durable)
-
-    def touch(self, name: Name, stamp_ns: int) -> bool:
-        self.touched.append(name)
-        return super().touch(name, stamp_ns // self.grain_ns * self.grain_ns)
 
 
 class Opened:
@@ -134,7 +118,7 @@ def opened(request: pytest.FixtureRequest, tmp_root: Path) -> Iterator[Opened]:
             yield made
         return
     clock = SetClock(NOW_S)
-    with serving(CountingRoot(), clock=clock) as served, connected(served) as store:
+    with serving(MemoryRoot(), clock=clock) as served, connected(served) as store:
         yield Opened(store, served.member.node, clock, lambda: served.worker.service.gate.inside_count)
 
 
@@ -212,7 +196,7 @@ def test_put_of_stored_blocks_raises_their_hints(opened: Opened) -> None:
 
 
 def test_repaired_parent_gets_the_hints_of_its_children() -> None:
-    root = CountingRoot()
+    root = MemoryRoot()
     with local(root) as opened:
         opened.put(priority=90, ttl=7_200)
         address = ChunkKeys.of(opened.cache.namespace, token_array(TOKENS)).addresses[1]
@@ -243,7 +227,7 @@ def test_parent_is_never_staler_or_worth_less_than_its_child(
     steps: list[tuple[int, str, int, dict[str, Any]]], skew_s: int
 ) -> None:
     """Two nodes, and the clock of one may be behind."""
-    root = CountingRoot()
+    root = MemoryRoot()
     with local(root) as first, local(root, SetClock(NOW_S - skew_s)) as second:
         before: list[int] = []
         for which, action, count, hints in steps:
@@ -264,17 +248,6 @@ def test_parent_is_never_staler_or_worth_less_than_its_child(
                 # Where a clock is behind, a child can be of an earlier quantum than the one its parent is published in.
                 assert parent.uses >= child.uses or skew_s
             before = mtimes
-
-
-def test_root_of_whole_seconds_keeps_recency_alone() -> None:
-    """It reads as default hints."""
-    root = CountingRoot(grain_ns=NS_PER_S)
-    with local(root) as opened:
-        for quanta in (0, 1):
-            opened.pass_quanta(quanta)
-            opened.put(preset="rag")
-            assert opened.hints() == [DEFAULT] * CHUNKS
-            assert {quantum_of(each + TICK_S, QUANTUM_S) for each in opened.used_at()} == {opened.now()}
 
 
 # Renewals

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,25 +13,13 @@ from kvstore.engine.chunk_store import FAILURES_MAX
 from kvstore.errors import PermissionDenied
 from kvstore.format.header import decode_any
 from kvstore.format.places import QUARANTINE, Name
-from kvstore.root.posix import PosixRoot
 from tests.kit.faulty_root import EACCES, EIO, EROFS, Fails, FaultyRoot, Rule
-from tests.kit.stores import TINY, chunk_files, kv_of, same, store_on
+from tests.kit.stores import TINY, chunk_files, kv_of, same
 
 TOKENS = np.arange(6 * TINY.chunk_tokens)
 KV = kv_of(TINY, TOKENS)
 OTHER = TOKENS + 1000
 STRIKES = [("open", EIO), ("read", EIO)]
-
-
-@pytest.fixture
-def root(tmp_root: Path) -> FaultyRoot:
-    return FaultyRoot(PosixRoot(tmp_root))
-
-
-@pytest.fixture
-def store(root: FaultyRoot) -> Iterator[Store]:
-    with store_on(root) as opened:
-        yield opened
 
 
 def filled(store: Store) -> Cache:

@@ -19,8 +19,8 @@ from kvstore.format import places
 from kvstore.format.keyset import BlockKeys
 from tests.kit.faulty_root import EIO, Delay, Rule
 from tests.kit.memory_tiers import empty
-from tests.kit.patience import NEVER_S
-from tests.kit.tiers import ASKING, IN_TIME_S, LARGE, Acting, eventually, faulty, held, timed, together
+from tests.kit.patience import NEVER_S, returns
+from tests.kit.tiers import ASKING, LARGE, Acting, eventually, faulty, held, together
 
 
 def soon() -> Deadline:
@@ -187,9 +187,7 @@ def test_a_damaged_chunk_in_memory_does_not_make_a_caller_wait_for_a_root_that_h
             node.damage(1, index)
         tokens = node.prompts.tokens(1, chunks)
         with held(root, *ASKING):
-            counts: list[int] = []
-            assert timed(lambda: counts.append(node.cache.get(tokens)[0] // node.size)) < IN_TIME_S
-            assert counts == [0]
+            assert returns(lambda: node.cache.get(tokens)[0]) == 0
         eventually(lambda: node.get(1, chunks) == chunks)
         node.assert_settled()
 
@@ -242,19 +240,4 @@ def test_w1_puts_of_one_prompt_at_the_same_moment_are_all_stored() -> None:
             node.drain()
             assert node.get(number, 24) == 24 and all(node.on_root(number, 24))
             empty(node.memory, node.cache.namespace)
-        node.assert_settled()
-
-
-def test_w1_a_put_of_what_another_brings_says_what_memory_took_where_the_root_hangs() -> None:
-    root = faulty()
-    with Acting(root) as node:
-        slot = node.memory.claim(node.chain(1, 6), 4)
-        assert slot is not None
-        with held(root, *ASKING):
-            present: list[int] = []
-            assert timed(lambda: present.append(node.put(1, 6).tokens_present)) < IN_TIME_S
-            assert present == [4 * node.size]
-        node.memory.drop([slot])
-        node.drain()
-        assert node.on_root(1, 6) == [True] * 4 + [False] * 2
         node.assert_settled()

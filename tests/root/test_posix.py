@@ -1,4 +1,4 @@
-"""Cases of a mounted root only: cold files, hostile names, full and read-only mounts, a stop between any two steps."""
+"""Cases of a mounted root only: cold files, hostile names, full and read-only mounts."""
 
 from __future__ import annotations
 
@@ -69,38 +69,6 @@ def test_entry_that_is_no_file_is_missing(tmp_path: Path) -> None:
         assert root.stat(A) is None
         assert root.open(A) is None
         assert len(list(root.list(Name("chunks/0001")))) == 1
-
-
-class Stopped(BaseException):
-    """A test throws it at a named point; like SIGKILL, nothing may rely on catching it."""
-
-
-STEPS = ["stage.created", "stage.written", "stage.complete", "publish.before", "publish.linked", "publish.done"]
-
-
-def test_chunk_stopped_at_any_point_is_whole_or_missing(tmp_root: Path) -> None:
-    def run_case(point: str) -> None:
-        root = fresh(tmp_root)
-        reached = []
-
-        def step(name: str) -> None:
-            reached.append(name)
-            if name == point:
-                raise Stopped
-
-        content = bytes(range(256)) * 100
-        with pytest.raises(Stopped):
-            publish(PosixRoot(root, step=step), A, content)
-        assert reached == STEPS[: STEPS.index(point) + 1]
-        survivor = PosixRoot(root)
-        published = point in ("publish.linked", "publish.done")
-        assert content_of(survivor, A) == (content if published else None)
-        assert publish(survivor, A, content) is not published
-        assert content_of(survivor, A) == content
-        assert os.stat(root / A).st_nlink == (2 if point == "publish.linked" else 1)
-
-    for point in STEPS:
-        run_case(point)
 
 
 @contextmanager

@@ -19,17 +19,11 @@ from tests.kit.tiers import QUEUE_CHUNKS, Acting, eventually, faulty, held, on_p
 BLOCK_BYTES = 300_000
 
 
-@pytest.fixture(params=["memory", "posix"])
-def node(request: pytest.FixtureRequest, tmp_root: Path) -> Iterator[Acting]:
-    root = faulty(on_posix(tmp_root / "root") if request.param == "posix" else None)
+@pytest.fixture
+def node(root: FaultyRoot, tmp_root: Path) -> Iterator[Acting]:
     with Acting(root, disk=tmp_root / "disk") as acting:
         eventually(lambda: not acting.stat("disk_refilling"))
         yield acting
-
-
-def root_of(node: Acting) -> FaultyRoot:
-    assert isinstance(node.root, FaultyRoot)
-    return node.root
 
 
 def keys(count: int, first: int = 0) -> list[bytes]:
@@ -71,8 +65,8 @@ def test_clear_drops_memory_disk_and_root(node: Acting) -> None:
     node.assert_settled()
 
 
-def test_clear_cancels_what_waits_for_the_root(node: Acting) -> None:
-    with held(root_of(node)):
+def test_clear_cancels_what_waits_for_the_root(node: Acting, root: FaultyRoot) -> None:
+    with held(root):
         node.put(1, 4)  # being written
         for number in range(2, 7):
             node.put(number, 4)
@@ -88,11 +82,11 @@ def test_clear_cancels_what_waits_for_the_root(node: Acting) -> None:
     node.assert_settled()
 
 
-def test_what_is_read_while_its_namespace_is_cleared_does_not_stay(node: Acting) -> None:
+def test_what_is_read_while_its_namespace_is_cleared_does_not_stay(node: Acting, root: FaultyRoot) -> None:
     """It is read from the root until it is deleted there, and known to be there; memory takes none of it (rule P5)."""
     node.put(1, 4)
     node.drain()
-    with held(root_of(node), "list") as hang:
+    with held(root, "list") as hang:
         clearing = threading.Thread(target=node.cache.clear)
         clearing.start()
         assert hang.reached.wait(PATIENCE_S)
@@ -160,8 +154,8 @@ def test_blocks_by_write_mode(tmp_root: Path, write: WriteMode) -> None:
         node.assert_settled()
 
 
-def test_blocks_behind_a_full_queue_are_shed_with_the_right_answer(node: Acting) -> None:
-    with held(root_of(node)):
+def test_blocks_behind_a_full_queue_are_shed_with_the_right_answer(node: Acting, root: FaultyRoot) -> None:
+    with held(root):
         count = QUEUE_CHUNKS + 5
         stored = node.cache.blocks.put(keys(count), blocks(count))
         fits = sum(stored)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -17,13 +18,10 @@ from kvstore.client.cache import Cache
 from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
 from kvstore.core.address import block_address
-from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.core.write_mode import WriteMode
-from kvstore.engine.coordination import ClusterMember, Coordination
-from kvstore.engine.open import join
+from kvstore.engine.coordination import ClusterMember
 from kvstore.engine.settings import Limits, NodeOptions, TierSettings
 from kvstore.format.keyset import ChunkKeys
-from kvstore.meta.memory import MemoryMetadata
 from kvstore.root.interface import Root
 from tests.kit.clusters import NODE_LIMITS, SPACE, Cluster, cluster, eventually, looking, prompt, put
 from tests.kit.faulty_root import EIO, FaultyRoot, Rule
@@ -41,24 +39,29 @@ def c() -> Iterator[Cluster]:
 LIMITS = replace(NODE_LIMITS, behind_give_up_s=2.0)
 
 
+PATIENT = replace(LIMITS, behind_give_up_s=PATIENCE_S, flush_s=PATIENCE_S)
+
+
 def with_memory(
     c: Cluster, root: Root | None = None, write: WriteMode = WriteMode.BEHIND, limits: Limits = LIMITS
 ) -> ClusterMember:
     """A node of the cluster that has memory."""
-    member = join(
-        root or c.root,
-        c.identity,
-        MemoryMetadata(c.store),
-        limits=limits,
-        clock=SystemClock(),
-        ids=RandomIds(),
-        sharing=Coordination.CLUSTER,
-        options=NodeOptions(tiers=TierSettings(MEMORY_BYTES, write=write)),
-    )
-    member.claim_namespace(SPACE)
-    c.undo.callback(member.close)
-    eventually(lambda: member.node.gc_view.protects)
-    return member
+    return c.node(root, limits=limits, options=NodeOptions(tiers=TierSettings(MEMORY_BYTES, write=write)))
+
+
+@contextmanager
+def condemned(c: Cluster, node: ClusterMember, chain: ChunkKeys) -> Iterator[None]:
+    """Within it a sweep has condemned a chain, as ``node`` knows, and waits for another node that looks at it."""
+    other = c.node()
+    hold = looking(other, chain)
+    sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(chain)))
+    sweep.start()
+    try:
+        eventually(lambda: node.node.gc_view.leading(chain) == 0)
+        yield
+    finally:
+        other.node.holds.release(hold)
+        sweep.join(PATIENCE_S)
 
 
 def cache_of(member: ClusterMember) -> Cache:
@@ -79,17 +82,12 @@ def put_rest(member: ClusterMember, chain: ChunkKeys, first: int) -> int:
 
 
 def test_h1_what_is_condemned_is_a_miss_though_memory_has_it(c: Cluster) -> None:
-    node, other, chain = with_memory(c), c.node(), prompt(1, 8)
+    node, chain = with_memory(c), prompt(1, 8)
     put(node, chain)
     node.node.drain()
-    hold = looking(other, chain)
-    sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(chain)))
-    sweep.start()
-    eventually(lambda: node.node.gc_view.leading(chain) == 0)
-    assert node.node.match(chain) == 0 and get(node, chain) == 0
-    assert put(node, chain) == 0, "not before the sweep has ended"
-    other.node.holds.release(hold)
-    sweep.join(PATIENCE_S)
+    with condemned(c, node, chain):
+        assert node.node.match(chain) == 0 and get(node, chain) == 0
+        assert put(node, chain) == 0, "not before the sweep has ended"
     eventually(lambda: get(node, chain) == 8)
 
 
@@ -134,19 +132,15 @@ def test_w5_children_of_what_was_reaped_take_it_back_to_the_root(c: Cluster, wri
 
 def test_w2_children_that_wait_while_their_parents_are_swept(c: Cluster) -> None:
     """Neither is lost: memory has the parents, and writes them with their children when the sweep has ended."""
-    root, patient = FaultyRoot(c.root), replace(LIMITS, behind_give_up_s=PATIENCE_S, flush_s=PATIENCE_S)
-    node, other, longer = with_memory(c, root, limits=patient), c.node(), prompt(1, 12)
+    root = FaultyRoot(c.root)
+    node, longer = with_memory(c, root, limits=PATIENT), prompt(1, 12)
     chain = longer.leading(8)
     put(node, chain)
     node.node.drain()
-    hold = looking(other, chain)
-    with held(root):
-        assert put_rest(node, longer, 8) == 12
-        sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(chain)))
-        sweep.start()
-        eventually(lambda: node.node.gc_view.leading(chain) == 0)
-    other.node.holds.release(hold)
-    sweep.join(PATIENCE_S)
+    with ExitStack() as sweep:
+        with held(root):
+            assert put_rest(node, longer, 8) == 12
+            sweep.enter_context(condemned(c, node, chain))
     node.node.drain()
     assert get(node, longer) == 12
     assert (c.present(longer), node.stats()["behind_lost"]) == (12, 0)
@@ -154,8 +148,8 @@ def test_w2_children_that_wait_while_their_parents_are_swept(c: Cluster) -> None
 
 def test_w2_parents_that_a_whole_sweep_takes_while_their_children_are_written(c: Cluster) -> None:
     """The write looked at the parents before the sweep, and ends after it: they are written then."""
-    root, patient = FaultyRoot(c.root), replace(LIMITS, behind_give_up_s=PATIENCE_S, flush_s=PATIENCE_S)
-    node, longer = with_memory(c, root, limits=patient), prompt(1, 12)
+    root = FaultyRoot(c.root)
+    node, longer = with_memory(c, root, limits=PATIENT), prompt(1, 12)
     chain = longer.leading(8)
     put(node, chain)
     node.node.drain()
@@ -170,8 +164,8 @@ def test_w2_parents_that_a_whole_sweep_takes_while_their_children_are_written(c:
 
 
 def test_w2_a_chunk_of_the_write_that_was_found_and_a_whole_sweep_takes(c: Cluster) -> None:
-    root, patient = FaultyRoot(c.root), replace(LIMITS, behind_give_up_s=PATIENCE_S, flush_s=PATIENCE_S)
-    node, other, longer = with_memory(c, root, limits=patient), c.node(), prompt(1, 12)
+    root = FaultyRoot(c.root)
+    node, other, longer = with_memory(c, root, limits=PATIENT), c.node(), prompt(1, 12)
     put(node, longer.leading(8))
     node.node.drain()
     root.set_rules([Rule("stage", EIO)])
@@ -187,53 +181,22 @@ def test_w2_a_chunk_of_the_write_that_was_found_and_a_whole_sweep_takes(c: Clust
     assert (c.present(longer), node.stats()["behind_lost"]) == (12, 0)
 
 
-def test_p1_what_was_put_behind_and_pinned_is_spared(c: Cluster) -> None:
-    node, chain = with_memory(c), prompt(1, 8)
-    put(node, chain)
-    pin = node.pin(chain, 60.0, "me")
-    assert pin.tokens == len(chain.tokens)
-    assert c.collector().sweep(c.plans(chain)).reaped.count == 0 and c.present(chain) == 8
-    assert get(node, chain) == 8
-
-
 def test_h1_of_blocks_asked_for_together_only_the_condemned_ones_are_misses(c: Cluster) -> None:
     root = FaultyRoot(c.root)
-    node, other = with_memory(c, root), c.node()
+    node = with_memory(c, root)
     keys = [bytes([number]) * 32 for number in range(4)]
     blocks = [bytes([number]) * 5_000 for number in range(4)]
     cache = cache_of(node)
-    assert all(cache.blocks.put(keys[:2], blocks[:2]))
+    assert all(cache.blocks.put(keys[:3], blocks[:3]))
     node.node.drain()
-    condemned = ChunkKeys(SPACE, np.empty(0, np.uint32), b"".join(block_address(SPACE, key) for key in keys[:2]))
-    hold = looking(other, condemned)
-    sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(condemned)))
+    addresses = b"".join(block_address(SPACE, key) for key in keys[1:3])
     with held(root):
-        assert all(cache.blocks.put(keys[2:], blocks[2:])), "in memory alone"
-        sweep.start()
-        eventually(lambda: node.node.gc_view.leading(condemned) == 0)
-        buffers = [bytearray(5_000) for _ in keys]
-        assert cache.blocks.get(keys, buffers) == [False, False, True, True]
-        assert buffers[2:] == blocks[2:]
-    other.node.holds.release(hold)
-    sweep.join(PATIENCE_S)
-
-
-def test_h1_a_match_of_blocks_ends_before_the_first_condemned_one(c: Cluster) -> None:
-    node, other = with_memory(c), c.node()
-    keys = [bytes([number]) * 32 for number in range(4)]
-    cache = cache_of(node)
-    assert all(cache.blocks.put(keys, [bytes([number]) * 5_000 for number in range(4)]))
-    node.node.drain()
-    condemned = ChunkKeys(SPACE, np.empty(0, np.uint32), block_address(SPACE, keys[2]))
-    hold = looking(other, condemned)
-    sweep = threading.Thread(target=lambda: c.collector().sweep(c.plans(condemned)))
-    sweep.start()
-    try:
-        eventually(lambda: node.node.gc_view.leading(condemned) == 0)
-        assert cache.blocks.match(keys) == 2
-    finally:
-        other.node.holds.release(hold)
-        sweep.join(PATIENCE_S)
+        assert all(cache.blocks.put(keys[3:], blocks[3:])), "in memory alone"
+        with condemned(c, node, ChunkKeys(SPACE, np.empty(0, np.uint32), addresses)):
+            buffers = [bytearray(5_000) for _ in keys]
+            assert cache.blocks.get(keys, buffers) == [True, False, False, True]
+            assert buffers[0] == blocks[0] and buffers[3] == blocks[3]
+            assert cache.blocks.match(keys) == 1
 
 
 def test_puts_gets_and_sweeps_at_once(c: Cluster) -> None:

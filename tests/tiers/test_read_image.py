@@ -11,6 +11,7 @@ from kvstore.codec.image import verify_images
 from kvstore.core.clock import SystemClock
 from kvstore.core.executor import Deadline
 from tests.kit.scattering import damage_on_disk, restore, scatter
+from tests.kit.stores import flip
 from tests.kit.tiers import Acting, on_posix
 
 
@@ -29,10 +30,7 @@ def read(node: Acting, number: int, index: int) -> tuple[bool, bool]:
 
 
 def damage_on_root(node: Acting, number: int, index: int) -> None:
-    path = Path(node.root.path) / node.name(number, index)  # type: ignore[attr-defined]
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    flip(Path(node.root.path) / node.name(number, index))  # type: ignore[attr-defined]
 
 
 def test_i1_an_image_that_is_wrong_in_memory_comes_from_the_root(node: Acting) -> None:

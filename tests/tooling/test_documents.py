@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
-import sys
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from tests.kit.programs import load_program
 
 SOURCE = Path(__file__).resolve().parents[2]
 FOLDERS = ("docs", "kvstore", "gc", "deploy", "benchmarks", "tests")
@@ -48,18 +47,9 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
     assert not wrong
 
 
-def load_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"kvstore_{name}_page", SOURCE / ".ci" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("name", ["commands", "api"])
 def test_generated_page_is_current(name: str) -> None:
-    script = load_script(name)
+    script = load_program(f".ci/{name}.py")
     assert script.PAGE.read_text() == script.page(), f"docs/{name}.md is stale: run .venv/bin/python .ci/{name}.py"
 
 

@@ -6,29 +6,14 @@ Only ``make events-test`` runs them, in the environments of .ci/engines.sh.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.engines.events.indexer import PYTHON, Indexer, running_indexer
-from tests.engines.vllm.engines import make_model
 
 collect_ignore_glob = [] if os.environ.get("KVSTORE_TEST_ENGINES") and PYTHON.exists() else ["test_*.py"]
-
-
-@pytest.fixture(scope="session")
-def workplace() -> Iterator[Path]:
-    """A folder for models, logs and caches of this run."""
-    with tempfile.TemporaryDirectory(prefix="kvstore-events-", ignore_cleanup_errors=True) as path:
-        yield Path(path)
-
-
-@pytest.fixture(scope="session")
-def model(workplace: Path) -> Path:
-    """The tiny model."""
-    return make_model(workplace, "tiny", 7)
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.kit.patience import PATIENCE_S
+from tests.kit.patience import PATIENCE_S, eventually
 from tests.kit.ports import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -84,7 +84,7 @@ def running_indexer(folder: Path) -> Iterator[Indexer]:
         )
     indexer = Indexer(port)
     try:
-        until(lambda: is_up(indexer, child), "the indexer answers")
+        eventually(lambda: is_up(indexer, child), "the indexer answers")
         yield indexer
     finally:
         child.kill()
@@ -105,11 +105,3 @@ def _has_subscriber(port: int) -> bool:
     """True if somebody is connected to a port of loopback."""
     lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
     return any(state == "01" and int(local[-4:], 16) == port for _, local, _, state, *_ in map(str.split, lines))
-
-
-def until(is_true: Callable[[], object], what: str, within_s: float = PATIENCE_S) -> None:
-    """Returns once it is true; fails after ``within_s``."""
-    ends_s = time.monotonic() + within_s
-    while not is_true():
-        assert time.monotonic() < ends_s, f"not so within {within_s:.0f} s: {what}"
-        time.sleep(0.02)

@@ -12,9 +12,10 @@ import pytest
 from kvstore.root.identity import read_namespaces
 from kvstore.root.posix import PosixRoot
 from tests.cli.conftest import serving
-from tests.engines.events.indexer import BLOCK_TOKENS, Indexer, until
+from tests.engines.events.indexer import BLOCK_TOKENS, Indexer
 from tests.engines.events.servers import complete, server
 from tests.engines.vllm.engines import PYTHON, full_blocks, prompt, stored_files, transfer
+from tests.kit.patience import eventually
 from tests.kit.ports import free_port
 
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make engines-test ENGINES=vllm")
@@ -39,11 +40,11 @@ def test_the_pool_tells_the_blocks_that_vllm_stored_under_its_hashes_and_their_r
         complete(url, LONG)
         complete(url, OTHER)
         both = full_blocks(LONG) + full_blocks(OTHER)
-        until(lambda: len(stored_files(root)) == both // BLOCK_TOKENS, "the engine stored what it computed")
+        eventually(lambda: len(stored_files(root)) == both // BLOCK_TOKENS, "the engine stored what it computed")
         words = ("--publish", f"tcp://*:{pool[0]}", "--replay", f"tcp://*:{pool[1]}")
         with serving(tmp_path, "events", "--root", str(root), *words) as publisher:
             indexer.register(POOL, *pool)
-            until(lambda: indexer.tokens(LONG).get(POOL) == full_blocks(LONG), "the pool tells all of it")
+            eventually(lambda: indexer.tokens(LONG).get(POOL) == full_blocks(LONG), "the pool tells all of it")
             assert indexer.tokens(OTHER)[POOL] == full_blocks(OTHER)
             (model_name,) = {each.name for each in read_namespaces(PosixRoot(root))}
             query = publisher.said["query"]
@@ -52,14 +53,14 @@ def test_the_pool_tells_the_blocks_that_vllm_stored_under_its_hashes_and_their_r
                 full_blocks(OTHER),
                 0,
             ], "a router that knows tokens alone"
-            until(
+            eventually(
                 lambda: len(found := indexer.blocks()) > 1 and found[ENGINE] == found[POOL], "under the engine's names"
             )
             gone = min(stored_files(root), key=lambda each: each.stat().st_mtime_ns)
             gone.unlink()
-            until(lambda: sum(indexer.blocks().get(POOL, Counter()).values()) < both // BLOCK_TOKENS, "it is told")
+            eventually(lambda: sum(indexer.blocks().get(POOL, Counter()).values()) < both // BLOCK_TOKENS, "it is told")
             for each in stored_files(root):
                 each.unlink()
-            until(lambda: not indexer.blocks().get(POOL), "nothing is left, and the engine had no request")
+            eventually(lambda: not indexer.blocks().get(POOL), "nothing is left, and the engine had no request")
             assert indexer.tokens(LONG).get(POOL, 0) == 0
             publisher.end()

@@ -18,7 +18,7 @@ from lmcache.v1.distributed.internal_api import L2AdapterListener, L2StoreResult
 from kvstore.connectors.lmcache_keys import OPAQUE, tensors
 from kvstore.errors import InvalidRequest
 from tests.engines.lmcache.objects import adapter, equal, found, key, layouts, loaded, made, stored
-from tests.kit.stores import chunk_files
+from tests.kit.stores import chunk_files, flip
 from tests.kit.workers import serving
 
 WAYS = ("root", "worker")
@@ -235,9 +235,7 @@ def test_a_damaged_object_is_a_miss_and_the_next_store_repairs_it(tmp_root: Path
     with adapter(root=str(tmp_root)) as l2:
         stored(l2, keys, objects)
         victim = chunk_files(tmp_root)[1]
-        raw = bytearray(victim.read_bytes())
-        raw[-1] ^= 1
-        victim.write_bytes(raw)
+        flip(victim)
         assert found(l2, keys) == [0, 1, 2]
         targets = [made() for _ in keys]
         hits = loaded(l2, keys, targets)

@@ -19,7 +19,7 @@ SIZE = PAGE * PAGES
 
 
 class HostPool:
-    """Pages of ``PAGE`` tokens; ``kv_buffer`` begins with K and V (2) if there are both."""
+    """Pages of ``PAGE`` tokens; ``kv_buffer`` begins with K and V."""
 
     storage_format_tag: str | None = None
     dcp_size, dcp_rank = 1, 0
@@ -28,39 +28,29 @@ class HostPool:
         self,
         layout: str,
         dtype: torch.dtype = torch.bfloat16,
-        *,
-        is_mla: bool = False,
-        layers: int = LAYERS,
-        heads: int = HEADS,
     ) -> None:
-        self.layout, self.dtype, self.is_mla = layout, dtype, is_mla
-        self.page_size, self.page_num, self.size, self.layer_num = PAGE, PAGES, SIZE, layers
-        self.head_num, self.head_dim = (1, 2 * DIM) if is_mla else (heads, DIM)
-        heads, dim = self.head_num, self.head_dim
+        self.layout, self.dtype = layout, dtype
+        self.page_size, self.page_num, self.size, self.layer_num = PAGE, PAGES, SIZE, LAYERS
+        self.head_num, self.head_dim = HEADS, DIM
         dims: dict[str, tuple[int, ...]] = {
-            "layer_first": (layers, SIZE, heads, dim),
-            "page_first": (SIZE, layers, heads, dim),
-            "page_first_direct": (PAGES, layers, PAGE, heads, dim),
-            "page_head": (PAGES, heads, PAGE, layers, dim),
+            "layer_first": (LAYERS, SIZE, HEADS, DIM),
+            "page_first": (SIZE, LAYERS, HEADS, DIM),
+            "page_first_direct": (PAGES, LAYERS, PAGE, HEADS, DIM),
+            "page_head": (PAGES, HEADS, PAGE, LAYERS, DIM),
         }
-        shape = dims[layout] if is_mla else (2, *dims[layout])
-        self.kv_buffer = torch.zeros(shape, dtype=dtype)
+        self.kv_buffer = torch.zeros((2, *dims[layout]), dtype=dtype)
         self.size_per_token = self.kv_buffer.nbytes // SIZE
 
     def page(self, index: int) -> torch.Tensor:
         """The page that begins with token ``index``, as a view."""
-        buffer = self.kv_buffer if not self.is_mla else self.kv_buffer[None]
         if self.layout == "layer_first":
-            view = buffer[:, :, index : index + PAGE]
-        elif self.layout == "page_first":
-            view = buffer[:, index : index + PAGE]
-        else:
-            view = buffer[:, index // PAGE : index // PAGE + 1]
-        return view[0] if self.is_mla else view
+            return self.kv_buffer[:, :, index : index + PAGE]
+        if self.layout == "page_first":
+            return self.kv_buffer[:, index : index + PAGE]
+        return self.kv_buffer[:, index // PAGE : index // PAGE + 1]
 
-    def get_data_page(self, index: Any, flat: bool = True) -> torch.Tensor:
-        page = self.page(int(index))
-        return page.flatten() if flat else page
+    def get_data_page(self, index: Any) -> torch.Tensor:
+        return self.page(int(index)).flatten()
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:
         return torch.zeros_like(self.page(0)).flatten()
@@ -72,7 +62,7 @@ class HostPool:
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
         assert len(indices) % PAGE == 0
         addresses: list[int] = []
-        planes = [self.kv_buffer] if self.is_mla else [self.kv_buffer[0], self.kv_buffer[1]]
+        planes = [self.kv_buffer[0], self.kv_buffer[1]]
         size = 0
         for index in indices[::PAGE].tolist():
             if self.layout == "layer_first":

@@ -25,7 +25,7 @@ from tests.engines.sglang.rank import (
     taken,
 )
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
-from tests.kit.stores import chunk_files, store_on
+from tests.kit.stores import chunk_files, flip, store_on
 
 PROMPT = list(range(100, 100 + 5 * PAGE))
 OTHER = PROMPT[: 3 * PAGE] + [7] * 2 * PAGE
@@ -76,9 +76,7 @@ def test_damage_ends_a_prefetch_and_is_not_found_again(tmp_root: Path, layout: s
         rank.back_up(PROMPT[: 3 * PAGE], first=2)
         victim = min(set(chunk_files(tmp_root)) - before)
         rank.back_up(PROMPT, first=3)
-        damaged = bytearray(victim.read_bytes())
-        damaged[-3] ^= 2
-        victim.write_bytes(damaged)
+        flip(victim, -3)
         operation = rank.ask(PROMPT)
         assert operation.storage_hit_count == 5 * PAGE, "nobody has read it yet"
         rank.read(operation)

@@ -22,7 +22,7 @@ from tests.engines.sglang.rank import (
     sparse_pools,
     trailing,
 )
-from tests.kit.stores import chunk_files
+from tests.kit.stores import chunk_files, flip
 
 PROMPT = list(range(100, 100 + 6 * PAGE))
 WINDOW = 2
@@ -100,9 +100,7 @@ def test_a_damaged_state_is_a_miss_and_the_prefix_is_not_found_again(tmp_root: P
         before = set(chunk_files(tmp_root))
         back_up(rank, PoolName.MAMBA, PROMPT, 6, 1)
         victim = min(set(chunk_files(tmp_root)) - before)
-        damaged = bytearray(victim.read_bytes())
-        damaged[-3] ^= 2
-        victim.write_bytes(damaged)
+        flip(victim, -3)
         assert prefetch(rank, PoolName.MAMBA, PROMPT, 1) == (6 * PAGE, 0)
         assert prefetch(rank, PoolName.MAMBA, PROMPT, 1) == (0, 0)
         back_up(rank, PoolName.MAMBA, PROMPT, 6, 1)

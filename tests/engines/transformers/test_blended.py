@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-import kvstore
 from kvstore.client import Store
 from kvstore.connectors.transformers import (
     BlendedCache,
@@ -39,6 +37,7 @@ from tests.engines.transformers.models import (
     prompt,
     qwen3,
 )
+from tests.kit.stores import flip
 
 BOS = 1
 DOCUMENTS = [prompt(32, seed=11), prompt(48, seed=12), prompt(21, seed=13)]
@@ -71,12 +70,6 @@ def segments_of(model: Any, store: Store) -> Segments:
 def verdict_for(segments: Segments, ratio: float = 0.25, kl: float = 0.0) -> Verdict:
     measured = Measured(prompts=1, tokens=1, agreement=1.0, kl=kl, answers_lost=0.0, work=0.5)
     return Verdict(segments.fingerprint, segments.rope.digest, Rule.V, (1,), (ratio,), Bounds(), measured)
-
-
-@pytest.fixture
-def store(tmp_root: Path) -> Iterator[Store]:
-    with kvstore.open(str(tmp_root)) as opened:
-        yield opened
 
 
 @pytest.fixture
@@ -160,9 +153,7 @@ def test_a_segment_that_was_damaged_or_lost_is_computed(filled: Store, tmp_root:
     verdict = segments_of(model, filled).verdict()
     files = [each for each in tmp_root.rglob("*") if each.is_file() and each.stat().st_size > 4 * PIECE * 2 * 32 * 4]
     for each in files:
-        content = bytearray(each.read_bytes())
-        content[-100] ^= 1
-        each.write_bytes(content)
+        flip(each, -100)
     blended = prefill_blended(model, ids(1, 0), starts(1, 0), filled, verdict, segment_tokens=PIECE)
     assert blended.found < whole
     assert difference(logits_after(model, ids(1, 0), blended.past), exact_logits(model, (1, 0))) < 1e-4

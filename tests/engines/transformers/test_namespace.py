@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import kvstore
 from kvstore.client import Store
 from kvstore.connectors.transformers import model_cache, prefill_with_store
 from kvstore.errors import InvalidRequest
 from tests.engines.transformers.models import CHUNK, generated, llama, prompt, qwen2
 
 IDS = prompt(100)
-
-
-@pytest.fixture
-def store(tmp_root: Path) -> Iterator[Store]:
-    with kvstore.open(str(tmp_root)) as opened:
-        yield opened
 
 
 def found(store: Store, model: Any, **settings: Any) -> int:

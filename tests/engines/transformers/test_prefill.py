@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,6 @@ from tests.engines.transformers.models import (
     prompt,
 )
 from tests.kit.workers import serving
-
-
-@pytest.fixture
-def store(tmp_root: Path) -> Iterator[Store]:
-    with kvstore.open(str(tmp_root)) as opened:
-        yield opened
 
 
 def moved(store: Store) -> tuple[float, float]:

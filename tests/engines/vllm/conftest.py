@@ -6,13 +6,12 @@ They start engines, which takes minutes: only `make engines-test` runs them, in 
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.engines.vllm.engines import PYTHON, Answer, make_model, prompt, running_engine
+from tests.engines.vllm.engines import PYTHON, Answer, prompt, running_engine
 from tests.kit.etcd import running_etcd
 
 collect_ignore_glob = [] if os.environ.get("KVSTORE_TEST_ENGINES") and PYTHON.exists() else ["test_*.py"]
@@ -27,19 +26,6 @@ PROMPTS = {
     "short": prompt(5, 20),
     **{f"many {number}": prompt(100 + number, 130) for number in range(6)},
 }
-
-
-@pytest.fixture(scope="session")
-def workplace() -> Iterator[Path]:
-    """A folder for models, logs and caches of this run."""
-    with tempfile.TemporaryDirectory(prefix="kvstore-vllm-", ignore_cleanup_errors=True) as path:
-        yield Path(path)
-
-
-@pytest.fixture(scope="session")
-def model(workplace: Path) -> Path:
-    """The tiny model."""
-    return make_model(workplace, "tiny", 7)
 
 
 CROWD = [prompt(200 + number, 200) for number in range(8)]

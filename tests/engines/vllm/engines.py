@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.kit.patience import eventually
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 PYTHON = REPOSITORY / ".cache/engines/vllm/bin/python"
 HERE = Path(__file__).resolve().parent
@@ -71,29 +73,29 @@ def transfer(place: dict[str, Any], role: str = "kv_both", policy: str = "recomp
     }
 
 
-def make_model(workplace: Path, name: str, seed: int, **changes: object) -> Path:
-    """A tiny model with weights from ``seed`` in a folder called ``name``."""
-    folder = workplace / name
+def run_script(workplace: Path, *words: str) -> None:
+    """Runs a script of this folder where vLLM is installed."""
+    script, *arguments = words
     subprocess.run(
-        [str(PYTHON), str(HERE / "tiny_model.py"), str(folder), "--seed", str(seed), "--changes", json.dumps(changes)],
+        [str(PYTHON), str(HERE / script), *arguments],
         check=True,
         timeout=300,
         env=engine_environment(workplace),
         cwd=workplace,
     )
+
+
+def make_model(workplace: Path, name: str, seed: int, **changes: object) -> Path:
+    """A tiny model with weights from ``seed`` in a folder called ``name``."""
+    folder = workplace / name
+    run_script(workplace, "tiny_model.py", str(folder), "--seed", str(seed), "--changes", json.dumps(changes))
     return folder
 
 
 def make_recurrent_model(workplace: Path, name: str) -> Path:
     """A tiny model with recurrent layers: ``lfm2`` or ``qwen3-next``."""
     folder = workplace / name
-    subprocess.run(
-        [str(PYTHON), str(HERE / "tiny_recurrent.py"), str(folder), name],
-        check=True,
-        timeout=300,
-        env=engine_environment(workplace),
-        cwd=workplace,
-    )
+    run_script(workplace, "tiny_recurrent.py", str(folder), name)
     return folder
 
 
@@ -103,14 +105,7 @@ Adapter = tuple[str, int, str]
 
 def make_adapter(workplace: Path, folder: Path, model: Path, seed: int) -> None:
     """An adapter of the tiny model with weights from ``seed``."""
-    words = [str(model), str(folder), "--seed", str(seed)]
-    subprocess.run(
-        [str(PYTHON), str(HERE / "tiny_adapter.py"), *words],
-        check=True,
-        timeout=300,
-        env=engine_environment(workplace),
-        cwd=workplace,
-    )
+    run_script(workplace, "tiny_adapter.py", str(model), str(folder), "--seed", str(seed))
 
 
 @dataclass
@@ -164,6 +159,17 @@ class Engine:
         """Greedy continuations."""
         asked = {"prompts": list(prompts), "tokens": tokens, "adapter": adapter, "priority": priority}
         return Answer(**self._ask(asked))
+
+    def load(self, prompt: list[int], expected: Answer, cached: int) -> None:
+        """Asks until so many tokens are loaded: what engines stored before is in the root then."""
+
+        def is_loaded() -> bool:
+            self.forget()
+            answer = self.generate(prompt)
+            answer.check_same(expected)
+            return answer.cached == [cached]
+
+        eventually(is_loaded, f"{cached} tokens are loaded")
 
     def hinted(self, prompt: list[int], **hints: Any) -> Answer:
         """A greedy continuation of a request with hints in ``kv_transfer_params``."""
@@ -377,20 +383,10 @@ def stored_files(root: Path) -> set[Path]:
     return {path for path in (root / "chunks").rglob("*") if path.is_file()}
 
 
-def wait_stored(root: Path, count: int, within_s: float = 60.0) -> set[Path]:
+def wait_stored(root: Path, count: int) -> set[Path]:
     """The published blocks, once there are ``count``: engines store behind the request."""
-    ends_s = time.monotonic() + within_s
-    while len(found := stored_files(root)) < count:
-        assert time.monotonic() < ends_s, f"{len(found)} blocks are stored, not {count}"
-        time.sleep(0.05)
-    return found
-
-
-def damage(path: Path) -> None:
-    """Flips one bit in the middle of a file."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 0x10
-    path.write_bytes(content)
+    eventually(lambda: len(stored_files(root)) >= count, f"{count} blocks are stored")
+    return stored_files(root)
 
 
 def fsck(root: Path, *options: str) -> subprocess.CompletedProcess[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from pathlib import Path
 
 from tests.engines.vllm.conftest import PROMPTS
@@ -11,7 +10,6 @@ from tests.engines.vllm.engines import (
     HERE,
     PYTHON,
     check_clean,
-    damage,
     engine_environment,
     make_model,
     mend,
@@ -19,6 +17,7 @@ from tests.engines.vllm.engines import (
     stored_files,
     transfer,
 )
+from tests.kit.stores import flip
 
 LONG, BRANCH = PROMPTS["long"], PROMPTS["branch"]
 
@@ -31,26 +30,15 @@ def test_both_kinds_are_stored_loaded_and_when_damaged_computed_anew(workplace: 
     with running_engine(workplace, settings) as engine:
         computed = {"long": engine.generate(LONG), "branch": engine.generate(BRANCH)}
         assert computed["long"].cached == [0]
-
-        def generate_until_loaded(name: str, tokens: int) -> None:
-            ends_s = time.monotonic() + 30
-            while True:
-                engine.forget()
-                answer = engine.generate(PROMPTS[name])
-                answer.check_same(computed[name])
-                if answer.cached == [tokens]:
-                    return
-                assert time.monotonic() < ends_s, answer.cached
-
-        generate_until_loaded("long", 288)
-        generate_until_loaded("branch", 224)
+        engine.load(PROMPTS["long"], computed["long"], 288)
+        engine.load(PROMPTS["branch"], computed["branch"], 224)
         for path in stored_files(root):
-            damage(path)
+            flip(path)
         engine.forget()
         failed = engine.generate(LONG)
         failed.check_same(computed["long"])
         assert engine.counts()["vllm:kvstore_load_failed_blocks"] >= 1
-        generate_until_loaded("long", 288)
+        engine.load(PROMPTS["long"], computed["long"], 288)
         mend(root)
     check_clean(root)
 

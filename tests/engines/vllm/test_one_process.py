@@ -13,7 +13,6 @@ from tests.engines.vllm.engines import (
     Answer,
     Engine,
     check_clean,
-    damage,
     full_blocks,
     mend,
     running_engine,
@@ -23,6 +22,7 @@ from tests.engines.vllm.engines import (
     wait_stored,
 )
 from tests.kit.collecting import bounded_to
+from tests.kit.stores import flip
 
 LONG, BRANCH = PROMPTS["long"], PROMPTS["branch"]
 LONG_BLOCKS = full_blocks(LONG) // 32
@@ -34,18 +34,6 @@ def engine(workplace: Path, model: Path, root: Path, etcd: str, reference: dict[
     settings = {"model": str(model), "num_gpu_blocks_override": 48, "kv_transfer_config": transfer(place)}
     with running_engine(workplace, settings) as started:
         yield started
-
-
-def load_whole(engine: Engine, expected: Answer) -> None:
-    """Asks for the long prompt until it is loaded whole: what the engine stored before is in the root then."""
-    ends_s = time.monotonic() + 30
-    while True:
-        engine.forget()
-        answer = engine.generate(LONG)
-        answer.check_same(expected)
-        if answer.cached == [full_blocks(LONG)]:
-            return
-        assert time.monotonic() < ends_s, answer.cached
 
 
 @pytest.mark.smoke
@@ -101,14 +89,14 @@ def test_a_damaged_block_is_computed_anew_and_repaired(
     files = stored_files(root)
     found = {path.stat().st_ino for path in files}
     for path in files:
-        damage(path)
+        flip(path)
     engine.forget()
     answer = engine.generate(LONG)
     answer.check_same(reference["long"])
     assert answer.reasons == ["length"]
     # One load failed, at its first block; a retry loop would fail again and again.
     assert 1 <= engine.counts()["vllm:kvstore_load_failed_blocks"] - before <= 2
-    load_whole(engine, reference["long"])  # repaired
+    engine.load(LONG, reference["long"], full_blocks(LONG))  # repaired
     assert {path.stat().st_ino for path in stored_files(root)} != found
     mend(root)
 
@@ -152,7 +140,7 @@ def test_an_engine_killed_while_it_stores_leaves_a_clean_root(
     engine: Engine, root: Path, reference: dict[str, Answer]
 ) -> None:
     crowd = [[3 + shift, *LONG] for shift in range(8)]
-    load_whole(engine, reference["long"])  # the weights' update left it to be stored anew
+    engine.load(LONG, reference["long"], full_blocks(LONG))  # the weights' update left it to be stored anew
     before = len(stored_files(root))
     engine.begin(*crowd, tokens=50)
     time.sleep(0.05)

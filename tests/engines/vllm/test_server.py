@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import urllib.request
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from tests.engines.vllm.engines import (
     transfer,
     wait_stored,
 )
+from tests.kit.patience import eventually
 
 LONG = PROMPTS["long"]
 
@@ -51,10 +51,8 @@ def test_a_server_that_decodes_loads_what_another_engine_prefilled(
                 choice = json.load(answer)["choices"][0]
             name = "long" if prompt is LONG else "other"
             assert choice["token_ids"] == reference[name].tokens[0]
-        ends_s = time.monotonic() + 20
-        while (seen := counters(url)).get("vllm:kvstore_loaded_blocks_total") != 9:
-            assert time.monotonic() < ends_s, {name: value for name, value in seen.items() if "kvstore" in name}
-            time.sleep(0.2)
+        eventually(lambda: counters(url).get("vllm:kvstore_loaded_blocks_total") == 9)
+        seen = counters(url)
         assert seen["vllm:external_prefix_cache_hits_total"] == full_blocks(LONG)
         assert seen["vllm:kvstore_lookup_hit_tokens_total"] == full_blocks(LONG)
     assert stored_files(root) == stored  # a consumer does not store

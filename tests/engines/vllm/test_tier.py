@@ -11,13 +11,13 @@ from tests.engines.vllm.conftest import PROMPTS
 from tests.engines.vllm.engines import (
     Answer,
     check_clean,
-    damage,
     full_blocks,
     make_recurrent_model,
     prompt,
     running_engine,
     wait_stored,
 )
+from tests.kit.stores import flip
 
 LONG, BRANCH = PROMPTS["long"], PROMPTS["branch"]
 SIBLING = LONG[:128] + prompt(9, 60)
@@ -54,7 +54,7 @@ def test_chunks_that_one_engine_stored_the_next_one_loads_and_damaged_ones_are_c
             if not is_warm:
                 continue
             for path in files:
-                damage(path)
+                flip(path)
             # The CPU cache of this engine has no room for all of these, so it asks the tier again.
             for name in [*(name for name in PROMPTS if name.startswith("many")), "long", "branch", "other"]:
                 engine.forget()
@@ -91,7 +91,7 @@ def test_states_are_stored_where_prompts_end_and_part_and_one_damaged_chunk_is_a
         engine.generate(PROMPTS["short"])  # vLLM stores what a request computed in the steps after it
         files = wait_stored(tmp_root, 9 + states)
         assert len(files) == 9 + states
-    damage(min(files))
+    flip(min(files))
     with running_engine(workplace, settings) as engine:
         again = engine.generate(LONG)
         again.check_same(computed["long"])
