@@ -27,14 +27,7 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 
 from kvstore.census.selection import Selection
-from kvstore.client.failover import (
-    Caller,
-    CallFailed,
-    Endpoint,
-    FileLanes,
-    HoldLease,
-    WorkerEndpoints,
-)
+from kvstore.client.failover import Caller, Endpoint, FileLanes, HoldLease, WorkerEndpoints, opening
 from kvstore.client.limits import ClientLimits
 from kvstore.client.operation import Operation
 from kvstore.client.pool import PLAIN, Bulk, ClientLease, Credentials, DataConnection, Leased, UploadArena
@@ -64,7 +57,6 @@ from kvstore.core.write_mode import RUNS_IN_MEMORY, WriteMode
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.format.header import Ancestry, Damage, Damaged, Expected
 from kvstore.format.keyset import BlockKeys, ChunkKeys, KeySet, Mask, NativeBatch, leading
-from kvstore.meta.etcd import EtcdMetadata, EtcdTls, EtcdUser
 from kvstore.meta.keys import ID_BYTES, Keys, parse_id
 from kvstore.meta.store import MetadataStore
 from kvstore.meta.workers import WorkerRegistry
@@ -112,7 +104,7 @@ from kvstore.transport.messages import (
     unpack_tokens,
     write_message,
 )
-from kvstore.transport.status import BrokenTransfer, Busy, UnknownNamespace
+from kvstore.transport.status import BrokenTransfer, Busy, CallFailed, UnknownNamespace
 from kvstore.v1 import control_pb2 as control
 from kvstore.v1 import kvstore_pb2 as pb
 
@@ -137,18 +129,6 @@ class Discovery:
                 raise InvalidRequest(
                     f"root={brief(root)}: expected the root's id, {2 * ID_BYTES} hex digits, as its FORMAT has it"
                 )
-
-    @classmethod
-    def of_etcd(
-        cls,
-        etcd: str | Sequence[str],
-        root: str | None,
-        tls: EtcdTls | None,
-        user: EtcdUser | None,
-        timeout_s: float,
-    ) -> Discovery:
-        """Connects to etcd at ``host:port``; several as a list or separated by commas."""
-        return cls(EtcdMetadata(etcd, tls=tls, user=user, timeout_s=timeout_s), root)
 
     def addresses(self) -> list[str]:
         """Returns the addresses of all workers of the root; none if no root is known yet.
@@ -288,7 +268,7 @@ def _send_put(
 ) -> pb.PutResponse:
     """Sends a put; returns the worker's answer. ``start`` describes the cargo.
 
-    Raises LinkBroken, LinkLate, BulkRefused; InvalidRequest for an answer that is not valid.
+    Raises LinkBroken, LinkLate, CallFailed; InvalidRequest for an answer that is not valid.
     """
     channel, ends_s = link.channel, time.monotonic() + timeout_s
     channel.limit(caller.limits.write_s, timeout_s)
@@ -316,7 +296,10 @@ def _send_put(
                 _send(link, number, cargo, at, chunks)
         return parse(pb.PutResponse, link.receive(FrameKind.STORED)[1])
     except LinkBroken as broken:
-        _raise_refusal(link)
+        # The worker may have said why it refused before it closed the connection.
+        channel.limit(LAST_WORD_S, LAST_WORD_S)
+        with suppress(Unavailable):
+            link.receive(FrameKind.STORED)
         raise broken
 
 
@@ -345,7 +328,9 @@ def _place(
     while (offset := arena.take(size_bytes, first + count - begin)) is None:
         if not link.channel.is_quiet():
             return  # the caller reads the worker's answer
-        _pause(ends_s)
+        if time.monotonic() > ends_s:
+            raise Unavailable("the worker did not store the chunks in shared memory in time: retry later")
+        time.sleep(FULL_PAUSE_S)
     target, deadline = arena.bytes_at(offset, size_bytes), Deadline(lanes.clock, ends_s - time.monotonic())
     cargo.place(first, count, target, lanes.copiers(), deadline)
     link.channel.send(FrameKind.PLACED, number, [encode_placed(Placed(first, count, offset))])
@@ -355,20 +340,6 @@ def _send(link: DataConnection, number: int, cargo: UploadSource, first: int, co
     length = SPAN_BYTES + cargo.size_bytes(first, count) + cargo.sums_count(count) * SUM_BYTES
     link.channel.send_bytes([memoryview(encode_head(FrameKind.CHUNKS, number, length) + encode_span(first, count))])
     cargo.send(link.channel, first, count)
-
-
-def _pause(ends_s: float) -> None:
-    """Waits a little for room in an arena. Raises Unavailable once the time is over."""
-    if time.monotonic() > ends_s:
-        raise Unavailable("the worker did not store the chunks in shared memory in time: retry later")
-    time.sleep(FULL_PAUSE_S)
-
-
-def _raise_refusal(link: DataConnection) -> None:
-    """Raises BulkRefused if the worker said why it refused before it closed the connection."""
-    link.channel.limit(LAST_WORD_S, LAST_WORD_S)
-    with suppress(Unavailable):
-        link.receive(FrameKind.STORED)
 
 
 def copy_rows(
@@ -425,7 +396,7 @@ def put_over_grpc(
         if is_chain:
             opening.first = begin
         caller.counters.add(ClientCount.PUTS_GRPC)
-        outgoing, stream = Outgoing(_messages(opening, wanted, begin, sections)), endpoint.stream_out("Put")
+        outgoing, stream = Outgoing(_messages(opening, wanted, begin, sections)), endpoint.stub("Put", "stream_unary")
         raw = send_stream(stream, outgoing, ends_s - time.monotonic())
         answer = pb.PutResponse.FromString(raw)
         if begin == first or answer.tokens_present >= begin * wanted.namespace.layout.chunk_tokens:
@@ -444,7 +415,7 @@ def _present(endpoint: Endpoint, start: pb.PutStart, timeout_s: float) -> int:
     """Returns how many leading chunks need no sending. Errors are left to the put: not knowing costs only bytes."""
     request = sealed(pb.MatchRequest(namespace=start.namespace, tokens=start.tokens, uncounted=True))
     try:
-        return pb.MatchResponse.FromString(endpoint.unary("Match")(request, timeout=timeout_s)).chunks
+        return pb.MatchResponse.FromString(endpoint.stub("Match")(request, timeout=timeout_s)).chunks
     except grpc.RpcError:
         return 0
 
@@ -508,7 +479,7 @@ class ReceivedViews:
     def lend(self, wanted: KeySet, index: int, image: memoryview, lease: ClientLease) -> None:
         """Adds a verified chunk in place."""
         layout = self._layout
-        payload = Leased(wanted.payload_of(index, image), lease).array()
+        payload = np.asarray(Leased(wanted.payload_of(index, image), lease))
         self._lent[index] = payload.view(layout.numpy_dtype).reshape(layout.shape(layout.chunk_tokens))
 
     def leading(self, count: int) -> list[npt.NDArray[Any]]:
@@ -567,7 +538,7 @@ class ImageReceiver:
     def receive(self, lent: LentSlots) -> bool:
         """Reads the answer, which begins with ``lent``, up to its end. False if an image is not right.
 
-        Raises LinkBroken, LinkLate, BulkRefused, InvalidRequest.
+        Raises LinkBroken, LinkLate, CallFailed, InvalidRequest.
         """
         link, number = self._link, self._asked.number
         try:
@@ -837,7 +808,7 @@ class RemoteRead(ABC):
         return sorted({*missing} & {*self._missing()})
 
     def _receive_images(self, link: DataConnection, chunks: Sequence[int]) -> bool:
-        """Reads over one connection; False if an image is not right. Raises LinkBroken, InvalidRequest, BulkRefused."""
+        """Reads over one connection; False if an image is not right. Raises LinkBroken, InvalidRequest, CallFailed."""
         lanes, number = self._caller.lanes, link.next_number()
         link.channel.limit(self._limits.read_s, self.timeout_s)
         message = traced(self._request(chunks))
@@ -851,7 +822,7 @@ class RemoteRead(ABC):
 
     def _receive_grpc(self, endpoint: Endpoint, chunks: Sequence[int]) -> None:
         self._counters.add(ClientCount.GETS_GRPC)
-        stream, request = endpoint.stream_in("Get"), sealed(self._request(chunks))
+        stream, request = endpoint.stub("Get", "unary_stream"), sealed(self._request(chunks))
         messages = received(stream, request, self.timeout_s)
         try:
             with closing(messages):
@@ -992,7 +963,7 @@ class RemoteTransport:
     # Namespaces
 
     def open_namespace(self, namespace: Namespace) -> None:
-        self._caller.open(namespace)
+        self._caller.unary("OpenNamespace", opening(namespace), self.limits.pin_s, even_aside=True)
 
     def namespaces(self) -> list[Namespace]:
         raw = self._caller.every_message("ListNamespaces", b"", self.limits.read_s)
@@ -1003,7 +974,7 @@ class RemoteTransport:
     def match(self, namespace: Namespace, tokens: TokenArray, *, counts: bool = True) -> int:
         tokens = _full_chunks(namespace, tokens)
         if not len(tokens):
-            self._caller.check()
+            self.endpoints.check()
             return 0
         answer = self._matched(namespace, tokens, tokens=pack_tokens(tokens), uncounted=not counts)
         return answer.chunks if answer is not None else 0
@@ -1016,7 +987,7 @@ class RemoteTransport:
         layout = namespace.layout
         chunks_max = min(chunks_max, len(tokens) // layout.chunk_tokens)
         if not chunks_max:
-            self._caller.check()
+            self.endpoints.check()
             memory(0)
             return 0
         packed = pack_tokens(tokens[: chunks_max * layout.chunk_tokens])
@@ -1032,7 +1003,7 @@ class RemoteTransport:
             return RemoteHold(namespace, packed, answer, endpoint, self._caller)
 
         if not packed:
-            self._caller.check()
+            self.endpoints.check()
             return held(pb.HoldResponse(), None)
         request = pb.HoldRequest(namespace=namespace.digest, tokens=packed, ttl_s=ttl_s or 0.0, uncounted=not counts)
         return self._hold(namespace, request, partial(marks_of, namespace, tokens), held)
@@ -1051,7 +1022,7 @@ class RemoteTransport:
         tokens = _full_chunks(namespace, tokens)
         count = len(tokens) // namespace.layout.chunk_tokens
         if not count:
-            self._caller.check()
+            self.endpoints.check()
             return PutResult(0, 0, 0, 0)
         start = pb.PutStart(
             namespace=namespace.digest,
@@ -1118,7 +1089,7 @@ class RemoteTransport:
         ancestry: Ancestry | None = None,
     ) -> StoredBlocks:
         if not keys:
-            self._caller.check()
+            self.endpoints.check()
             return StoredBlocks(())
         sizes, ancestry = [len(buffer) for buffer in buffers], ancestry or Ancestry()
         start = pb.PutStart(
@@ -1145,14 +1116,14 @@ class RemoteTransport:
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         if not keys:
-            self._caller.check()
+            self.endpoints.check()
             return 0
         look = partial(self._look_for, namespace, keys)
         return self._caller.or_miss(namespace, lambda: min(look().blocks, len(keys)), 0)
 
     def present_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> list[bool]:
         if not keys:
-            self._caller.check()
+            self.endpoints.check()
             return []
         look = partial(self._look_for, namespace, keys, each=True)
         return self._caller.or_miss(namespace, lambda: _each(look().present, keys), [False] * len(keys))
@@ -1163,14 +1134,14 @@ class RemoteTransport:
             return RemoteBlockHold(namespace, present, answer, endpoint, self._caller)
 
         if not keys:
-            self._caller.check()
+            self.endpoints.check()
             return held(pb.HoldResponse(), None)
         request = pb.HoldRequest(namespace=namespace.digest, ttl_s=ttl_s or 0.0, keys=pack_keys(keys))
         return self._hold(namespace, request, partial(marks_of_keys, keys), held)
 
     def get_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
         if not keys:
-            self._caller.check()
+            self.endpoints.check()
             return []
         fetch = BlockFetch(BlockKeys.of(namespace, keys, [len(buffer) for buffer in buffers]), buffers, self._caller)
         self._receive(namespace, fetch, partial(marks_of_keys, keys))
@@ -1203,15 +1174,15 @@ class RemoteTransport:
         errors: list[KVStoreError] = []
         endpoints = self.endpoints.every()
         for endpoint in endpoints:
-            stub = endpoint.stream_in("Control.ListOperations")
+            stub = endpoint.stub("Control.ListOperations", "unary_stream")
             try:
                 raw = self._caller.at(endpoint, lambda: list(stub(b"", timeout=self.limits.pin_s)))  # noqa: B023
             except CallFailed as failed:
-                errors.append(failed.failed.error)
+                errors.append(failed.error)
             else:
                 found += [status_of(control.OperationResponse.FromString(each), endpoint.address) for each in raw]
         if len(errors) == len(endpoints):
-            raise errors[0] if errors else self.endpoints.none_known()
+            raise errors[0] if errors else self.endpoints.none()
         return [Operation(RemoteRun(self, each)) for each in sorted(found, key=lambda each: -each.began_s)]
 
     def operation_call(self, name: str, request: Message, worker: str, wait_s: float) -> OperationStatus:
@@ -1256,7 +1227,7 @@ class RemoteTransport:
         answers = list(self.stats_each().values())
         found = [each for each in answers if not isinstance(each, KVStoreError)]
         if not found:
-            raise next((each for each in answers if isinstance(each, KVStoreError)), self._caller.none_known())
+            raise next((each for each in answers if isinstance(each, KVStoreError)), self.endpoints.none())
         return {**merged(found), "workers": len(found), **self.counters.snapshot()}
 
     def stats_each(self) -> dict[str, dict[str, int | float] | KVStoreError]:
@@ -1373,7 +1344,7 @@ class RemoteRun:
 
 
 def _send_operation(name: str, request: bytes, endpoint: Endpoint, left_s: float) -> OperationStatus:
-    answer = endpoint.unary(f"Control.{name}")(request, timeout=left_s)
+    answer = endpoint.stub(f"Control.{name}")(request, timeout=left_s)
     return status_of(control.OperationResponse.FromString(answer), endpoint.address)
 
 
@@ -1427,7 +1398,7 @@ class HeldAtWorker:
     @property
     def protects(self) -> bool:
         lease = self._lease
-        return lease is not None and not (lease.ended or self._released or self._caller.is_closed)
+        return lease is not None and not (lease.ended or self._released or self._caller.endpoints.is_closed)
 
     def release(self) -> None:
         """Ends the hold; idempotent, never raises."""
@@ -1460,11 +1431,11 @@ class HeldAtWorker:
         except BrokenTransfer:
             pass  # counted where it was found; what came before it is good
         except CallFailed as failed:
-            error = failed.failed.error
+            error = failed.error
             if isinstance(error, HoldBroken):
                 raise error from failed
             self._caller.counters.add(ClientCount.MISSES_UNREACHABLE)
-            if not failed.failed.answered:
+            if not failed.answered:
                 raise HoldBroken(
                     f"the worker that has the hold does not answer ({error}): match again", tokens_valid()
                 ) from failed
@@ -1473,7 +1444,7 @@ class HeldAtWorker:
         """Raises HoldBroken once the hold has ended, as far as this process knows."""
         lease = self._lease
         if self._released or lease is None or lease.ended:
-            self._caller.check()  # raises if the store is closed; nothing is sent
+            self._caller.endpoints.check()  # raises if the store is closed; nothing is sent
         if self._released:
             raise HoldBroken("the hold has ended (it was released): match again")
         if lease is not None and lease.ended:

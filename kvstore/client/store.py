@@ -287,8 +287,9 @@ def connect(
     0
     """
     # gRPC only where it is used.
-    from kvstore.client.failover import addresses_in, check_address
+    from kvstore.client.failover import check_address
     from kvstore.client.remote import Discovery, RemoteTransport
+    from kvstore.meta.etcd import EtcdMetadata
 
     check_access(etcd, etcd_tls, etcd_user)
     if bool(workers) == bool(etcd):
@@ -298,8 +299,11 @@ def connect(
     limits = ClientLimits() if limits is None else checked_limits(limits)
     way, mode = Bulk.of(bulk), None if write is None else WriteMode.of(write)
     credentials = Credentials(tls, token_file)
-    addresses = [check_address(each) for text in workers for each in addresses_in(text)]
-    discovery = Discovery.of_etcd(etcd, root, etcd_tls, etcd_user, limits.probe_s) if etcd else None
+    texts = [text.split(",") if isinstance(text, str) else [text] for text in workers]
+    addresses = [check_address(each) for several in texts for each in several]
+    discovery = None
+    if etcd:
+        discovery = Discovery(EtcdMetadata(etcd, tls=etcd_tls, user=etcd_user, timeout_s=limits.probe_s), root)
     try:
         port = RemoteTransport(addresses, limits, discovery=discovery, bulk=way, write=mode, credentials=credentials)
     except BaseException:
