@@ -38,6 +38,7 @@ from kvstore.security.authentication import HEADER, TOKEN_BYTES_MAX, account_sec
 from kvstore.security.tls import Certificate, ClientTls, WatchedFiles, client_certificate, is_loopback, read_secret
 from kvstore.tiers.arena import follow, map_arena, populate
 from kvstore.transport.channel import (
+    ARENA,
     LEDGER_BYTES,
     NONCE_BYTES,
     PROOF_BYTES,
@@ -51,12 +52,11 @@ from kvstore.transport.channel import (
     LinkLate,
     Mode,
     boot_id,
-    decode_arena,
     dial_tcp,
     dial_unix,
-    encode_arena,
     encode_request,
     released_count,
+    unpacked,
 )
 from kvstore.transport.messages import parse, traced
 from kvstore.transport.status import CallFailed, failure
@@ -503,7 +503,7 @@ class DataConnection:
         if arena is not None:
             arena.close()
         self.arena = new
-        self.channel.send(FrameKind.ARENA, 0, [encode_arena(wanted)], [new.fd])
+        self.channel.send(FrameKind.ARENA, 0, [ARENA.pack(wanted)], [new.fd])
 
     def never_blocks(self, fd: int) -> bool:
         """True if reading this file never waits for a device."""
@@ -709,7 +709,7 @@ class Links:
         if known is not None and known.id == answer.memory:
             return known
         channel.send(FrameKind.MAP, 0)
-        size_bytes = decode_arena(channel.receive_frame(FrameKind.MEMORY)[1])
+        size_bytes = unpacked(ARENA, channel.receive_frame(FrameKind.MEMORY)[1])[0]
         fd = channel.take_files(1)[0]
         try:
             memory = WorkerMemory(fd, size_bytes, answer.memory, self._limits)

@@ -55,7 +55,7 @@ from kvstore.core.results import Cleared, LayerMemory, PinRecord, PutResult, Sto
 from kvstore.core.validate import TierName, brief
 from kvstore.core.write_mode import RUNS_IN_MEMORY, WriteMode
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, Overloaded, Unavailable
-from kvstore.format.header import Ancestry, Damage, Damaged, Expected
+from kvstore.format.header import Ancestry, Damage, Damaged, Expected, checksum
 from kvstore.format.keyset import BlockKeys, ChunkKeys, KeySet, Mask, NativeBatch, leading
 from kvstore.meta.keys import ID_BYTES, Keys, parse_id
 from kvstore.meta.store import MetadataStore
@@ -65,6 +65,7 @@ from kvstore.root.interface import LocalFiles, Stat
 from kvstore.root.posix import PosixReader
 from kvstore.transport.channel import (
     NOT_LENT,
+    PLACED,
     READY,
     RUN_BYTES,
     RUN_BYTES_MAX,
@@ -75,12 +76,9 @@ from kvstore.transport.channel import (
     Head,
     LentSlots,
     LinkBroken,
-    Placed,
-    block_sums,
     decode_slots,
     decode_span,
     encode_head,
-    encode_placed,
     encode_request,
     encode_span,
     send_run,
@@ -178,49 +176,28 @@ this one: on two cores runs of 8 MiB took four times as long.
 Addresses = npt.NDArray[np.uint64]
 
 
-class UploadSource(ABC):
-    """The ``count`` chunks or blocks that a caller puts, addressed by their index in what is wanted."""
-
-    count: int
-    largest_bytes: int
-    """Size of the largest chunk."""
-    placed_bytes: int
-    """Size of a run in the arena, if the arena has room for it."""
-
-    @abstractmethod
-    def size_bytes(self, first: int, count: int) -> int:
-        """Size of ``count`` chunks from index ``first`` on."""
-
-    @abstractmethod
-    def sums_count(self, count: int) -> int:
-        """Number of checksums that go with a run of ``count`` chunks."""
-
-    @abstractmethod
-    def place(self, first: int, count: int, target: npt.NDArray[np.uint8], lanes: Executor, deadline: Deadline) -> None:
-        """Copies a run into ``target``, which has its size."""
-
-    @abstractmethod
-    def send(self, channel: Channel, first: int, count: int) -> None:
-        """Sends the bytes of a run and its checksums."""
-
-
-class ChunkUpload(UploadSource):
+class ChunkUpload:
     """The first ``count`` chunks of a prompt, as far as ``planes`` have them."""
 
     def __init__(self, planes: Planes, layout: Layout, count: int) -> None:
         self.count = count
         self.largest_bytes = layout.chunk_bytes
+        """Size of the largest chunk."""
         self.placed_bytes = max(RUN_BYTES, layout.chunk_bytes)
+        """Size of a run in the arena, if the arena has room for it."""
         self._planes = planes
         self._layout = layout
 
     def size_bytes(self, first: int, count: int) -> int:
+        """Size of ``count`` chunks from index ``first`` on."""
         return count * self._layout.chunk_bytes
 
-    def sums_count(self, count: int) -> int:
+    def sums_count(self, _: int) -> int:
+        """Number of checksums that go with a run of so many chunks."""
         return self._layout.section_count
 
     def place(self, first: int, count: int, target: npt.NDArray[np.uint8], lanes: Executor, deadline: Deadline) -> None:
+        """Copies a run into ``target``, which has its size."""
         planes, size = self._planes, target.nbytes // self._layout.section_count
         assert planes.covers(first, count) and planes.is_contiguous
         start: int = target.__array_interface__["data"][0]
@@ -229,11 +206,12 @@ class ChunkUpload(UploadSource):
         copy_rows(to, source, size, (target, planes), lanes, deadline)
 
     def send(self, channel: Channel, first: int, count: int) -> None:
+        """Sends the bytes of a run and its checksums."""
         send_run(channel, self._planes, first, count)
 
 
-class BlockUpload(UploadSource):
-    """Engine-hashed blocks."""
+class BlockUpload:
+    """Engine-hashed blocks, as ``ChunkUpload`` has chunks."""
 
     def __init__(self, buffers: Pieces) -> None:
         self.count = len(buffers)
@@ -260,7 +238,10 @@ class BlockUpload(UploadSource):
 
     def send(self, channel: Channel, first: int, count: int) -> None:
         blocks = self._buffers[first : first + count]
-        channel.send_bytes([*blocks, memoryview(np.array(block_sums(blocks), "<u8").tobytes())])
+        channel.send_bytes([*blocks, memoryview(np.array([checksum(block) for block in blocks], "<u8").tobytes())])
+
+
+UploadSource = ChunkUpload | BlockUpload
 
 
 def _send_put(
@@ -333,7 +314,7 @@ def _place(
         time.sleep(FULL_PAUSE_S)
     target, deadline = arena.bytes_at(offset, size_bytes), Deadline(lanes.clock, ends_s - time.monotonic())
     cargo.place(first, count, target, lanes.copiers(), deadline)
-    link.channel.send(FrameKind.PLACED, number, [encode_placed(Placed(first, count, offset))])
+    link.channel.send(FrameKind.PLACED, number, [PLACED.pack(first, count, offset)])
 
 
 def _send(link: DataConnection, number: int, cargo: UploadSource, first: int, count: int) -> None:

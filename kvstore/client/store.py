@@ -8,7 +8,7 @@ from weakref import finalize
 
 from kvstore.census.selection import Selection, checked_selection
 from kvstore.client.cache import Cache, close_when_dropped
-from kvstore.client.limits import ClientLimits, checked_limits
+from kvstore.client.limits import ClientLimits
 from kvstore.client.operation import Operation
 from kvstore.client.pool import Bulk, BulkName, Credentials
 from kvstore.client.transport import Transport
@@ -296,7 +296,11 @@ def connect(
         raise InvalidRequest("connect needs workers (host:port, one or several) or etcd=host:port: give one of the two")
     if root is not None and not etcd:
         raise InvalidRequest("root= chooses one of the roots in etcd: give etcd=host:port as well")
-    limits = ClientLimits() if limits is None else checked_limits(limits)
+    limits = ClientLimits() if limits is None else limits
+    if not isinstance(limits, ClientLimits):
+        raise InvalidRequest(
+            f"limits are {kind_of(limits)}: expected kvstore.ClientLimits (kvstore.Limits are for kvstore.open)"
+        )
     way, mode = Bulk.of(bulk), None if write is None else WriteMode.of(write)
     credentials = Credentials(tls, token_file)
     texts = [text.split(",") if isinstance(text, str) else [text] for text in workers]

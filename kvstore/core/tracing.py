@@ -103,9 +103,7 @@ def served(name: str, metadata: Iterable[tuple[str, str | bytes]], **attributes:
     Logs show the id, so one that is not valid is replaced; the call is not refused.
     """
     said = {key: value for key, value in metadata if key in (REQUEST_ID_KEY, PARENT_KEY) and isinstance(value, str)}
-    id = said.get(REQUEST_ID_KEY, "")
-    if not _is_id(id):
-        id = fresh_id()
+    id = accepted(said.get(REQUEST_ID_KEY))
     before = _request.get()
     _request.set(id)
     try:

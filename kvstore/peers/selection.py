@@ -22,7 +22,9 @@ class Peer:
 
     def __init__(self, address: str, limits: PeerLimits, credentials: Credentials = PLAIN) -> None:
         self.address = address
-        self.endpoint = Endpoint(address, Bulk.TCP, _client_limits(limits), credentials)
+        # A connection is made in three steps, each of at most ``probe_s``.
+        client_limits = ClientLimits(bulk_links_max=limits.links_max, probe_s=limits.answer_s / 3)
+        self.endpoint = Endpoint(address, Bulk.TCP, client_limits, credentials)
         self.turn = threading.BoundedSemaphore(limits.links_max)
         """One turn for each possible connection."""
         self.asked = 0
@@ -136,8 +138,3 @@ class PeerSelector:
                 log.info("peers.back peer=%s", peer.address)
             else:
                 peer.until_s = self._clock.monotonic_s() + self._limits.aside_s_min
-
-
-def _client_limits(limits: PeerLimits) -> ClientLimits:
-    # A connection is made in three steps, each of at most ``probe_s``.
-    return ClientLimits(bulk_links_max=limits.links_max, probe_s=limits.answer_s / 3)

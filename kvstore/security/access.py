@@ -236,18 +236,13 @@ class Meters:
             current = self._meters.get(tenant, meter)
             current.inside = max(0, current.inside - 1)
 
-    def usage(self, tenant: str) -> TenantUsage | None:
-        """Returns a tenant's use of this worker; None for an unknown tenant."""
+    def usage(self) -> dict[str, TenantUsage]:
+        """Returns each tenant's use of this worker."""
         with self._lock:
-            meter = self._meters.get(tenant)
-            return (
-                TenantUsage(meter.calls, meter.bytes_in, meter.bytes_out, meter.inside) if meter is not None else None
-            )
-
-    def tenants(self) -> list[str]:
-        """Returns the known tenants."""
-        with self._lock:
-            return list(self._meters)
+            return {
+                tenant: TenantUsage(meter.calls, meter.bytes_in, meter.bytes_out, meter.inside)
+                for tenant, meter in self._meters.items()
+            }
 
 
 def quota_of(tenant: str, quotas: Mapping[str, TenantQuota]) -> TenantQuota:
@@ -307,10 +302,6 @@ class Identity:
     def may(self, role: Role, tenant: str) -> bool:
         """True if it has at least this role in a tenant, or in every tenant (EVERY)."""
         return self.role_in(tenant) >= role
-
-    def may_somewhere(self, role: Role) -> bool:
-        """True if it has at least this role in any tenant."""
-        return max(self.roles.values(), default=0) >= role
 
 
 # The access file as a value: the identities, the rights of each, and the keys that sign tokens. Pure.
@@ -414,19 +405,18 @@ class DenialReason(enum.Enum):
     """The identity has a role there, and the method needs a higher one."""
 
 
-class NotKnown(Unauthenticated):
+class Denial(PermissionDenied):
+    """A call that is not allowed."""
+
+    def __init__(self, reason: DenialReason, message: str, claimed: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.claimed = claimed
+
+
+class NotKnown(Denial, Unauthenticated):
     """The caller's identity is not proved. ``claimed`` is the one that its token names, if the signature is right."""
 
-    def __init__(self, reason: DenialReason, message: str, claimed: str | None = None) -> None:
-        super().__init__(message)
-        self.reason = reason
-        self.claimed = claimed
 
-
-class Denied(PermissionDenied):
+class Denied(Denial):
     """The caller's identity is proved, and may not do this. ``claimed`` is it, if the access file does not name it."""
-
-    def __init__(self, reason: DenialReason, message: str, claimed: str | None = None) -> None:
-        super().__init__(message)
-        self.reason = reason
-        self.claimed = claimed

@@ -199,10 +199,6 @@ class WorkerService:
         handlers["ListPins"] = self.handlers.many("ListPins", pb.ListPinsRequest, self._list_pins)
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
-    def close(self) -> None:
-        """Ends the watch over streams; idempotent."""
-        self.watch.close()
-
     # The calls
 
     def _open_namespace(self, request: pb.OpenNamespaceRequest, call: Call) -> Message:

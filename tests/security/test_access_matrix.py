@@ -132,7 +132,7 @@ def snapshot(served: Secured) -> object:
     namespaces = [namespace.digest for namespace in served.member.node.namespaces(WAIT_S)]
     pins = [pin.id for pin in served.member.pins()]
     limits = service.worker.limits
-    return sorted(files), sorted(pins), sorted(namespaces), len(service.holds), limits, served.worker.is_serving
+    return sorted(files), sorted(pins), sorted(namespaces), len(service.holds), limits, served.worker.health.is_serving
 
 
 @for_each("who", WHO)
