@@ -119,10 +119,6 @@ class LocalGuard:
         holds_any = any(map(len, self._hold.on or ()))
         return holds_any and not self._store.closed and self._node.holds.find(self._hold.id) is not None
 
-    def check(self) -> None:
-        with self._store:
-            self._node.holds.check(self._hold)
-
     def release(self) -> None:
         self._node.holds.release(self._hold)
 

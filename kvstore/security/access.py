@@ -328,7 +328,7 @@ class Rules:
     def parse(cls, text: bytes) -> Rules:
         """Parses an access file. Raises InvalidRequest with the place of the first mistake."""
         try:
-            found = parse_json(text, object_pairs_hook=_without_repeats)
+            found = parse_json(text, once=True)
         except ValueError as cause:
             raise InvalidRequest(f"the access file is not JSON: {cause}") from cause
         top = _object("the access file", found, _TOP)
@@ -371,14 +371,6 @@ def _name(what: str, name: str) -> str:
     if not name or len(name.encode(errors="surrogatepass")) > NAME_BYTES_MAX or not name.isprintable():
         raise InvalidRequest(f"{what}: {name!r} is not a name: expected 1 to {NAME_BYTES_MAX} bytes of printable text")
     return name
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        repeated = next(key for at, (key, _) in enumerate(pairs) if any(key == other for other, _ in pairs[:at]))
-        raise ValueError(f"{repeated!r} occurs twice")
-    return found
 
 
 # Denials: errors with the reason under which they are counted and written to the audit log.
