@@ -234,7 +234,7 @@ class Speaker:
     def _begin(self, term: int) -> None:
         """Begins to speak: the marker and everything, for each topic."""
         self._term, self._streams = term, {}
-        self._truth.reread()
+        self._truth.close()  # etcd may be another one than before, restored from a snapshot
         for model in list(self._truth.models.values()):
             self._publish_stored(self._stream_of(model), model.inventory.snapshot())
 

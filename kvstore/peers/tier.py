@@ -396,7 +396,7 @@ class Peers:
 
     def leading(self, wanted: KeySet, first: int) -> int:
         """See ``Tier``. Counts peers that answer, as far as is known; never has engine-hashed blocks."""
-        if self._follower is None or not wanted.prefix_ordered or self._is_cleared(wanted):
+        if self._follower is None or not wanted.prefix_ordered or self._standing.means(wanted.namespace.digest):
             return 0
         return self._follower.directory.leading(wanted.addresses, first, self._roster.aside)
 
@@ -406,7 +406,8 @@ class Peers:
         """See ``Tier``. Takes at most ``answer_s`` plus the time for so many bytes at the slowest allowed rate."""
         came = [False] * len(indexes)
         prompt = wanted.as_prompt()
-        if self._follower is None or not indexes or prompt is None or self._is_cleared(wanted):
+        is_cleared = self._standing.means(wanted.namespace.digest)
+        if self._follower is None or not indexes or prompt is None or is_cleared:
             return came
         slowest_s = self.limits.answer_s + sum(map(len, images)) / self.limits.bytes_per_s_min
         ends = Deadline(self._clock, min(slowest_s, deadline.left_s()))
@@ -451,9 +452,6 @@ class Peers:
         if self._follower is not None:
             self._follower.close(timeout_s)
         self._roster.close()
-
-    def _is_cleared(self, wanted: KeySet) -> bool:
-        return self._standing.means(wanted.namespace.digest)
 
     def _note(self, chunk: Address, peer: str) -> None:
         with self._lock:

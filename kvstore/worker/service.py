@@ -164,7 +164,7 @@ class WorkerService:
         self.bulk_requests = BulkRequests(worker, {name: self._unary[name] for name in SHORT_CALLS})
 
     def counters(self) -> dict[str, int]:
-        return {**self._node.counters.snapshot(), **self.calls.counters()}
+        return {**self._node.counters.snapshot(), **self.calls.counts.snapshot()}
 
     def gauges(self) -> dict[str, float]:
         counted = self._node.counters.snapshot()
