@@ -291,8 +291,12 @@ class Run:
 
     def try_take(self, wait_s: float, is_alive: Callable[[], bool]) -> LeasedGroup | None:
         """Takes the next group if one is there within ``wait_s``; the consumer lives as long as ``is_alive``."""
-        self._check_process()
-        self._give_back_of_dead()
+        if self._pid != os.getpid():
+            raise InvalidRequest("the run was made before a fork: run the plan in the child")
+        with self._changed:
+            dead = [(index, taker) for index, taker in self._takers.items() if not taker.is_alive()]
+        for each, gone in dead:
+            self._leave(each, gone, is_done=False)
         ends_s = time.monotonic() + wait_s
         taker = _Taker(is_alive)
         with self._changed:
@@ -336,21 +340,11 @@ class Run:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check_process(self) -> None:
-        if self._pid != os.getpid():
-            raise InvalidRequest("the run was made before a fork: run the plan in the child")
-
     def _take(self, taker: _Taker) -> int | None:
         index = None if self._is_closed else self._handing.take()
         if index is not None:
             self._takers[index] = taker
         return index
-
-    def _give_back_of_dead(self) -> None:
-        with self._changed:
-            dead = [(index, taker) for index, taker in self._takers.items() if not taker.is_alive()]
-        for index, taker in dead:
-            self._leave(index, taker, is_done=False)
 
     def _prefetch(self) -> None:
         """Begins to prefetch the next groups that are not being prefetched."""

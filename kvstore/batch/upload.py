@@ -46,11 +46,6 @@ class ServerAnswer:
         """True if the server asks to be asked again later."""
         return self.status in (408, 429) or self.status >= 500
 
-    @property
-    def is_result(self) -> bool:
-        """True if asking again would change nothing. A model that is not found may be served next time."""
-        return not self.is_refused and self.status != 404
-
 
 class Server:
     """A server by its URL, such as ``http://host:8000`` (with or without ``/v1``). Thread-safe."""
@@ -415,7 +410,7 @@ class _Sending:
     def write(self, custom_id: str, answer: ServerAnswer) -> None:
         """Writes an answer, and counts it."""
         self.is_answered, self.failures = True, 0
-        if not answer.is_result:
+        if answer.is_refused or answer.status == 404:  # a model that is not found may be served next time
             self.sent.failed += 1
             self._explain(custom_id, f"status {answer.status}: {message_of(answer.body)}")
             return

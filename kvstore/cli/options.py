@@ -212,7 +212,7 @@ _OURS = frozenset(("time", "level", "logger", "event", "message", "request", "er
 def configure(level: str, format: str = "text") -> None:
     """Sends everything of this package to standard error; of others only warnings. ``format`` is one of FORMATS."""
     line = logging.StreamHandler(sys.stderr)
-    line.setFormatter(Lines() if format == "json" else _text())
+    line.setFormatter(Lines() if format == "json" else _Text())
     logging.basicConfig(level=logging.WARNING, handlers=[line], force=True)
     logging.getLogger("kvstore").setLevel(level.upper())
 
@@ -220,16 +220,14 @@ def configure(level: str, format: str = "text") -> None:
 class _Text(logging.Formatter):
     """The line, and the request that it is about."""
 
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s%(request)s", "%Y-%m-%dT%H:%M:%SZ")
+        self.converter = time.gmtime
+
     def format(self, record: logging.LogRecord) -> str:
         id = tracing.request_id()
         record.request = f" request={id}" if id else ""
         return super().format(record)
-
-
-def _text() -> logging.Formatter:
-    formatter = _Text("%(asctime)s %(levelname)s %(name)s: %(message)s%(request)s", "%Y-%m-%dT%H:%M:%SZ")
-    formatter.converter = time.gmtime
-    return formatter
 
 
 class Lines(logging.Formatter):

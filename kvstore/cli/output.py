@@ -56,14 +56,12 @@ def print_rows(
     print_table(titles, cells)
 
 
-def print_table(columns: Sequence[str] | None, rows: Sequence[Sequence[object]], title: str | None = None) -> None:
+def print_table(columns: Sequence[str] | None, rows: Sequence[Sequence[object]]) -> None:
     """Prints a table, without a head if ``columns`` is None; numbers are aligned to the right."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(
-        title=title,
-        title_justify="left",
         box=None,
         pad_edge=False,
         header_style="bold",

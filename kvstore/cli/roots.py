@@ -20,8 +20,6 @@ from kvstore.meta.cluster import difference, read_generation
 
 if TYPE_CHECKING:
     from kvstore.fsck import Adopted, Finding, FsckReport
-    from kvstore.meta.keys import Keys
-    from kvstore.meta.store import MetadataStore
     from kvstore.root.identity import RootIdentity
     from kvstore.root.interface import Root
 
@@ -94,20 +92,13 @@ def _metadata_loss(root: Root, identity: RootIdentity, etcd: EtcdAccess | None) 
     Makes no file. Raises the errors of etcd.
     """
     from kvstore.meta.keys import Keys
-    from kvstore.root.identity import newest_number
+    from kvstore.root.identity import newest_number, read_newest
 
     if etcd is None or not newest_number(root):
         return None
-    with closing(etcd.open()) as meta:
-        return _difference(root, Keys(identity.root), meta)
-
-
-def _difference(root: Root, keys: Keys, meta: MetadataStore) -> str | None:
-    from kvstore.root.identity import read_newest
-
     try:
-        on_root = read_newest(root)
-        in_meta = read_generation(meta, keys, TIMEOUT_S)
+        with closing(etcd.open()) as meta:
+            on_root, in_meta = read_newest(root), read_generation(meta, Keys(identity.root), TIMEOUT_S)
     except RootMismatch as mismatch:
         return f"{mismatch}: run `kvstore fsck ROOT --adopt`"
     return None if on_root is None or on_root == in_meta else difference(on_root, in_meta)
@@ -116,28 +107,25 @@ def _difference(root: Root, keys: Keys, meta: MetadataStore) -> str | None:
 def _check(root: Root, identity: RootIdentity, checks: Checks, etcd: EtcdAccess | None, as_json: bool) -> FsckReport:
     from kvstore.fsck import Options
     from kvstore.fsck import fsck as check
+    from kvstore.meta.keys import Keys
+    from kvstore.meta.session import live_sessions
 
     def found(finding: Finding) -> None:
         if not (as_json or finding.is_housekeeping):
             _show(finding)
 
+    live: Set[bytes] | None = None
+    if etcd is not None:
+        with closing(etcd.open()) as meta:
+            live = live_sessions(meta, Keys(identity.root), TIMEOUT_S)
     options = Options(
         repair=checks.repair,
         verify_payload=not checks.quick,
-        live_sessions=_live_sessions(etcd, identity) if etcd else None,
+        live_sessions=live,
         bytes_per_s=checks.rate,
     )
     with progress_to("checking, shards") as show:
         return check(root, identity, options, found=found, progress=lambda done: show(done, 1 << identity.shard_bits))
-
-
-def _live_sessions(etcd: EtcdAccess, identity: RootIdentity) -> Set[bytes]:
-    """The ids of the sessions that live on a root."""
-    from kvstore.meta.keys import Keys
-    from kvstore.meta.session import live_sessions
-
-    with closing(etcd.open()) as meta:
-        return live_sessions(meta, Keys(identity.root), TIMEOUT_S)
 
 
 def _adopt(root: Root, identity: RootIdentity, etcd: EtcdAccess | None) -> Adopted:

@@ -87,8 +87,27 @@ class Prompt:
     )
 
     def ids(self) -> list[int]:
-        """The token ids. Raises InvalidRequest, which names what is not a number."""
-        return read_tokens(self.tokens, self.tokens_file)
+        """Reads them from the argument, a file or standard input (``-``). Raises InvalidRequest."""
+        text, file = self.tokens, self.tokens_file
+        if (text is None) == (file is None):
+            raise InvalidRequest(
+                "no tokens are given, or twice: give TOKENS, or --tokens-file FILE (- for standard input)"
+            )
+        if file is not None:
+            try:
+                text = sys.stdin.read(TEXT_BYTES_MAX + 1) if file == "-" else Path(file).read_text()
+            except (OSError, UnicodeDecodeError) as cause:
+                raise InvalidRequest(f"cannot read the tokens from {file!r}: {why(cause)}") from cause
+        assert text is not None
+        if len(text) > TEXT_BYTES_MAX:
+            raise InvalidRequest(f"the tokens are over {TEXT_BYTES_MAX} bytes of text: at most {TOKENS_MAX} tokens")
+        inner = text.strip().removeprefix("[").removesuffix("]").strip()
+        if not inner:
+            return []
+        try:
+            return [int(word) for word in re.split(r"\s*,\s*|\s+", inner)]
+        except ValueError as cause:
+            raise InvalidRequest(f"not token ids with commas between, such as 101,2023: {cause}") from cause
 
     def cache(self, store: Store) -> Cache:
         """The namespace's cache. Raises InvalidRequest if there is no such namespace."""
@@ -144,25 +163,3 @@ def choose_namespace(found: Sequence[Namespace], name: str, tenant: str, fingerp
 def _listed(names: Iterable[str]) -> str:
     known = sorted(set(map(shown, names)))
     return ", ".join(known[:10]) + (", ..." if len(known) > 10 else "") or "none"
-
-
-def read_tokens(text: str | None, file: str | None) -> list[int]:
-    """Reads token ids from an argument, a file or standard input (``-``). Raises InvalidRequest."""
-    if (text is None) == (file is None):
-        raise InvalidRequest("no tokens are given, or twice: give TOKENS, or --tokens-file FILE (- for standard input)")
-    if file is not None:
-        try:
-            text = sys.stdin.read(TEXT_BYTES_MAX + 1) if file == "-" else Path(file).read_text()
-        except (OSError, UnicodeDecodeError) as cause:
-            raise InvalidRequest(f"cannot read the tokens from {file!r}: {why(cause)}") from cause
-    assert text is not None
-    if len(text) > TEXT_BYTES_MAX:
-        raise InvalidRequest(f"the tokens are over {TEXT_BYTES_MAX} bytes of text: at most {TOKENS_MAX} tokens")
-    inner = text.strip().removeprefix("[").removesuffix("]").strip()
-    if not inner:
-        return []
-    words = re.split(r"\s*,\s*|\s+", inner)
-    try:
-        return [int(word) for word in words]
-    except ValueError as cause:
-        raise InvalidRequest(f"not token ids with commas between, such as 101,2023: {cause}") from cause

@@ -27,29 +27,25 @@ class Stopper:
     """
 
     def __init__(self, at_once: Callable[[], object] = lambda: None) -> None:
-        self._asked = False
+        self.asked = False
+        """True once this program was asked to end."""
         self._signal = 0
         self._asked_s = 0.0
         self._at_once = at_once
 
-    @property
-    def asked(self) -> bool:
-        """True once this program was asked to end."""
-        return self._asked
-
     def ask(self) -> None:
         """Does what the first signal does, for other callers that end this program. Idempotent."""
-        self._asked = True
+        self.asked = True
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits until a signal comes; False where none came in time."""
         ends_s = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._asked:
+        while not self.asked:
             left_s = POLL_S if ends_s is None else min(POLL_S, ends_s - time.monotonic())
             if left_s <= 0:
                 break
             time.sleep(left_s)
-        return self._asked
+        return self.asked
 
     def __enter__(self) -> Stopper:
         self._before = _install(self._came)

@@ -20,7 +20,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from kvstore.client.limits import ClientLimits
-from kvstore.client.pool import PLAIN, Bulk, BulkRefused, Credentials, Links
+from kvstore.client.pool import PLAIN, Bulk, Credentials, Links
 from kvstore.client.routing import Marking, Spreading
 from kvstore.core import tracing
 from kvstore.core.clock import Clock
@@ -51,7 +51,7 @@ from kvstore.errors import (
 from kvstore.transport.channel import LinkBroken, LinkLate
 from kvstore.transport.limits import CHANNEL_OPTIONS, method
 from kvstore.transport.messages import namespace_message, sealed
-from kvstore.transport.status import BrokenTransfer, Busy, Draining, Failure, UnknownNamespace, failure
+from kvstore.transport.status import BrokenTransfer, Busy, CallFailed, Draining, UnknownNamespace, failure
 from kvstore.v1 import kvstore_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -62,11 +62,6 @@ log = logging.getLogger(__name__)
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 SERVING = b"\x08\x01"
 """``HealthCheckResponse{status: SERVING}``: two bytes, so that a client needs no health package."""
-
-
-def addresses_in(text: str) -> list[str]:
-    """Returns the addresses of a text that has several with commas; what is no text is left to ``check_address``."""
-    return text.split(",") if isinstance(text, str) else [text]
 
 
 def check_address(address: str) -> str:
@@ -131,10 +126,10 @@ class Endpoint:
     def call(self, name: str, message: Message, timeout_s: float) -> bytes:
         """Returns the answer to a call of SHORT_CALLS: over a bulk connection, or over gRPC without one.
 
-        Raises what gRPC raises, BulkRefused, LinkLate.
+        Raises what gRPC raises, CallFailed, LinkLate.
         """
         ends_s = time.monotonic() + timeout_s
-        answer: bytes | BulkRefused | None = None
+        answer: bytes | CallFailed | None = None
         with self.bulk.link(timeout_s) as link:
             if link is not None:
                 try:
@@ -142,31 +137,23 @@ class Endpoint:
                 except (LinkBroken, InvalidRequest) as error:
                     self.bulk.note_broken(link, error)
         if answer is None:
-            over_grpc: bytes = self._stub(name, "unary_unary")(sealed(message), timeout=ends_s - time.monotonic())
+            over_grpc: bytes = self.stub(name)(sealed(message), timeout=ends_s - time.monotonic())
             return over_grpc
-        if isinstance(answer, BulkRefused):
+        if isinstance(answer, CallFailed):
             raise answer
         return answer
 
-    def unary(self, name: str) -> Any:
-        """Returns a call with one message each way, as bytes."""
-        return self._stub(name, "unary_unary")
-
-    def stream_out(self, name: str) -> Any:
-        """Returns a call that sends a stream."""
-        return self._stub(name, "stream_unary")
-
-    def stream_in(self, name: str) -> Any:
-        """Returns a call that receives a stream."""
-        return self._stub(name, "unary_stream")
+    def stub(self, name: str, kind: str = "unary_unary") -> Any:
+        """Returns a call by its name in our services, or by its whole path in another one; messages are bytes."""
+        stub = self._stubs.get(name)
+        if stub is None:
+            path = name if name.startswith("/") else method(name)
+            stub = self._stubs[name] = _Saying(getattr(self._channel, kind)(path), self._metadata)
+        return stub
 
     def probe(self, timeout_s: float) -> Any:
         """Asks for the worker's health; returns a future of the answer."""
-        return self._stub(HEALTH_CHECK, "unary_unary").future(b"", timeout=timeout_s)
-
-    def metadata(self) -> tracing.Metadata:
-        """Returns the metadata of every call to this worker."""
-        return tracing.metadata() + self._credentials.metadata + self._account
+        return self.stub(HEALTH_CHECK).future(b"", timeout=timeout_s)
 
     @contextmanager
     def calling(self) -> Iterator[None]:
@@ -208,16 +195,11 @@ class Endpoint:
         within(CLOSE_S, self._channel.close)
 
     def _open_bulk(self, request: bytes, timeout_s: float) -> bytes:
-        answer: bytes = self.unary("OpenBulk")(request, timeout=timeout_s)
+        answer: bytes = self.stub("OpenBulk")(request, timeout=timeout_s)
         return answer
 
-    def _stub(self, name: str, kind: str) -> Any:
-        """Returns a call by its name in our services, or by its whole path in another one."""
-        stub = self._stubs.get(name)
-        if stub is None:
-            path = name if name.startswith("/") else method(name)
-            stub = self._stubs[name] = _Saying(getattr(self._channel, kind)(path), self.metadata)
-        return stub
+    def _metadata(self) -> tracing.Metadata:
+        return tracing.metadata() + self._credentials.metadata + self._account
 
 
 class _Saying:
@@ -313,7 +295,7 @@ class WorkerEndpoints:
         live = [each for each in every if each.aside is None]
         if not live:
             if not (even_aside and every):
-                raise Unavailable(self._why_none(every))
+                raise self.none(every)
             return sorted(every, key=lambda each: each.probe_at_s)
         if len(live) == 1:
             return live
@@ -397,18 +379,17 @@ class WorkerEndpoints:
         for endpoint in gone:
             endpoint.retire()
 
-    def none_known(self) -> Unavailable:
-        """Returns the error where no worker is known at all, with the reason."""
-        return Unavailable(self._why_none([]))
-
-    def _why_none(self, every: list[Endpoint]) -> str:
+    def none(self, every: Sequence[Endpoint] = ()) -> Unavailable:
+        """Returns the error where none of these workers, all that are known, takes calls, with the reasons."""
         if not every:
-            return self._trouble or "no worker is known: start one (none was given)"
+            return Unavailable(self._trouble or "no worker is known: start one (none was given)")
         reasons = "; ".join(
             each.aside if each.aside and each.address in each.aside else f"{each.address}: {each.aside}"
             for each in every[:3]
         )
-        return f"no worker answers, of {len(every)} ({reasons}): check that they run; calls go through once one does"
+        return Unavailable(
+            f"no worker answers, of {len(every)} ({reasons}): check that they run; calls go through once one does"
+        )
 
     # Probing
 
@@ -442,24 +423,19 @@ class WorkerEndpoints:
             except ValueError:
                 endpoint.leave()  # its channel is already closed
         for endpoint, answer in asked:
-            why = _health_of(answer)
+            why = why_unwell(answer)
             endpoint.leave()
-            if why is None:
-                self._bring_back(endpoint)
-            elif endpoint.aside is None:
+            if why is not None and endpoint.aside is None:
                 self.set_aside(endpoint, why)
             with self._changed:
+                if why is None and endpoint.aside is not None:
+                    endpoint.aside = None
+                    log.info("client.back worker=%s", endpoint.address)
                 endpoint.probe_at_s = self._clock.monotonic_s() + endpoint.probe_pause_s
                 endpoint.probe_pause_s = min(2 * endpoint.probe_pause_s, self._limits.probe_pause_s_max)
 
-    def _bring_back(self, endpoint: Endpoint) -> None:
-        with self._changed:
-            was_aside, endpoint.aside = endpoint.aside, None
-        if was_aside is not None:
-            log.info("client.back worker=%s", endpoint.address)
 
-
-def _health_of(answer: Any) -> str | None:
+def why_unwell(answer: Any) -> str | None:
     """Returns None if the worker serves, else why not."""
     try:
         status = answer.result()
@@ -542,7 +518,7 @@ class Renewing:
         for hold in live[-RELEASED_MAX:]:
             with suppress(ValueError):  # its channel is closed
                 request = sealed(pb.ReleaseRequest(hold=hold.id))
-                asked.append(hold.endpoint.unary("Release").future(request, timeout=RELEASE_S))
+                asked.append(hold.endpoint.stub("Release").future(request, timeout=RELEASE_S))
         for answer in asked:
             with suppress(grpc.RpcError, grpc.FutureCancelledError):
                 answer.result()
@@ -560,7 +536,7 @@ class Renewing:
             request = sealed(pb.RenewRequest(holds=[hold.id for hold in holds]))
             try:
                 timeout_s = min(CALL_S_MAX, min(hold.lease_s for hold in holds) / SHARE)
-                asked.append((holds, endpoint.unary("Renew").future(request, timeout=timeout_s)))
+                asked.append((holds, endpoint.stub("Renew").future(request, timeout=timeout_s)))
             except ValueError:
                 for hold in holds:  # its channel was closed: the worker ends them
                     self._end(hold)
@@ -638,14 +614,6 @@ class FileLanes:
 T = TypeVar("T")
 
 
-class CallFailed(Exception):
-    """A call to one worker failed; carries the error to raise."""
-
-    def __init__(self, failed: Failure) -> None:
-        super().__init__(str(failed.error))
-        self.failed = failed
-
-
 class Caller:
     """Sends calls to the workers of one client; has what these calls share. Thread-safe."""
 
@@ -657,7 +625,7 @@ class Caller:
         clock: Clock,
         write: WriteMode | None = None,
     ) -> None:
-        self._endpoints = endpoints
+        self.endpoints = endpoints
         self._clock = clock
         self.counters = counters
         self.limits = limits
@@ -683,7 +651,7 @@ class Caller:
         """Returns the answer to a call with one message each way. Raises what the worker raised, or Unavailable."""
 
         def send(endpoint: Endpoint, left_s: float) -> bytes:
-            answer: bytes = endpoint.unary(name)(request, timeout=left_s)
+            answer: bytes = endpoint.stub(name)(request, timeout=left_s)
             return answer
 
         return self.anywhere(send, timeout_s, marking, may_repeat=may_repeat, even_aside=even_aside)
@@ -692,7 +660,7 @@ class Caller:
         """Returns all messages of an answer that is a short stream."""
 
         def send(endpoint: Endpoint, left_s: float) -> list[bytes]:
-            return list(endpoint.stream_in(name)(request, timeout=left_s))
+            return list(endpoint.stub(name, "unary_stream")(request, timeout=left_s))
 
         return self.anywhere(send, timeout_s, None, even_aside=True)
 
@@ -728,7 +696,7 @@ class Caller:
         ends_s = self._clock.monotonic_s() + timeout_s
         error: KVStoreError | None = None
         asked = 0
-        for endpoint in self._endpoints.ranked(marking, even_aside=even_aside):
+        for endpoint in self.endpoints.ranked(marking, even_aside=even_aside):
             left_s = ends_s - self._clock.monotonic_s()
             if left_s <= 0:
                 break
@@ -738,9 +706,11 @@ class Caller:
             try:
                 return self.at(endpoint, partial(send, endpoint, left_s))
             except CallFailed as failed:
-                if error is None or failed.failed.answered:  # a worker's error explains more than silence
-                    error = failed.failed.error
-                if not (_helps_elsewhere(failed.failed) and (may_repeat or failed.failed.unsent)):
+                if error is None or failed.answered:  # a worker's error explains more than silence
+                    error = failed.error
+                # Another worker does no better with a wrong request or a full root.
+                helps = isinstance(failed.error, (Unavailable, Busy)) and not isinstance(failed.error, HoldBroken)
+                if not (helps and (may_repeat or failed.unsent)):
                     break
         if error is not None and asked > 1:
             spent_s = self._clock.monotonic_s() - ends_s + timeout_s
@@ -759,53 +729,36 @@ class Caller:
         """Calls ``send`` at the worker with this address, or, for None, at the best. Raises what it raised."""
         if worker is None:
             return self.anywhere(send, timeout_s, marking, may_repeat=may_repeat, even_aside=True)
-        known = {each.address: each for each in self._endpoints.every()}
+        known = {each.address: each for each in self.endpoints.every()}
         if worker not in known:
             raise InvalidRequest(f"worker {brief(worker)} is not one of {', '.join(known) or 'none'}")
         try:
             return self.at(known[worker], partial(send, known[worker], timeout_s))
         except CallFailed as failed:
-            raise failed.failed.error from failed
+            raise failed.error from failed
 
     def each(self, name: str, request: bytes, timeout_s: float) -> dict[str, bytes | KVStoreError]:
         """Sends a request to every worker in parallel; returns by address what each answered, or why it did not."""
-        self._endpoints.check()
+        self.endpoints.check()
         began_s = self._clock.monotonic_s()
         asked: list[tuple[Endpoint, Any]] = []
         answers: dict[str, bytes | KVStoreError] = {}
-        for endpoint in self._endpoints.every():
+        for endpoint in self.endpoints.every():
             endpoint.use()
             try:
-                asked.append((endpoint, endpoint.unary(name).future(request, timeout=timeout_s)))
+                asked.append((endpoint, endpoint.stub(name).future(request, timeout=timeout_s)))
             except ValueError:
                 endpoint.leave()  # its channel is already closed
         for endpoint, answer in asked:
             try:
                 answers[endpoint.address] = self.at(endpoint, answer.result, began_s=began_s)
             except CallFailed as failed:
-                answers[endpoint.address] = failed.failed.error
+                answers[endpoint.address] = failed.error
             finally:
                 endpoint.leave()
         return answers
 
-    def none_known(self) -> Unavailable:
-        """Returns the error where no worker is known at all, with the reason."""
-        return self._endpoints.none_known()
-
-    @property
-    def is_closed(self) -> bool:
-        """True once the client was closed."""
-        return self._endpoints.is_closed
-
-    def check(self) -> None:
-        """Raises StoreClosed, or InvalidRequest in a forked child: for calls that need no worker."""
-        self._endpoints.check()
-
     # Namespaces
-
-    def open(self, namespace: Namespace) -> None:
-        """Claims the namespace. Raises LayoutMismatch, Unavailable."""
-        self.unary("OpenNamespace", _opening(namespace), self.limits.pin_s, even_aside=True)
 
     def within(self, namespace: Namespace, call: Callable[[], T]) -> T:
         """Makes a call about a namespace; if a worker does not know it (a new root), opens it at all and repeats."""
@@ -814,7 +767,7 @@ class Caller:
         except UnknownNamespace:
             self.counters.add(ClientCount.NAMESPACES_REOPENED)
         # At all workers: the call goes to the one that does not know it, and the others do nothing.
-        opened = self.each("OpenNamespace", _opening(namespace), self.limits.pin_s)
+        opened = self.each("OpenNamespace", opening(namespace), self.limits.pin_s)
         errors = [answer for answer in opened.values() if isinstance(answer, KVStoreError)]
         if errors and len(errors) == len(opened):
             raise errors[0]
@@ -843,49 +796,39 @@ class Caller:
 
         ``began_s`` is when it was sent, if that was before: a message says how long the worker had.
         """
-        self._endpoints.owner.check()
+        self.endpoints.owner.check()
         began_s = self._clock.monotonic_s() if began_s is None else began_s
         try:
             with endpoint.calling(), tracing.request(), tracing.span("kvstore.attempt", worker=endpoint.address):
                 return send()
         except grpc.RpcError as error:
             failed = _failure_of(error, endpoint.address, self._clock.monotonic_s() - began_s)
-        except BulkRefused as refused:
-            failed = refused.failed
+        except CallFailed as refused:
+            failed = refused
         except (LinkLate, grpc.FutureCancelledError) as late:
             said = str(late) or "it took nothing for too long"
-            failed = Failure(Unavailable(f"worker {endpoint.address}: {said}"), False, False)
+            failed = CallFailed(Unavailable(f"worker {endpoint.address}: {said}"), False, False)
         except KVStoreError as error:
-            if self._endpoints.is_closed:
+            if self.endpoints.is_closed:
                 raise StoreClosed from error
             raise
         except ValueError:
             # What gRPC says of a closed channel.
-            failed = Failure(Unavailable(f"the connection to worker {endpoint.address} was closed"), False, True)
-        if self._endpoints.is_closed:
+            failed = CallFailed(Unavailable(f"the connection to worker {endpoint.address} was closed"), False, True)
+        if self.endpoints.is_closed:
             raise StoreClosed from failed.error  # connections and threads end under a call
-        if _is_out(failed):
-            self._endpoints.set_aside(endpoint, str(failed.error))
-        raise CallFailed(failed)
+        if isinstance(failed.error, Draining) or not (failed.answered or isinstance(failed.error, Busy)):
+            self.endpoints.set_aside(endpoint, str(failed.error))  # it takes no calls at the moment
+        raise failed
 
 
-def _is_out(failed: Failure) -> bool:
-    """True if this failure shows that the worker takes no calls at the moment."""
-    return isinstance(failed.error, Draining) or not (failed.answered or isinstance(failed.error, Busy))
-
-
-def _helps_elsewhere(failed: Failure) -> bool:
-    """True if another worker may do better: false for a wrong request and for a full root."""
-    kind = type(failed.error)
-    return issubclass(kind, (Unavailable, Busy)) and not issubclass(kind, HoldBroken)
-
-
-def _failure_of(error: grpc.RpcError, address: str, within_s: float) -> Failure:
+def _failure_of(error: grpc.RpcError, address: str, within_s: float) -> CallFailed:
     """Returns the meaning of a gRPC error. Every error that a call raises has ``code`` and the other members."""
     trailers: Any = error.trailing_metadata() or ()
     log.debug("client.call_failed worker=%s code=%s said=%s", address, error.code().name, error.details())
     return failure(error.code(), error.details() or "", trailers, address, within_s)
 
 
-def _opening(namespace: Namespace) -> bytes:
+def opening(namespace: Namespace) -> bytes:
+    """Returns the request that claims a namespace."""
     return sealed(pb.OpenNamespaceRequest(namespace=namespace_message(namespace)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.core.validate import check_limits, kind_of
+from kvstore.core.validate import check_limits
 from kvstore.errors import InvalidRequest
 
 
@@ -51,12 +51,3 @@ class ClientLimits:
             raise InvalidRequest(
                 f"probe_pause_s_max={self.probe_pause_s_max} is under probe_pause_s_min={self.probe_pause_s_min}"
             )
-
-
-def checked_limits(limits: object) -> ClientLimits:
-    """Returns ``limits``, which are a client's. Raises InvalidRequest."""
-    if not isinstance(limits, ClientLimits):
-        raise InvalidRequest(
-            f"limits are {kind_of(limits)}: expected kvstore.ClientLimits (kvstore.Limits are for kvstore.open)"
-        )
-    return limits

@@ -119,10 +119,6 @@ class LocalGuard:
         holds_any = any(map(len, self._hold.on or ()))
         return holds_any and not self._store.closed and self._node.holds.find(self._hold.id) is not None
 
-    def check(self) -> None:
-        with self._store:
-            self._node.holds.check(self._hold)
-
     def release(self) -> None:
         self._node.holds.release(self._hold)
 
@@ -351,18 +347,22 @@ def open(
 
     Raises RootMismatch (no such root, wrong mount, unknown version), PermissionDenied, Unavailable, InvalidRequest.
     """
+    if keys is not None and not isinstance(keys, str | PathLike):
+        raise InvalidRequest(f"keys are {kind_of(keys)}: expected the path of a key file")
+    if limits is not None and not isinstance(limits, Limits):
+        raise InvalidRequest(f"limits are {kind_of(limits)}: expected kvstore.engine.settings.Limits")
     member = open_member(
         fspath(root) if isinstance(root, PathLike) else root,
         etcd,
         durability=Durability.of(durability),
-        limits=_checked(limits),
+        limits=limits,
         etcd_tls=etcd_tls,
         etcd_user=etcd_user,
         root_options=root_options,
         create=checked_flag("create", create),
         shard_bits=shard_bits,
         settings=TierSettings.of(memory, disk, write),
-        keys=None if keys is None else _loaded(keys),
+        keys=None if keys is None else KeyFile(keys).load(),
         compress=checked_flag("compress", compress),
         asked=AskedBound.of(max_bytes, ttl),
     )
@@ -370,15 +370,3 @@ def open(
     if tiers is not None:
         flush_at_exit(tiers.behind)
     return Store(port, close_when_dropped(port, member.close, str(root)))
-
-
-def _loaded(keys: str | PathLike[str]) -> KeyFile:
-    if not isinstance(keys, str | PathLike):
-        raise InvalidRequest(f"keys are {kind_of(keys)}: expected the path of a key file")
-    return KeyFile(keys).load()
-
-
-def _checked(limits: Limits | None) -> Limits | None:
-    if limits is not None and not isinstance(limits, Limits):
-        raise InvalidRequest(f"limits are {kind_of(limits)}: expected kvstore.engine.settings.Limits")
-    return limits

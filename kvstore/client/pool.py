@@ -38,6 +38,7 @@ from kvstore.security.authentication import HEADER, TOKEN_BYTES_MAX, account_sec
 from kvstore.security.tls import Certificate, ClientTls, WatchedFiles, client_certificate, is_loopback, read_secret
 from kvstore.tiers.arena import follow, map_arena, populate
 from kvstore.transport.channel import (
+    ARENA,
     LEDGER_BYTES,
     NONCE_BYTES,
     PROOF_BYTES,
@@ -51,15 +52,14 @@ from kvstore.transport.channel import (
     LinkLate,
     Mode,
     boot_id,
-    decode_arena,
     dial_tcp,
     dial_unix,
-    encode_arena,
     encode_request,
     released_count,
+    unpacked,
 )
 from kvstore.transport.messages import parse, traced
-from kvstore.transport.status import Failure, failure
+from kvstore.transport.status import CallFailed, failure
 from kvstore.v1 import kvstore_pb2 as pb
 
 # A client's credentials: TLS files and a token file, reloaded when they change.
@@ -227,29 +227,25 @@ class _Region:
     """This region is free once the first ``upto`` chunks of the put are released."""
 
 
-class ReleaseView:
-    """The worker's account of the arena: a page that the worker writes and we read."""
+Ledger = npt.NDArray[np.uint64]
+"""The worker's account of the arena: a page that the worker writes and we read."""
 
-    def __init__(self, fd: int) -> None:
-        """Takes over ``fd``. Raises OSError or ValueError if it is not a ledger."""
-        try:
-            # Sealed against shrinking: reading past a shortened file would kill us (SIGBUS).
-            if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise ValueError("the ledger is not sealed against shrinking")
-            mapped = mmap.mmap(fd, LEDGER_BYTES, prot=mmap.PROT_READ)
-        finally:
-            os.close(fd)
-        self._entry = np.frombuffer(mapped, np.uint64)
 
-    def released(self, request: int) -> int:
-        """Number of leading chunks of a put that the worker no longer needs in the arena."""
-        return released_count(int(self._entry[0]), request)
+def map_ledger(fd: int) -> Ledger:
+    """Takes over ``fd``. Raises OSError or ValueError if it is not a ledger."""
+    try:
+        # Sealed against shrinking: reading past a shortened file would kill us (SIGBUS).
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise ValueError("the ledger is not sealed against shrinking")
+        return np.frombuffer(mmap.mmap(fd, LEDGER_BYTES, prot=mmap.PROT_READ), np.uint64)
+    finally:
+        os.close(fd)
 
 
 class UploadArena:
     """A ring of ``size_bytes``. Regions are taken in order and become free in order."""
 
-    def __init__(self, size_bytes: int, ledger: ReleaseView) -> None:
+    def __init__(self, size_bytes: int, ledger: Ledger) -> None:
         """Raises OSError if there is no memory."""
         self.size_bytes = size_bytes
         self._ledger = ledger
@@ -281,7 +277,8 @@ class UploadArena:
 
         None if there is no room now.
         """
-        self._collect()
+        while self._regions and released_count(int(self._ledger[0]), self._request) >= self._regions[0].upto:
+            self._regions.popleft()
         start = self._place(size_bytes)
         if start is not None:
             self._regions.append(_Region(start, start + size_bytes, upto))
@@ -298,10 +295,6 @@ class UploadArena:
         if fd >= 0:
             os.close(fd)
         self._bytes = np.empty(0, np.uint8)
-
-    def _collect(self) -> None:
-        while self._regions and self._ledger.released(self._request) >= self._regions[0].upto:
-            self._regions.popleft()
 
     def _place(self, size_bytes: int) -> int | None:
         if not self._regions:
@@ -407,144 +400,10 @@ class Leased:
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (len(part),), "data": (at, True)}
         self._alive = (part, lease)
 
-    def array(self) -> npt.NDArray[Any]:
-        """Returns the bytes as an array."""
-        return np.asarray(self)
-
-
-# Makes bulk connections to one worker: negotiated over gRPC, on the shortest path that works, proved at both ends.
-
-
-class Connector:
-    """Makes connections to one worker. Thread-safe. ``ask`` makes the gRPC call OpenBulk: request, seconds -> answer.
-
-    No step takes longer than ``limits.probe_s``.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        bulk: Bulk,
-        limits: ClientLimits,
-        ask: Callable[[bytes, float], bytes],
-        credentials: Credentials,
-    ) -> None:
-        self._address = address
-        self._bulk = bulk
-        self._limits = limits
-        self._step_s = limits.probe_s
-        self._ask = ask
-        self._credentials = credentials
-        self._lock = threading.Lock()
-        self._memory: WorkerMemory | None = None
-        self._closed = False
-
-    def dial(self, timeout_s: float) -> DataConnection | None:
-        """Dials the worker on the shortest allowed path that works; returns None, and logs why, if none does."""
-        answer: pb.OpenBulkResponse | None = None
-        reasons: dict[Bulk, str] = {}
-        for way, dial in ((Bulk.SHARED, self._dial_shared), (Bulk.TCP, self._dial_tcp)):
-            if self._bulk not in (Bulk.AUTO, way):
-                continue
-            if answer is None and (answer := self._offer(timeout_s)) is None:
-                reasons[way] = "the worker does not know the bulk protocol"
-                break
-            try:
-                return dial(answer)
-            except (LinkBroken, LinkLate, TimeoutError) as error:
-                reasons[way], answer = str(error), None  # its grant is used up
-            except (OSError, KVStoreError, ValueError) as error:
-                reasons[way] = str(error)
-        why = "; ".join(f"{way.value}: {reason}" for way, reason in reasons.items())
-        log.info("client.no_bulk worker=%s why=%s", self._address, why)
-        return None
-
-    def close(self) -> None:
-        """Lets go of the worker's memory. Idempotent."""
-        with self._lock:
-            self._closed = True
-            memory, self._memory = self._memory, None
-        if memory is not None:
-            memory.close()
-
-    def _offer(self, timeout_s: float) -> pb.OpenBulkResponse | None:
-        """Asks the worker for its offer with a fresh grant; None if it does not know this call."""
-        request = pb.OpenBulkRequest(version=VERSION).SerializeToString()
-        try:
-            return pb.OpenBulkResponse.FromString(self._ask(request, min(timeout_s, self._step_s)))
-        except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
-                raise
-            return None
-
-    def _dial_shared(self, answer: pb.OpenBulkResponse) -> DataConnection:
-        if not answer.unix_path:
-            raise Unavailable("the worker offers no unix socket")
-        if answer.boot_id != boot_id() or not answer.boot_id:
-            raise Unavailable("it is on another host")
-        channel = Channel(dial_unix(answer.unix_path, self._step_s), self._step_s)
-        return self._greeted(channel, answer)
-
-    def _dial_tcp(self, answer: pb.OpenBulkResponse) -> DataConnection:
-        if not answer.tcp_port or self._address.startswith("unix:"):
-            raise Unavailable("the worker offers no port")
-        host = self._address.rpartition(":")[0]
-        sock = self._credentials.wrapped(dial_tcp(host, answer.tcp_port, self._step_s), self._address)
-        return self._greeted(Channel(sock, self._step_s), answer)
-
-    def _greeted(self, channel: Channel, answer: pb.OpenBulkResponse) -> DataConnection:
-        """Proves, on both ends, knowledge of the secret that only gRPC carried."""
-        version = self._credentials.version
-        try:
-            channel.limit(self._step_s, self._step_s)
-            grant, nonce = Grant(answer.grant, answer.secret), os.urandom(NONCE_BYTES)
-            channel.send(FrameKind.HELLO, 0, [grant.hello(nonce)])
-            head, proof = channel.receive_frame(FrameKind.WELCOME)
-            if head.length != PROOF_BYTES or not grant.is_welcome(nonce, proof):
-                raise Unavailable("another program listens there, not the worker")
-            ledger = ReleaseView(channel.take_files(1)[0]) if channel.is_unix else None
-            memory = self._mapped(channel, answer) if channel.is_unix and answer.memory else None
-        except BaseException:
-            channel.close()
-            raise
-        hands_files = answer.files and channel.is_unix
-        return DataConnection(channel, self._address, hands_files, ledger, memory, version)
-
-    def _mapped(self, channel: Channel, answer: pb.OpenBulkResponse) -> WorkerMemory | None:
-        """Maps the worker's memory, once for all connections; None if it cannot be mapped here."""
-        known = self._memory
-        if known is not None and known.id == answer.memory:
-            return known
-        channel.send(FrameKind.MAP, 0)
-        size_bytes = decode_arena(channel.receive_frame(FrameKind.MEMORY)[1])
-        fd = channel.take_files(1)[0]
-        try:
-            memory = WorkerMemory(fd, size_bytes, answer.memory, self._limits)
-        except Unavailable as error:
-            log.info("client.no_memory worker=%s why=%s", self._address, error)
-            return None
-        with self._lock:
-            # Another connection may have been made at the same time: keep one mapping.
-            left: WorkerMemory | None = memory
-            if not self._closed and (self._memory is None or self._memory.id != answer.memory):
-                left, self._memory = self._memory, memory
-            used = self._memory
-        if left is not None:
-            left.close()
-        return used
-
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 NUMBER_MAX = 1 << 31
 """Requests on one connection, which is replaced then."""
-
-
-class BulkRefused(Exception):
-    """A worker refused a request on a bulk connection; carries the error to raise."""
-
-    def __init__(self, failed: Failure) -> None:
-        super().__init__(str(failed.error))
-        self.failed = failed
 
 
 class DataConnection:
@@ -555,7 +414,7 @@ class DataConnection:
         channel: Channel,
         address: str,
         hands_files: bool,
-        ledger: ReleaseView | None,
+        ledger: Ledger | None,
         memory: WorkerMemory | None,
         credentials_version: int,
     ) -> None:
@@ -569,7 +428,8 @@ class DataConnection:
         """Bytes reserved for the arena, which may not exist yet (``Links.reserve_arena``)."""
         self.address = address
         self._ledger = ledger
-        self._number = 0
+        self.number = 0
+        """The number of the last request."""
         self._never_blocks: dict[int, bool] = {}
         self.credentials_version = credentials_version
         """Version of the credentials with which this connection was made."""
@@ -586,17 +446,12 @@ class DataConnection:
             return Mode.SLOTS
         return Mode.FILES if self.hands_files else Mode.STREAM
 
-    @property
-    def is_usable(self) -> bool:
-        """True if another request can be sent."""
-        return self.channel.alive and self._number < NUMBER_MAX
-
     def next_number(self) -> int:
         """Returns the number for a new request."""
-        self._number += 1
-        return self._number
+        self.number += 1
+        return self.number
 
-    def call(self, name: str, message: Message, timeout_s: float) -> bytes | BulkRefused:
+    def call(self, name: str, message: Message, timeout_s: float) -> bytes | CallFailed:
         """Makes a call of SHORT_CALLS; returns its answer, or its refusal, after which the connection goes on."""
         self.channel.limit(timeout_s, timeout_s)
         said = encode_request(timeout_s, SHORT_CALLS.index(name), traced(message))
@@ -607,12 +462,12 @@ class DataConnection:
         return self._refusal_in(payload) if head.kind is FrameKind.REFUSED else payload
 
     def receive(self, *kinds: FrameKind) -> tuple[Head, bytes]:
-        """The next frame, one of ``kinds``. Raises BulkRefused where the worker refuses."""
+        """The next frame, one of ``kinds``. Raises CallFailed where the worker refuses."""
         head = self.receive_head(*kinds)
         return head, self.channel.receive(head.length)
 
     def receive_head(self, *kinds: FrameKind) -> Head:
-        """The head of the next frame, one of ``kinds``. Raises BulkRefused where the worker refuses."""
+        """The head of the next frame, one of ``kinds``. Raises CallFailed where the worker refuses."""
         head = self.channel.receive_head()
         if head.kind is FrameKind.REFUSED:  # the worker closes the connection after it
             refused = self._refusal_in(self.channel.receive(head.length))
@@ -621,11 +476,11 @@ class DataConnection:
         self.channel.expect(head, *kinds)
         return head
 
-    def _refusal_in(self, payload: bytes) -> BulkRefused:
+    def _refusal_in(self, payload: bytes) -> CallFailed:
         """Returns the error that a REFUSED frame carries."""
         refusal = parse(pb.BulkRefusal, payload)
         code = _CODES.get(refusal.code, grpc.StatusCode.UNKNOWN)
-        return BulkRefused(failure(code, refusal.message, list(refusal.trailers.items()), self.address))
+        return failure(code, refusal.message, list(refusal.trailers.items()), self.address)
 
     def share(self, size_bytes: int, reserve: Callable[[int], int]) -> None:
         """Makes an arena that holds ``size_bytes`` twice, or as much as can be had.
@@ -648,7 +503,7 @@ class DataConnection:
         if arena is not None:
             arena.close()
         self.arena = new
-        self.channel.send(FrameKind.ARENA, 0, [encode_arena(wanted)], [new.fd])
+        self.channel.send(FrameKind.ARENA, 0, [ARENA.pack(wanted)], [new.fd])
 
     def never_blocks(self, fd: int) -> bool:
         """True if reading this file never waits for a device."""
@@ -668,7 +523,11 @@ class DataConnection:
 
 
 class Links:
-    """The connections to one worker. Thread-safe. ``ask`` makes the gRPC call OpenBulk: request, seconds -> answer."""
+    """The connections to one worker. Thread-safe. ``ask`` makes the gRPC call OpenBulk: request, seconds -> answer.
+
+    They are negotiated over gRPC, on the shortest path that works, and proved at both ends. No step of that takes
+    longer than ``limits.probe_s``.
+    """
 
     def __init__(
         self,
@@ -684,7 +543,8 @@ class Links:
         self._credentials = credentials
         self._bulk = bulk
         self._limits = limits
-        self._dialler = Connector(address, bulk, limits, ask, credentials)
+        self._ask = ask
+        self._memory: WorkerMemory | None = None
         self._lock = threading.Lock()
         self._idle: list[DataConnection] = []
         self._open: set[DataConnection] = set()
@@ -732,7 +592,9 @@ class Links:
             idle, self._idle = self._idle, []
             busy = set(self._open) - set(idle)
             self._open.clear()
-        self._dialler.close()
+            memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close()
         for link in idle:
             link.close()
         for link in busy:
@@ -756,7 +618,7 @@ class Links:
             self._drop(link)
         if dials:
             try:
-                link = self._dialler.dial(timeout_s)
+                link = self._dial(timeout_s)
             finally:
                 with self._lock:
                     self._dialling -= 1
@@ -768,7 +630,7 @@ class Links:
 
     def _give(self, link: DataConnection) -> None:
         with self._lock:
-            if link.is_usable and not self._closed:
+            if link.channel.alive and link.number < NUMBER_MAX and not self._closed:
                 self._idle.append(link)
                 return
         self._drop(link)
@@ -777,3 +639,89 @@ class Links:
         with self._lock:
             self._open.discard(link)
         link.close()
+
+    def _dial(self, timeout_s: float) -> DataConnection | None:
+        """Dials the worker on the shortest allowed path that works; returns None, and logs why, if none does."""
+        answer: pb.OpenBulkResponse | None = None
+        reasons: dict[Bulk, str] = {}
+        for way, dial in ((Bulk.SHARED, self._dial_shared), (Bulk.TCP, self._dial_tcp)):
+            if self._bulk not in (Bulk.AUTO, way):
+                continue
+            if answer is None and (answer := self._offer(timeout_s)) is None:
+                reasons[way] = "the worker does not know the bulk protocol"
+                break
+            try:
+                return dial(answer)
+            except (LinkBroken, LinkLate, TimeoutError) as error:
+                reasons[way], answer = str(error), None  # its grant is used up
+            except (OSError, KVStoreError, ValueError) as error:
+                reasons[way] = str(error)
+        why = "; ".join(f"{way.value}: {reason}" for way, reason in reasons.items())
+        log.info("client.no_bulk worker=%s why=%s", self._address, why)
+        return None
+
+    def _offer(self, timeout_s: float) -> pb.OpenBulkResponse | None:
+        """Asks the worker for its offer with a fresh grant; None if it does not know this call."""
+        request = pb.OpenBulkRequest(version=VERSION).SerializeToString()
+        try:
+            return pb.OpenBulkResponse.FromString(self._ask(request, min(timeout_s, self._limits.probe_s)))
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                raise
+            return None
+
+    def _dial_shared(self, answer: pb.OpenBulkResponse) -> DataConnection:
+        if not answer.unix_path:
+            raise Unavailable("the worker offers no unix socket")
+        if answer.boot_id != boot_id() or not answer.boot_id:
+            raise Unavailable("it is on another host")
+        channel = Channel(dial_unix(answer.unix_path, self._limits.probe_s), self._limits.probe_s)
+        return self._greeted(channel, answer)
+
+    def _dial_tcp(self, answer: pb.OpenBulkResponse) -> DataConnection:
+        if not answer.tcp_port or self._address.startswith("unix:"):
+            raise Unavailable("the worker offers no port")
+        host = self._address.rpartition(":")[0]
+        sock = self._credentials.wrapped(dial_tcp(host, answer.tcp_port, self._limits.probe_s), self._address)
+        return self._greeted(Channel(sock, self._limits.probe_s), answer)
+
+    def _greeted(self, channel: Channel, answer: pb.OpenBulkResponse) -> DataConnection:
+        """Proves, on both ends, knowledge of the secret that only gRPC carried."""
+        version = self._credentials.version
+        try:
+            channel.limit(self._limits.probe_s, self._limits.probe_s)
+            grant, nonce = Grant(answer.grant, answer.secret), os.urandom(NONCE_BYTES)
+            channel.send(FrameKind.HELLO, 0, [grant.hello(nonce)])
+            head, proof = channel.receive_frame(FrameKind.WELCOME)
+            if head.length != PROOF_BYTES or not grant.is_welcome(nonce, proof):
+                raise Unavailable("another program listens there, not the worker")
+            ledger = map_ledger(channel.take_files(1)[0]) if channel.is_unix else None
+            memory = self._mapped(channel, answer) if channel.is_unix and answer.memory else None
+        except BaseException:
+            channel.close()
+            raise
+        hands_files = answer.files and channel.is_unix
+        return DataConnection(channel, self._address, hands_files, ledger, memory, version)
+
+    def _mapped(self, channel: Channel, answer: pb.OpenBulkResponse) -> WorkerMemory | None:
+        """Maps the worker's memory, once for all connections; None if it cannot be mapped here."""
+        known = self._memory
+        if known is not None and known.id == answer.memory:
+            return known
+        channel.send(FrameKind.MAP, 0)
+        size_bytes = unpacked(ARENA, channel.receive_frame(FrameKind.MEMORY)[1])[0]
+        fd = channel.take_files(1)[0]
+        try:
+            memory = WorkerMemory(fd, size_bytes, answer.memory, self._limits)
+        except Unavailable as error:
+            log.info("client.no_memory worker=%s why=%s", self._address, error)
+            return None
+        with self._lock:
+            # Another connection may have been made at the same time: keep one mapping.
+            left: WorkerMemory | None = memory
+            if not self._closed and (self._memory is None or self._memory.id != answer.memory):
+                left, self._memory = self._memory, memory
+            used = self._memory
+        if left is not None:
+            left.close()
+        return used

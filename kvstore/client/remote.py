@@ -27,14 +27,7 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 
 from kvstore.census.selection import Selection
-from kvstore.client.failover import (
-    Caller,
-    CallFailed,
-    Endpoint,
-    FileLanes,
-    HoldLease,
-    WorkerEndpoints,
-)
+from kvstore.client.failover import Caller, Endpoint, FileLanes, HoldLease, WorkerEndpoints, opening
 from kvstore.client.limits import ClientLimits
 from kvstore.client.operation import Operation
 from kvstore.client.pool import PLAIN, Bulk, ClientLease, Credentials, DataConnection, Leased, UploadArena
@@ -62,9 +55,8 @@ from kvstore.core.results import Cleared, LayerMemory, PinRecord, PutResult, Sto
 from kvstore.core.validate import TierName, brief
 from kvstore.core.write_mode import RUNS_IN_MEMORY, WriteMode
 from kvstore.errors import HoldBroken, InvalidRequest, KVStoreError, Overloaded, Unavailable
-from kvstore.format.header import Ancestry, Damage, Damaged, Expected
+from kvstore.format.header import Ancestry, Damage, Damaged, Expected, checksum
 from kvstore.format.keyset import BlockKeys, ChunkKeys, KeySet, Mask, NativeBatch, leading
-from kvstore.meta.etcd import EtcdMetadata, EtcdTls, EtcdUser
 from kvstore.meta.keys import ID_BYTES, Keys, parse_id
 from kvstore.meta.store import MetadataStore
 from kvstore.meta.workers import WorkerRegistry
@@ -73,6 +65,7 @@ from kvstore.root.interface import LocalFiles, Stat
 from kvstore.root.posix import PosixReader
 from kvstore.transport.channel import (
     NOT_LENT,
+    PLACED,
     READY,
     RUN_BYTES,
     RUN_BYTES_MAX,
@@ -83,12 +76,9 @@ from kvstore.transport.channel import (
     Head,
     LentSlots,
     LinkBroken,
-    Placed,
-    block_sums,
     decode_slots,
     decode_span,
     encode_head,
-    encode_placed,
     encode_request,
     encode_span,
     send_run,
@@ -112,7 +102,7 @@ from kvstore.transport.messages import (
     unpack_tokens,
     write_message,
 )
-from kvstore.transport.status import BrokenTransfer, Busy, UnknownNamespace
+from kvstore.transport.status import BrokenTransfer, Busy, CallFailed, UnknownNamespace
 from kvstore.v1 import control_pb2 as control
 from kvstore.v1 import kvstore_pb2 as pb
 
@@ -137,18 +127,6 @@ class Discovery:
                 raise InvalidRequest(
                     f"root={brief(root)}: expected the root's id, {2 * ID_BYTES} hex digits, as its FORMAT has it"
                 )
-
-    @classmethod
-    def of_etcd(
-        cls,
-        etcd: str | Sequence[str],
-        root: str | None,
-        tls: EtcdTls | None,
-        user: EtcdUser | None,
-        timeout_s: float,
-    ) -> Discovery:
-        """Connects to etcd at ``host:port``; several as a list or separated by commas."""
-        return cls(EtcdMetadata(etcd, tls=tls, user=user, timeout_s=timeout_s), root)
 
     def addresses(self) -> list[str]:
         """Returns the addresses of all workers of the root; none if no root is known yet.
@@ -198,49 +176,28 @@ this one: on two cores runs of 8 MiB took four times as long.
 Addresses = npt.NDArray[np.uint64]
 
 
-class UploadSource(ABC):
-    """The ``count`` chunks or blocks that a caller puts, addressed by their index in what is wanted."""
-
-    count: int
-    largest_bytes: int
-    """Size of the largest chunk."""
-    placed_bytes: int
-    """Size of a run in the arena, if the arena has room for it."""
-
-    @abstractmethod
-    def size_bytes(self, first: int, count: int) -> int:
-        """Size of ``count`` chunks from index ``first`` on."""
-
-    @abstractmethod
-    def sums_count(self, count: int) -> int:
-        """Number of checksums that go with a run of ``count`` chunks."""
-
-    @abstractmethod
-    def place(self, first: int, count: int, target: npt.NDArray[np.uint8], lanes: Executor, deadline: Deadline) -> None:
-        """Copies a run into ``target``, which has its size."""
-
-    @abstractmethod
-    def send(self, channel: Channel, first: int, count: int) -> None:
-        """Sends the bytes of a run and its checksums."""
-
-
-class ChunkUpload(UploadSource):
+class ChunkUpload:
     """The first ``count`` chunks of a prompt, as far as ``planes`` have them."""
 
     def __init__(self, planes: Planes, layout: Layout, count: int) -> None:
         self.count = count
         self.largest_bytes = layout.chunk_bytes
+        """Size of the largest chunk."""
         self.placed_bytes = max(RUN_BYTES, layout.chunk_bytes)
+        """Size of a run in the arena, if the arena has room for it."""
         self._planes = planes
         self._layout = layout
 
     def size_bytes(self, first: int, count: int) -> int:
+        """Size of ``count`` chunks from index ``first`` on."""
         return count * self._layout.chunk_bytes
 
-    def sums_count(self, count: int) -> int:
+    def sums_count(self, _: int) -> int:
+        """Number of checksums that go with a run of so many chunks."""
         return self._layout.section_count
 
     def place(self, first: int, count: int, target: npt.NDArray[np.uint8], lanes: Executor, deadline: Deadline) -> None:
+        """Copies a run into ``target``, which has its size."""
         planes, size = self._planes, target.nbytes // self._layout.section_count
         assert planes.covers(first, count) and planes.is_contiguous
         start: int = target.__array_interface__["data"][0]
@@ -249,11 +206,12 @@ class ChunkUpload(UploadSource):
         copy_rows(to, source, size, (target, planes), lanes, deadline)
 
     def send(self, channel: Channel, first: int, count: int) -> None:
+        """Sends the bytes of a run and its checksums."""
         send_run(channel, self._planes, first, count)
 
 
-class BlockUpload(UploadSource):
-    """Engine-hashed blocks."""
+class BlockUpload:
+    """Engine-hashed blocks, as ``ChunkUpload`` has chunks."""
 
     def __init__(self, buffers: Pieces) -> None:
         self.count = len(buffers)
@@ -280,7 +238,10 @@ class BlockUpload(UploadSource):
 
     def send(self, channel: Channel, first: int, count: int) -> None:
         blocks = self._buffers[first : first + count]
-        channel.send_bytes([*blocks, memoryview(np.array(block_sums(blocks), "<u8").tobytes())])
+        channel.send_bytes([*blocks, memoryview(np.array([checksum(block) for block in blocks], "<u8").tobytes())])
+
+
+UploadSource = ChunkUpload | BlockUpload
 
 
 def _send_put(
@@ -288,7 +249,7 @@ def _send_put(
 ) -> pb.PutResponse:
     """Sends a put; returns the worker's answer. ``start`` describes the cargo.
 
-    Raises LinkBroken, LinkLate, BulkRefused; InvalidRequest for an answer that is not valid.
+    Raises LinkBroken, LinkLate, CallFailed; InvalidRequest for an answer that is not valid.
     """
     channel, ends_s = link.channel, time.monotonic() + timeout_s
     channel.limit(caller.limits.write_s, timeout_s)
@@ -316,7 +277,10 @@ def _send_put(
                 _send(link, number, cargo, at, chunks)
         return parse(pb.PutResponse, link.receive(FrameKind.STORED)[1])
     except LinkBroken as broken:
-        _raise_refusal(link)
+        # The worker may have said why it refused before it closed the connection.
+        channel.limit(LAST_WORD_S, LAST_WORD_S)
+        with suppress(Unavailable):
+            link.receive(FrameKind.STORED)
         raise broken
 
 
@@ -345,30 +309,18 @@ def _place(
     while (offset := arena.take(size_bytes, first + count - begin)) is None:
         if not link.channel.is_quiet():
             return  # the caller reads the worker's answer
-        _pause(ends_s)
+        if time.monotonic() > ends_s:
+            raise Unavailable("the worker did not store the chunks in shared memory in time: retry later")
+        time.sleep(FULL_PAUSE_S)
     target, deadline = arena.bytes_at(offset, size_bytes), Deadline(lanes.clock, ends_s - time.monotonic())
     cargo.place(first, count, target, lanes.copiers(), deadline)
-    link.channel.send(FrameKind.PLACED, number, [encode_placed(Placed(first, count, offset))])
+    link.channel.send(FrameKind.PLACED, number, [PLACED.pack(first, count, offset)])
 
 
 def _send(link: DataConnection, number: int, cargo: UploadSource, first: int, count: int) -> None:
     length = SPAN_BYTES + cargo.size_bytes(first, count) + cargo.sums_count(count) * SUM_BYTES
     link.channel.send_bytes([memoryview(encode_head(FrameKind.CHUNKS, number, length) + encode_span(first, count))])
     cargo.send(link.channel, first, count)
-
-
-def _pause(ends_s: float) -> None:
-    """Waits a little for room in an arena. Raises Unavailable once the time is over."""
-    if time.monotonic() > ends_s:
-        raise Unavailable("the worker did not store the chunks in shared memory in time: retry later")
-    time.sleep(FULL_PAUSE_S)
-
-
-def _raise_refusal(link: DataConnection) -> None:
-    """Raises BulkRefused if the worker said why it refused before it closed the connection."""
-    link.channel.limit(LAST_WORD_S, LAST_WORD_S)
-    with suppress(Unavailable):
-        link.receive(FrameKind.STORED)
 
 
 def copy_rows(
@@ -425,7 +377,7 @@ def put_over_grpc(
         if is_chain:
             opening.first = begin
         caller.counters.add(ClientCount.PUTS_GRPC)
-        outgoing, stream = Outgoing(_messages(opening, wanted, begin, sections)), endpoint.stream_out("Put")
+        outgoing, stream = Outgoing(_messages(opening, wanted, begin, sections)), endpoint.stub("Put", "stream_unary")
         raw = send_stream(stream, outgoing, ends_s - time.monotonic())
         answer = pb.PutResponse.FromString(raw)
         if begin == first or answer.tokens_present >= begin * wanted.namespace.layout.chunk_tokens:
@@ -444,7 +396,7 @@ def _present(endpoint: Endpoint, start: pb.PutStart, timeout_s: float) -> int:
     """Returns how many leading chunks need no sending. Errors are left to the put: not knowing costs only bytes."""
     request = sealed(pb.MatchRequest(namespace=start.namespace, tokens=start.tokens, uncounted=True))
     try:
-        return pb.MatchResponse.FromString(endpoint.unary("Match")(request, timeout=timeout_s)).chunks
+        return pb.MatchResponse.FromString(endpoint.stub("Match")(request, timeout=timeout_s)).chunks
     except grpc.RpcError:
         return 0
 
@@ -508,7 +460,7 @@ class ReceivedViews:
     def lend(self, wanted: KeySet, index: int, image: memoryview, lease: ClientLease) -> None:
         """Adds a verified chunk in place."""
         layout = self._layout
-        payload = Leased(wanted.payload_of(index, image), lease).array()
+        payload = np.asarray(Leased(wanted.payload_of(index, image), lease))
         self._lent[index] = payload.view(layout.numpy_dtype).reshape(layout.shape(layout.chunk_tokens))
 
     def leading(self, count: int) -> list[npt.NDArray[Any]]:
@@ -567,7 +519,7 @@ class ImageReceiver:
     def receive(self, lent: LentSlots) -> bool:
         """Reads the answer, which begins with ``lent``, up to its end. False if an image is not right.
 
-        Raises LinkBroken, LinkLate, BulkRefused, InvalidRequest.
+        Raises LinkBroken, LinkLate, CallFailed, InvalidRequest.
         """
         link, number = self._link, self._asked.number
         try:
@@ -837,7 +789,7 @@ class RemoteRead(ABC):
         return sorted({*missing} & {*self._missing()})
 
     def _receive_images(self, link: DataConnection, chunks: Sequence[int]) -> bool:
-        """Reads over one connection; False if an image is not right. Raises LinkBroken, InvalidRequest, BulkRefused."""
+        """Reads over one connection; False if an image is not right. Raises LinkBroken, InvalidRequest, CallFailed."""
         lanes, number = self._caller.lanes, link.next_number()
         link.channel.limit(self._limits.read_s, self.timeout_s)
         message = traced(self._request(chunks))
@@ -851,7 +803,7 @@ class RemoteRead(ABC):
 
     def _receive_grpc(self, endpoint: Endpoint, chunks: Sequence[int]) -> None:
         self._counters.add(ClientCount.GETS_GRPC)
-        stream, request = endpoint.stream_in("Get"), sealed(self._request(chunks))
+        stream, request = endpoint.stub("Get", "unary_stream"), sealed(self._request(chunks))
         messages = received(stream, request, self.timeout_s)
         try:
             with closing(messages):
@@ -992,7 +944,7 @@ class RemoteTransport:
     # Namespaces
 
     def open_namespace(self, namespace: Namespace) -> None:
-        self._caller.open(namespace)
+        self._caller.unary("OpenNamespace", opening(namespace), self.limits.pin_s, even_aside=True)
 
     def namespaces(self) -> list[Namespace]:
         raw = self._caller.every_message("ListNamespaces", b"", self.limits.read_s)
@@ -1003,7 +955,7 @@ class RemoteTransport:
     def match(self, namespace: Namespace, tokens: TokenArray, *, counts: bool = True) -> int:
         tokens = _full_chunks(namespace, tokens)
         if not len(tokens):
-            self._caller.check()
+            self.endpoints.check()
             return 0
         answer = self._matched(namespace, tokens, tokens=pack_tokens(tokens), uncounted=not counts)
         return answer.chunks if answer is not None else 0
@@ -1016,7 +968,7 @@ class RemoteTransport:
         layout = namespace.layout
         chunks_max = min(chunks_max, len(tokens) // layout.chunk_tokens)
         if not chunks_max:
-            self._caller.check()
+            self.endpoints.check()
             memory(0)
             return 0
         packed = pack_tokens(tokens[: chunks_max * layout.chunk_tokens])
@@ -1032,7 +984,7 @@ class RemoteTransport:
             return RemoteHold(namespace, packed, answer, endpoint, self._caller)
 
         if not packed:
-            self._caller.check()
+            self.endpoints.check()
             return held(pb.HoldResponse(), None)
         request = pb.HoldRequest(namespace=namespace.digest, tokens=packed, ttl_s=ttl_s or 0.0, uncounted=not counts)
         return self._hold(namespace, request, partial(marks_of, namespace, tokens), held)
@@ -1051,7 +1003,7 @@ class RemoteTransport:
         tokens = _full_chunks(namespace, tokens)
         count = len(tokens) // namespace.layout.chunk_tokens
         if not count:
-            self._caller.check()
+            self.endpoints.check()
             return PutResult(0, 0, 0, 0)
         start = pb.PutStart(
             namespace=namespace.digest,
@@ -1118,7 +1070,7 @@ class RemoteTransport:
         ancestry: Ancestry | None = None,
     ) -> StoredBlocks:
         if not keys:
-            self._caller.check()
+            self.endpoints.check()
             return StoredBlocks(())
         sizes, ancestry = [len(buffer) for buffer in buffers], ancestry or Ancestry()
         start = pb.PutStart(
@@ -1145,14 +1097,14 @@ class RemoteTransport:
 
     def match_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> int:
         if not keys:
-            self._caller.check()
+            self.endpoints.check()
             return 0
         look = partial(self._look_for, namespace, keys)
         return self._caller.or_miss(namespace, lambda: min(look().blocks, len(keys)), 0)
 
     def present_blocks(self, namespace: Namespace, keys: Sequence[bytes]) -> list[bool]:
         if not keys:
-            self._caller.check()
+            self.endpoints.check()
             return []
         look = partial(self._look_for, namespace, keys, each=True)
         return self._caller.or_miss(namespace, lambda: _each(look().present, keys), [False] * len(keys))
@@ -1163,14 +1115,14 @@ class RemoteTransport:
             return RemoteBlockHold(namespace, present, answer, endpoint, self._caller)
 
         if not keys:
-            self._caller.check()
+            self.endpoints.check()
             return held(pb.HoldResponse(), None)
         request = pb.HoldRequest(namespace=namespace.digest, ttl_s=ttl_s or 0.0, keys=pack_keys(keys))
         return self._hold(namespace, request, partial(marks_of_keys, keys), held)
 
     def get_blocks(self, namespace: Namespace, keys: Sequence[bytes], buffers: Pieces) -> list[bool]:
         if not keys:
-            self._caller.check()
+            self.endpoints.check()
             return []
         fetch = BlockFetch(BlockKeys.of(namespace, keys, [len(buffer) for buffer in buffers]), buffers, self._caller)
         self._receive(namespace, fetch, partial(marks_of_keys, keys))
@@ -1203,15 +1155,15 @@ class RemoteTransport:
         errors: list[KVStoreError] = []
         endpoints = self.endpoints.every()
         for endpoint in endpoints:
-            stub = endpoint.stream_in("Control.ListOperations")
+            stub = endpoint.stub("Control.ListOperations", "unary_stream")
             try:
                 raw = self._caller.at(endpoint, lambda: list(stub(b"", timeout=self.limits.pin_s)))  # noqa: B023
             except CallFailed as failed:
-                errors.append(failed.failed.error)
+                errors.append(failed.error)
             else:
                 found += [status_of(control.OperationResponse.FromString(each), endpoint.address) for each in raw]
         if len(errors) == len(endpoints):
-            raise errors[0] if errors else self.endpoints.none_known()
+            raise errors[0] if errors else self.endpoints.none()
         return [Operation(RemoteRun(self, each)) for each in sorted(found, key=lambda each: -each.began_s)]
 
     def operation_call(self, name: str, request: Message, worker: str, wait_s: float) -> OperationStatus:
@@ -1256,7 +1208,7 @@ class RemoteTransport:
         answers = list(self.stats_each().values())
         found = [each for each in answers if not isinstance(each, KVStoreError)]
         if not found:
-            raise next((each for each in answers if isinstance(each, KVStoreError)), self._caller.none_known())
+            raise next((each for each in answers if isinstance(each, KVStoreError)), self.endpoints.none())
         return {**merged(found), "workers": len(found), **self.counters.snapshot()}
 
     def stats_each(self) -> dict[str, dict[str, int | float] | KVStoreError]:
@@ -1373,7 +1325,7 @@ class RemoteRun:
 
 
 def _send_operation(name: str, request: bytes, endpoint: Endpoint, left_s: float) -> OperationStatus:
-    answer = endpoint.unary(f"Control.{name}")(request, timeout=left_s)
+    answer = endpoint.stub(f"Control.{name}")(request, timeout=left_s)
     return status_of(control.OperationResponse.FromString(answer), endpoint.address)
 
 
@@ -1427,7 +1379,7 @@ class HeldAtWorker:
     @property
     def protects(self) -> bool:
         lease = self._lease
-        return lease is not None and not (lease.ended or self._released or self._caller.is_closed)
+        return lease is not None and not (lease.ended or self._released or self._caller.endpoints.is_closed)
 
     def release(self) -> None:
         """Ends the hold; idempotent, never raises."""
@@ -1460,11 +1412,11 @@ class HeldAtWorker:
         except BrokenTransfer:
             pass  # counted where it was found; what came before it is good
         except CallFailed as failed:
-            error = failed.failed.error
+            error = failed.error
             if isinstance(error, HoldBroken):
                 raise error from failed
             self._caller.counters.add(ClientCount.MISSES_UNREACHABLE)
-            if not failed.failed.answered:
+            if not failed.answered:
                 raise HoldBroken(
                     f"the worker that has the hold does not answer ({error}): match again", tokens_valid()
                 ) from failed
@@ -1473,7 +1425,7 @@ class HeldAtWorker:
         """Raises HoldBroken once the hold has ended, as far as this process knows."""
         lease = self._lease
         if self._released or lease is None or lease.ended:
-            self._caller.check()  # raises if the store is closed; nothing is sent
+            self._caller.endpoints.check()  # raises if the store is closed; nothing is sent
         if self._released:
             raise HoldBroken("the hold has ended (it was released): match again")
         if lease is not None and lease.ended:

@@ -8,7 +8,7 @@ from weakref import finalize
 
 from kvstore.census.selection import Selection, checked_selection
 from kvstore.client.cache import Cache, close_when_dropped
-from kvstore.client.limits import ClientLimits, checked_limits
+from kvstore.client.limits import ClientLimits
 from kvstore.client.operation import Operation
 from kvstore.client.pool import Bulk, BulkName, Credentials
 from kvstore.client.transport import Transport
@@ -287,19 +287,27 @@ def connect(
     0
     """
     # gRPC only where it is used.
-    from kvstore.client.failover import addresses_in, check_address
+    from kvstore.client.failover import check_address
     from kvstore.client.remote import Discovery, RemoteTransport
+    from kvstore.meta.etcd import EtcdMetadata
 
     check_access(etcd, etcd_tls, etcd_user)
     if bool(workers) == bool(etcd):
         raise InvalidRequest("connect needs workers (host:port, one or several) or etcd=host:port: give one of the two")
     if root is not None and not etcd:
         raise InvalidRequest("root= chooses one of the roots in etcd: give etcd=host:port as well")
-    limits = ClientLimits() if limits is None else checked_limits(limits)
+    limits = ClientLimits() if limits is None else limits
+    if not isinstance(limits, ClientLimits):
+        raise InvalidRequest(
+            f"limits are {kind_of(limits)}: expected kvstore.ClientLimits (kvstore.Limits are for kvstore.open)"
+        )
     way, mode = Bulk.of(bulk), None if write is None else WriteMode.of(write)
     credentials = Credentials(tls, token_file)
-    addresses = [check_address(each) for text in workers for each in addresses_in(text)]
-    discovery = Discovery.of_etcd(etcd, root, etcd_tls, etcd_user, limits.probe_s) if etcd else None
+    texts = [text.split(",") if isinstance(text, str) else [text] for text in workers]
+    addresses = [check_address(each) for several in texts for each in several]
+    discovery = None
+    if etcd:
+        discovery = Discovery(EtcdMetadata(etcd, tls=etcd_tls, user=etcd_user, timeout_s=limits.probe_s), root)
     try:
         port = RemoteTransport(addresses, limits, discovery=discovery, bulk=way, write=mode, credentials=credentials)
     except BaseException:

@@ -10,7 +10,6 @@ import binascii
 import hashlib
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -297,25 +296,13 @@ class KeyFile:
 
 def _loaded(content: bytes) -> Mapping[str, Any]:
     try:
-        loaded = parse_json(content, object_pairs_hook=_once)
-    except InvalidRequest:  # our own error says more than the next line would
-        raise
+        loaded = parse_json(content, once=True)
+    except InvalidRequest as twice:
+        raise InvalidRequest(f"the {_WHAT}: {twice}") from None
     except ValueError:
         # Without the cause, which would show a piece of the file.
         raise InvalidRequest(f"the {_WHAT} is not JSON") from None
     return _object(loaded, "the whole")
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Builds an object whose names are all different.
-
-    Of two equal names JSON keeps the last: a key, or a tenant's whole encryption, would disappear silently.
-    """
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise InvalidRequest(f"the {_WHAT} has {twice} twice in one object: expected each tenant and key once")
-    return found
 
 
 def _object(value: object, what: str) -> Mapping[str, Any]:

@@ -218,9 +218,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     # Storing
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
-        def store() -> L2StoreResult:
-            return self._stores(keys, objects)
-
+        store = partial(self._stores, keys, objects)
         return self._submit(self._writers, self._stored, store, L2StoreResult(False, 0), self._settings.store_timeout_s)
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
@@ -246,9 +244,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     # Looking up
 
     def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: dict[int, Any]) -> int:
-        def look() -> Bitmap:
-            return self._look(keys, group_layout_descs)
-
+        look = partial(self._look, keys, group_layout_descs)
         return self._submit(self._lookers, self._found, look, Bitmap(len(keys)), self._settings.lookup_timeout_s)
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
@@ -283,9 +279,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     # Loading
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
-        def load() -> Bitmap:
-            return self._loads(keys, objects)
-
+        load = partial(self._loads, keys, objects)
         return self._submit(self._readers, self._loaded, load, Bitmap(len(keys)), self._settings.load_timeout_s)
 
     def query_load_result(self, task_id: int) -> Bitmap | None:

@@ -496,6 +496,7 @@ class KVCache:
         with as_runtime_errors():
             return self._update(prefix, tokens, kv_cache_list)[0]
 
+    @as_runtime_errors()
     def query(self, prefix: TokenIds | None, tokens: TokenIds, kv_cache_list: KVCacheList) -> int:
         """Reads the KV of ``tokens``, which follow ``prefix``, as far as it is stored; returns how many were read.
 
@@ -506,8 +507,21 @@ class KVCache:
 
         Raises InvalidRequest, also a RuntimeError. A root that fails or does not answer in time is a miss.
         """
-        with as_runtime_errors():
-            return self._query(prefix, tokens, kv_cache_list)
+        ids, skipped = self._checked_ids(prefix, tokens)
+        count = min(len(ids) - skipped, _length(kv_cache_list)) // self._chunk_tokens * self._chunk_tokens
+        if not count:
+            return 0
+        tensors = Tensors(kv_cache_list[:count], self.layer, self.tensor_nbytes)
+        if tensors.wants_memory and not isinstance(kv_cache_list, list):
+            raise InvalidCall(f"kv_cache_list is {kind_of(kv_cache_list)}: expected a list, to put tensors into")
+        matched, values = self._cache.get(ids[: skipped + count])
+        if matched <= skipped:
+            return 0
+        if tensors.wants_memory:
+            give_memory(kv_cache_list, values[:, :, skipped:])
+        else:
+            tensors.scatter(values[:, :, skipped:])
+        return matched - skipped
 
     def batched_update(self, tokens: TokenIds, kv_cache_list: KVCacheList) -> int:
         """Updates without a prefix; returns how many tokens were not in the cache before."""
@@ -575,23 +589,6 @@ class KVCache:
                 at, holes = result.tokens_present, holes + 1
             else:
                 return result.tokens_present, written
-
-    def _query(self, prefix: TokenIds | None, tokens: TokenIds, kv_cache_list: KVCacheList) -> int:
-        ids, skipped = self._checked_ids(prefix, tokens)
-        count = min(len(ids) - skipped, _length(kv_cache_list)) // self._chunk_tokens * self._chunk_tokens
-        if not count:
-            return 0
-        tensors = Tensors(kv_cache_list[:count], self.layer, self.tensor_nbytes)
-        if tensors.wants_memory and not isinstance(kv_cache_list, list):
-            raise InvalidCall(f"kv_cache_list is {kind_of(kv_cache_list)}: expected a list, to put tensors into")
-        matched, values = self._cache.get(ids[: skipped + count])
-        if matched <= skipped:
-            return 0
-        if tensors.wants_memory:
-            give_memory(kv_cache_list, values[:, :, skipped:])
-        else:
-            tensors.scatter(values[:, :, skipped:])
-        return matched - skipped
 
     def _checked_ids(self, prefix: TokenIds | None, tokens: TokenIds) -> tuple[TokenArray, int]:
         """Returns prefix and tokens as one array of ids, and the length of the prefix."""

@@ -12,7 +12,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -165,10 +165,11 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _end(self, job: TransferJob, keys: list[bytes], done: list[bool], took_s: float) -> None:
         good = [key for key, hit in zip(keys, done, strict=True) if hit]
+        these = tuple(key for key, hit in zip(job.keys, done, strict=True) if hit)
         result = JobResult(
             job_id=job.job_id,
             success=all(done),
-            successful_keys=_same(job.keys, set(good)) if job.is_promotion and good and not all(done) else None,
+            successful_keys=these if job.is_promotion and good and not all(done) else None,
             transfer_time=took_s,
             transfer_bytes=len(good) * self.block_size_bytes,
         )
@@ -258,10 +259,6 @@ class TierLookups(AsyncLookupManager):  # type: ignore[misc]
             if time.monotonic() - began_s >= self._settings.lookup_timeout_s:
                 self._paused_until_s = time.monotonic() + self._settings.pause_s
         return found
-
-
-def _same(keys: Collection[Any], good: set[bytes]) -> tuple[Any, ...]:
-    return tuple(key for key in keys if bytes(key) in good)
 
 
 def _namespace(spec: Any, settings: SecondaryTierSettings, chunk_bytes: int) -> Namespace:

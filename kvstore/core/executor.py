@@ -396,13 +396,10 @@ class Loop:
             except Exception:
                 log.exception("background.failed thread=%s", self._name)
                 if is_failing:
-                    self._pause()
+                    with self._changed:
+                        self._changed.wait_for(lambda: self.closed, self._pause_s)
                 is_failing = True
             work = None  # it may hold memory of a caller
-
-    def _pause(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self.closed, self._pause_s)
 
     def _next(self) -> Work | None:
         """Waits for something to do; None at the end."""

@@ -29,6 +29,7 @@ _PARENT_CHARS = frozenset(string.hexdigits + "-")
 
 _request: contextvars.ContextVar[str | None] = contextvars.ContextVar("kvstore_request", default=None)
 _otel: ModuleType | None = None
+_contexts: ModuleType | None = None
 tracer: Any = None
 """Makes spans; None where none are made. Callers on the path of a chunk look at it before they call anything here."""
 NOTHING: AbstractContextManager[None] = nullcontext()
@@ -74,19 +75,19 @@ def enable(provider: Any = None) -> None:
 
     Raises ModuleNotFoundError where the ``tracing`` extra is missing.
     """
-    global _otel, tracer
+    global _contexts, _otel, tracer
     try:
-        from opentelemetry import trace
+        from opentelemetry import context, trace
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError("tracing needs OpenTelemetry: pip install 'kvstore-llm[tracing]'") from missing
     tracer = trace.get_tracer("kvstore", tracer_provider=provider)
-    _otel = trace
+    _otel, _contexts = trace, context
 
 
 def disable() -> None:
     """Makes no more spans."""
-    global _otel, tracer
-    _otel = tracer = None
+    global _contexts, _otel, tracer
+    _contexts = _otel = tracer = None
 
 
 def span(name: str, **attributes: str | int | float | bool) -> AbstractContextManager[Any]:
@@ -103,9 +104,7 @@ def served(name: str, metadata: Iterable[tuple[str, str | bytes]], **attributes:
     Logs show the id, so one that is not valid is replaced; the call is not refused.
     """
     said = {key: value for key, value in metadata if key in (REQUEST_ID_KEY, PARENT_KEY) and isinstance(value, str)}
-    id = said.get(REQUEST_ID_KEY, "")
-    if not _is_id(id):
-        id = fresh_id()
+    id = accepted(said.get(REQUEST_ID_KEY))
     before = _request.get()
     _request.set(id)
     try:
@@ -128,15 +127,17 @@ def metadata() -> Metadata:
 
 def carried(work: Callable[[int], T]) -> Callable[[int], T]:
     """``work`` as it is to be done on another thread: for the same request, under the same span."""
-    id, context = _request.get(), _current()
+    id, contexts = _request.get(), _contexts
+    context = None if contexts is None else contexts.get_current()
 
     def on_another_thread(number: int) -> T:
-        before, attached = _request.get(), _attach(context)
+        before, attached = _request.get(), None if contexts is None else contexts.attach(context)
         _request.set(id)
         try:
             return work(number)
         finally:
-            _detach(attached)
+            if contexts is not None:
+                contexts.detach(attached)
             _request.set(before)
 
     return on_another_thread
@@ -177,26 +178,3 @@ def _parent() -> str | None:
         return None
     at = _otel.get_current_span().get_span_context()
     return f"00-{at.trace_id:032x}-{at.span_id:016x}-{int(at.trace_flags):02x}" if at.is_valid else None
-
-
-def _current() -> Any:
-    if _otel is None:
-        return None
-    from opentelemetry import context
-
-    return context.get_current()
-
-
-def _attach(found: Any) -> Any:
-    if found is None:
-        return None
-    from opentelemetry import context
-
-    return context.attach(found)
-
-
-def _detach(token: Any) -> None:
-    if token is not None:
-        from opentelemetry import context
-
-        context.detach(token)

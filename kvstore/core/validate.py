@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import fields
 from numbers import Real
 from operator import index
@@ -89,8 +90,6 @@ def _visible(char: str) -> str:
 # and finalizers of the whole process fail there, an engine's too. So nothing is parsed that is nested too deep.
 
 
-Hook = Callable[[list[tuple[str, Any]]], Any]
-
 DEPTH_MAX = 100
 
 _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
@@ -98,11 +97,22 @@ _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 _BRACKET = re.compile(r"[\[\]{}]")
 
 
-def parse_json(content: bytes | str, object_pairs_hook: Hook | None = None, depth_max: int = DEPTH_MAX) -> Any:
-    """Returns what ``json.loads`` does. Raises ValueError for what is no JSON in UTF-8, or is nested too deep."""
+def parse_json(content: bytes | str, *, once: bool = False, depth_max: int = DEPTH_MAX) -> Any:
+    """Returns what ``json.loads`` does. Raises ValueError for what is no JSON in UTF-8, or is nested too deep.
+
+    With ``once`` it raises InvalidRequest for a name that an object has twice: JSON keeps the last silently.
+    """
     text = content if isinstance(content, str) else content.decode().removeprefix("\ufeff")
     check_depth(text, depth_max)
-    return json.loads(text, object_pairs_hook=object_pairs_hook)
+    return json.loads(text, object_pairs_hook=_once if once else None)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+        raise InvalidRequest(f"{', '.join(map(repr, twice))} occurs twice in one object: expected each name once")
+    return found
 
 
 def check_depth(text: str, depth_max: int = DEPTH_MAX) -> None:

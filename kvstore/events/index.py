@@ -382,10 +382,6 @@ class RootIndex:
         """True if another step has work to do immediately."""
         return self._folders.due(self._clock.monotonic_s()) is not None or not self.is_complete
 
-    def reread(self) -> None:
-        """Reads etcd afresh at the next step: it may be another one than before, restored from a snapshot."""
-        self._doomed.close()
-
     def settle(self) -> list[tuple[Model, Difference]]:
         """Returns the changes to publish since the last call, for each namespace that has any."""
         with self.lock:
@@ -393,7 +389,7 @@ class RootIndex:
         return [(model, each) for model, each in found if each.removed or each.stored]
 
     def close(self) -> None:
-        """Ends the watches. Idempotent."""
+        """Ends the watches; another step begins them, and reads etcd, afresh. Idempotent."""
         self._doomed.close()
 
     # News

@@ -18,7 +18,7 @@ from kvstore.core.namespace import Namespace
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.events import stream as messages
 from kvstore.events.index import Model, PendingDeletions, RootIndex
-from kvstore.events.inventory import Difference, EventBlock
+from kvstore.events.inventory import EventBlock
 from kvstore.events.limits import EventLimits
 from kvstore.events.query import Answers, application
 from kvstore.events.stream import MEDIUM, Curve, EventBatch, Gone, ReplayQuery, Sockets, TopicLog, ended
@@ -48,6 +48,7 @@ class Fence:
         self._meta = meta
         self._key = key
         self._limits = limits
+        self._timeout_s = min(limits.meta_deadline_s, limits.lease_s / 2)
         self._clock = clock
         said = {"id": ids.fresh().hex(), "host": socket.gethostname(), "pid": os.getpid()}
         self._value = json.dumps(said).encode()
@@ -90,7 +91,7 @@ class Fence:
 
     def _renew(self, sent_s: float) -> None:
         assert self._lease is not None
-        if self._meta.keep_alive(self._lease, self._timeout_s()):
+        if self._meta.keep_alive(self._lease, self._timeout_s):
             if sent_s < self._heard_s + self._limits.lease_s:
                 self._heard_s = sent_s
                 return
@@ -99,22 +100,19 @@ class Fence:
         log.warning("events.silent the lease is over")
 
     def _stand(self, sent_s: float) -> None:
-        found = self._meta.get(self._key, self._timeout_s())
+        found = self._meta.get(self._key, self._timeout_s)
         if found is None:
-            self._lease = self._meta.grant(self._limits.lease_s, self._timeout_s())
+            self._lease = self._meta.grant(self._limits.lease_s, self._timeout_s)
             try:
-                self._meta.txn((Absent(self._key),), (Put(self._key, self._value, self._lease),), self._timeout_s())
+                self._meta.txn((Absent(self._key),), (Put(self._key, self._value, self._lease),), self._timeout_s)
             except (LeaseGone, Unavailable):
                 pass  # the put may have succeeded: only the key shows whether it did
-            found = self._meta.get(self._key, self._timeout_s())
+            found = self._meta.get(self._key, self._timeout_s)
         if found is not None and found.value == self._value and found.lease == self._lease:
             self._heard_s, self._term = sent_s, found.create_revision
             log.info("events.speaks term=%d", self._term)
         elif self._lease is not None:
             self.close()
-
-    def _timeout_s(self) -> float:
-        return min(self._limits.meta_deadline_s, self._limits.lease_s / 2)
 
 
 # The publisher: updates the index of the root, and publishes the differences while it is the speaker.
@@ -196,7 +194,10 @@ class Speaker:
             self._begin(term)
         else:
             for model, difference in differences:
-                self._publish_difference(model, difference)
+                topic = self._stream_of(model)
+                for events in messages.removed(difference.removed, self._scope.medium, self._limits.batch_blocks):
+                    self._publish(topic, events)
+                self._publish_stored(topic, difference.stored)
         if self._clock.monotonic_s() - self._said_s >= self._limits.heartbeat_s:
             self._beat()
 
@@ -213,7 +214,8 @@ class Speaker:
         kept = stream.since(seq)
         if kept is not None:
             return iter(kept)
-        return self._snapshot(stream, [model.inventory.snapshot() for model in self._models(topic)])
+        models = [each for each in self._truth.models.values() if self._scope.topic(each.namespace) == topic]
+        return self._snapshot(stream, [model.inventory.snapshot() for model in models])
 
     def _snapshot(self, stream: TopicLog, parts: list[list[EventBlock]]) -> Iterator[EventBatch]:
         # The last batch has the number of the last batch published, so that the next one continues it. Two batches in a
@@ -232,7 +234,7 @@ class Speaker:
     def _begin(self, term: int) -> None:
         """Begins to speak: the marker and everything, for each topic."""
         self._term, self._streams = term, {}
-        self._truth.reread()
+        self._truth.close()  # etcd may be another one than before, restored from a snapshot
         for model in list(self._truth.models.values()):
             self._publish_stored(self._stream_of(model), model.inventory.snapshot())
 
@@ -243,12 +245,6 @@ class Speaker:
             self._streams[topic] = TopicLog(self._term, self._limits)
             self._publish(topic, [messages.cleared()])
         return topic
-
-    def _publish_difference(self, model: Model, difference: Difference) -> None:
-        topic = self._stream_of(model)
-        for events in messages.removed(difference.removed, self._scope.medium, self._limits.batch_blocks):
-            self._publish(topic, events)
-        self._publish_stored(topic, difference.stored)
 
     def _publish_stored(self, topic: str, blocks: list[EventBlock]) -> None:
         for events in messages.stored(blocks, self._scope.medium, self._limits.batch_blocks):
@@ -267,9 +263,6 @@ class Speaker:
 
     def _encoded(self, events: list[messages.Event]) -> bytes:
         return messages.encoded(events, self._clock.now_s())
-
-    def _models(self, topic: str) -> list[Model]:
-        return [model for model in self._truth.models.values() if self._scope.topic(model.namespace) == topic]
 
 
 # The loop of a publisher: news of the root, batches, and replays for subscribers, in one thread.
@@ -369,20 +362,12 @@ class At:
     authenticator: Authenticator | None = None
 
 
-def open_publisher(
-    root: Root,
-    meta: MetadataStore,
-    scope: PublishScope,
-    at: At,
-    *,
-    limits: EventLimits | None = None,
-    clock: Clock | None = None,
-) -> EventPublisher:
+def open_publisher(root: Root, meta: MetadataStore, scope: PublishScope, at: At) -> EventPublisher:
     """Opens a publisher on a root and its metadata, which stay the caller's to close.
 
     Raises RootMismatch, InvalidRequest, Unavailable.
     """
-    limits, clock, ids = limits or EventLimits(), clock or SystemClock(), RandomIds()
+    limits, clock, ids = EventLimits(), SystemClock(), RandomIds()
     identity = create_or_open(root, ids, create=False)
     check_bound(meta, root.url, identity.root)
     keys = Keys(identity.root)

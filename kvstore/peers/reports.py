@@ -7,6 +7,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -222,9 +223,9 @@ class PeerReports:
             self._moved = True
         else:
             speaker.digests.pop(news.shard, None)
-            prints = _read(news.value)
-            if prints is not None:
-                speaker.digests[news.shard] = prints
+            if news.value is not None:
+                with suppress(InvalidRequest):
+                    speaker.digests[news.shard] = decode(news.value)
             self._changed.add(news.shard)
         if speaker.address is None and not speaker.digests:
             del self._speakers[news.session]
@@ -274,15 +275,6 @@ class PeerReports:
         entries = np.concatenate(parts)
         entries.sort()
         return entries
-
-
-def _read(value: bytes | None) -> Prints | None:
-    if value is None:
-        return None
-    try:
-        return decode(value)
-    except InvalidRequest:
-        return None
 
 
 # Publishes what this node's memory holds: changed digests, seldom enough and small enough for etcd.

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from random import Random
 from typing import Any
 
-from kvstore.client.failover import SERVING, Endpoint
+from kvstore.client.failover import Endpoint, why_unwell
 from kvstore.client.limits import ClientLimits
 from kvstore.client.pool import PLAIN, Bulk, Credentials
 from kvstore.core.clock import Clock
@@ -22,7 +22,9 @@ class Peer:
 
     def __init__(self, address: str, limits: PeerLimits, credentials: Credentials = PLAIN) -> None:
         self.address = address
-        self.endpoint = Endpoint(address, Bulk.TCP, _client_limits(limits), credentials)
+        # A connection is made in three steps, each of at most ``probe_s``.
+        client_limits = ClientLimits(bulk_links_max=limits.links_max, probe_s=limits.answer_s / 3)
+        self.endpoint = Endpoint(address, Bulk.TCP, client_limits, credentials)
         self.turn = threading.BoundedSemaphore(limits.links_max)
         """One turn for each possible connection."""
         self.asked = 0
@@ -131,23 +133,8 @@ class PeerSelector:
             peer.probe = peer.endpoint.probe(self._limits.answer_s)
         elif peer.probe.done():
             answer, peer.probe = peer.probe, None
-            if _is_well(answer):
+            if why_unwell(answer) is None:
                 peer.until_s = None
                 log.info("peers.back peer=%s", peer.address)
             else:
                 peer.until_s = self._clock.monotonic_s() + self._limits.aside_s_min
-
-
-def _is_well(answer: Any) -> bool:
-    """True if a worker says that it serves; a worker without the health service counts as serving."""
-    if answer.cancelled():
-        return False
-    error = answer.exception()
-    if error is not None:
-        return bool(error.code().name == "UNIMPLEMENTED")
-    return bool(answer.result() == SERVING)
-
-
-def _client_limits(limits: PeerLimits) -> ClientLimits:
-    # A connection is made in three steps, each of at most ``probe_s``.
-    return ClientLimits(bulk_links_max=limits.links_max, probe_s=limits.answer_s / 3)

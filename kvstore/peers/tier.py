@@ -15,7 +15,7 @@ import grpc
 
 from kvstore.census.selection import NOTHING, ClearOrder
 from kvstore.client.failover import Endpoint
-from kvstore.client.pool import PLAIN, BulkRefused, Credentials, DataConnection
+from kvstore.client.pool import PLAIN, Credentials, DataConnection
 from kvstore.core.address import Address
 from kvstore.core.clock import Clock
 from kvstore.core.executor import Deadline, Loop
@@ -31,7 +31,7 @@ from kvstore.peers.selection import Peer, PeerSelector
 from kvstore.tiers.stack import TierStack
 from kvstore.transport.channel import SPAN_BYTES, FrameKind, Mode, decode_slots, decode_span, encode_request
 from kvstore.transport.messages import pack_tokens, traced
-from kvstore.transport.status import UnknownNamespace
+from kvstore.transport.status import CallFailed, UnknownNamespace
 from kvstore.v1 import kvstore_pb2 as pb
 
 # Asks one peer for chunks in its memory: one GET of the bulk protocol, whole images straight into the given memory.
@@ -62,8 +62,8 @@ def ask(
             link.channel.limit(idle_s, most_s)
             for count in _received(link, chain, first, images, most_s):  # noqa: B007  what came before it broke counts
                 pass
-    except BulkRefused as refused:
-        error = refused.failed.error
+    except CallFailed as refused:
+        error = refused.error
         # No client has opened the namespace there, so the peer has no chunk of it: nothing is wrong with the peer.
         return PeerAnswer(count, None if isinstance(error, UnknownNamespace) else str(error))
     except grpc.RpcError as error:
@@ -76,7 +76,7 @@ def ask(
 def _received(
     link: DataConnection, chain: ChunkKeys, first: int, images: Sequence[memoryview], timeout_s: float
 ) -> Iterator[int]:
-    """Yields after each image how many have come. Raises LinkBroken, LinkLate, BulkRefused."""
+    """Yields after each image how many have come. Raises LinkBroken, LinkLate, CallFailed."""
     stop = first + len(images)
     size = chain.namespace.layout.chunk_tokens
     request = pb.GetRequest(
@@ -396,7 +396,7 @@ class Peers:
 
     def leading(self, wanted: KeySet, first: int) -> int:
         """See ``Tier``. Counts peers that answer, as far as is known; never has engine-hashed blocks."""
-        if self._follower is None or not wanted.prefix_ordered or self._is_cleared(wanted):
+        if self._follower is None or not wanted.prefix_ordered or self._standing.means(wanted.namespace.digest):
             return 0
         return self._follower.directory.leading(wanted.addresses, first, self._roster.aside)
 
@@ -406,7 +406,8 @@ class Peers:
         """See ``Tier``. Takes at most ``answer_s`` plus the time for so many bytes at the slowest allowed rate."""
         came = [False] * len(indexes)
         prompt = wanted.as_prompt()
-        if self._follower is None or not indexes or prompt is None or self._is_cleared(wanted):
+        is_cleared = self._standing.means(wanted.namespace.digest)
+        if self._follower is None or not indexes or prompt is None or is_cleared:
             return came
         slowest_s = self.limits.answer_s + sum(map(len, images)) / self.limits.bytes_per_s_min
         ends = Deadline(self._clock, min(slowest_s, deadline.left_s()))
@@ -451,9 +452,6 @@ class Peers:
         if self._follower is not None:
             self._follower.close(timeout_s)
         self._roster.close()
-
-    def _is_cleared(self, wanted: KeySet) -> bool:
-        return self._standing.means(wanted.namespace.digest)
 
     def _note(self, chunk: Address, peer: str) -> None:
         with self._lock:

@@ -429,16 +429,6 @@ class ReplayReport:
         """Share of the tokens in full blocks that matched."""
         return self.tally.tokens_matched / self.tally.tokens if self.tally.tokens else 0.0
 
-    @property
-    def put_mib_per_s(self) -> float:
-        """MiB put per second spent in put, over all callers."""
-        return _rate(self.tally.bytes_put, self.tally.put_s / self.threads)
-
-    @property
-    def get_mib_per_s(self) -> float:
-        """MiB got per second spent in get, over all callers."""
-        return _rate(self.tally.bytes_got, self.tally.get_s / self.threads)
-
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain JSON values, with stable keys."""
         return {
@@ -447,8 +437,9 @@ class ReplayReport:
             "tokens_expected": self.tokens_expected,
             "chunks_unique": self.chunks_unique,
             "hit_ratio": self.hit_ratio,
-            "put_mib_per_s": self.put_mib_per_s,
-            "get_mib_per_s": self.get_mib_per_s,
+            # MiB per second spent in the call, over all callers.
+            "put_mib_per_s": _rate(self.tally.bytes_put, self.tally.put_s / self.threads),
+            "get_mib_per_s": _rate(self.tally.bytes_got, self.tally.get_s / self.threads),
             "threads": self.threads,
             "seconds": self.seconds,
             "failures": self.failures,

@@ -236,18 +236,13 @@ class Meters:
             current = self._meters.get(tenant, meter)
             current.inside = max(0, current.inside - 1)
 
-    def usage(self, tenant: str) -> TenantUsage | None:
-        """Returns a tenant's use of this worker; None for an unknown tenant."""
+    def usage(self) -> dict[str, TenantUsage]:
+        """Returns each tenant's use of this worker."""
         with self._lock:
-            meter = self._meters.get(tenant)
-            return (
-                TenantUsage(meter.calls, meter.bytes_in, meter.bytes_out, meter.inside) if meter is not None else None
-            )
-
-    def tenants(self) -> list[str]:
-        """Returns the known tenants."""
-        with self._lock:
-            return list(self._meters)
+            return {
+                tenant: TenantUsage(meter.calls, meter.bytes_in, meter.bytes_out, meter.inside)
+                for tenant, meter in self._meters.items()
+            }
 
 
 def quota_of(tenant: str, quotas: Mapping[str, TenantQuota]) -> TenantQuota:
@@ -308,10 +303,6 @@ class Identity:
         """True if it has at least this role in a tenant, or in every tenant (EVERY)."""
         return self.role_in(tenant) >= role
 
-    def may_somewhere(self, role: Role) -> bool:
-        """True if it has at least this role in any tenant."""
-        return max(self.roles.values(), default=0) >= role
-
 
 # The access file as a value: the identities, the rights of each, and the keys that sign tokens. Pure.
 
@@ -337,7 +328,7 @@ class Rules:
     def parse(cls, text: bytes) -> Rules:
         """Parses an access file. Raises InvalidRequest with the place of the first mistake."""
         try:
-            found = parse_json(text, object_pairs_hook=_without_repeats)
+            found = parse_json(text, once=True)
         except ValueError as cause:
             raise InvalidRequest(f"the access file is not JSON: {cause}") from cause
         top = _object("the access file", found, _TOP)
@@ -382,14 +373,6 @@ def _name(what: str, name: str) -> str:
     return name
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        repeated = next(key for at, (key, _) in enumerate(pairs) if any(key == other for other, _ in pairs[:at]))
-        raise ValueError(f"{repeated!r} occurs twice")
-    return found
-
-
 # Denials: errors with the reason under which they are counted and written to the audit log.
 
 
@@ -414,19 +397,18 @@ class DenialReason(enum.Enum):
     """The identity has a role there, and the method needs a higher one."""
 
 
-class NotKnown(Unauthenticated):
+class Denial(PermissionDenied):
+    """A call that is not allowed."""
+
+    def __init__(self, reason: DenialReason, message: str, claimed: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.claimed = claimed
+
+
+class NotKnown(Denial, Unauthenticated):
     """The caller's identity is not proved. ``claimed`` is the one that its token names, if the signature is right."""
 
-    def __init__(self, reason: DenialReason, message: str, claimed: str | None = None) -> None:
-        super().__init__(message)
-        self.reason = reason
-        self.claimed = claimed
 
-
-class Denied(PermissionDenied):
+class Denied(Denial):
     """The caller's identity is proved, and may not do this. ``claimed`` is it, if the access file does not name it."""
-
-    def __init__(self, reason: DenialReason, message: str, claimed: str | None = None) -> None:
-        super().__init__(message)
-        self.reason = reason
-        self.claimed = claimed

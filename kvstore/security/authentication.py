@@ -174,7 +174,7 @@ def issue(private_pem: bytes, identity: str, token_id: str, now_s: float, ttl_s:
     }
     if thumbprint:
         claims["cnf"] = {_BINDING: base64.urlsafe_b64encode(thumbprint).rstrip(b"=").decode()}
-    token: str = _jwt().encode(claims, key, ALGORITHM, headers={"kid": _key_id(key.public_key())})
+    token: str = _imported("jwt").encode(claims, key, ALGORITHM, headers={"kid": _key_id(key.public_key())})
     return token
 
 
@@ -183,7 +183,7 @@ def verified(token: str, keys: dict[str, PublicKey]) -> Claims:
 
     The caller checks whether the token has expired or was revoked.
     """
-    jwt = _jwt()
+    jwt = _imported("jwt")
     if len(token) > TOKEN_BYTES_MAX:
         raise _invalid(f"it has {len(token)} bytes: expected at most {TOKEN_BYTES_MAX}")
     try:
@@ -277,10 +277,6 @@ def _invalid(why: str) -> NotKnown:
 
 def _library(name: str) -> Any:
     return _imported(f"cryptography.hazmat.primitives.{name}")
-
-
-def _jwt() -> Any:
-    return _imported("jwt")
 
 
 def _imported(name: str) -> Any:

@@ -17,6 +17,7 @@ from kvstore.security.access import (
     CERTIFICATE,
     EVERY,
     PERMISSIONS,
+    Denial,
     DenialReason,
     Denied,
     Identity,
@@ -78,14 +79,14 @@ class AccessGuard:
         """True if that proves an identity; a failure is neither counted nor written down."""
         try:
             return bool(self._identified(presented).name)
-        except (NotKnown, Denied):
+        except Denial:
             return False
 
     def identify(self, method: str, presented: Presented, peer: str = "", request_id: str | None = None) -> Identity:
         """Returns the caller's identity. Raises NotKnown or Denied."""
         try:
             return self._identified(presented)
-        except (NotKnown, Denied) as error:
+        except Denial as error:
             name = CERTIFICATE + presented.names[0] if presented.names else None
             self._note(error.reason, method, error.claimed or name, peer, request_id)
             raise
@@ -114,7 +115,7 @@ class AccessGuard:
                 visit.deny(DenialReason.METHOD, f"method {method!r} is not open to any caller")
             if permission.scope is Scope.EVERY:
                 visit.allow_every()
-            elif not identity.may_somewhere(permission.role):
+            elif max(identity.roles.values(), default=0) < permission.role:
                 visit.deny(
                     DenialReason.ROLE,
                     f"identity {identity.name!r} has role {permission.role.name.lower()} for no tenant, which {method} "
@@ -127,10 +128,7 @@ class AccessGuard:
 
     def usage(self, identity: Identity) -> dict[str, TenantUsage]:
         """Returns what each tenant that the caller may read has used of this worker."""
-        found = {
-            tenant: self.meters.usage(tenant) for tenant in self.meters.tenants() if identity.may(Role.READ, tenant)
-        }
-        return {tenant: usage for tenant, usage in found.items() if usage is not None}
+        return {tenant: used for tenant, used in self.meters.usage().items() if identity.may(Role.READ, tenant)}
 
     def begin(self, tenant: str) -> Meter:
         """Begins a call of a tenant; the caller owes ``end``. Raises OverQuota."""

@@ -96,6 +96,7 @@ def _read(
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 raise InvalidRequest(f"the {what} {str(path)!r} is not a regular file")
+            _check_owner(path, what, status)
             check(path, what, status)
             with open(fd, "rb", closefd=False) as file:
                 content = file.read(bytes_max + 1)
@@ -113,7 +114,6 @@ def _read(
 
 
 def _check_secret(path: str | Path, what: str, status: os.stat_result) -> None:
-    _check_owner(path, what, status)
     forbidden = stat.S_IRWXG | stat.S_IRWXO
     if status.st_uid == 0:
         forbidden &= ~stat.S_IRGRP
@@ -125,7 +125,6 @@ def _check_secret(path: str | Path, what: str, status: os.stat_result) -> None:
 
 
 def _check_trusted(path: str | Path, what: str, status: os.stat_result) -> None:
-    _check_owner(path, what, status)
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise InvalidRequest(
             f"the {what} {str(path)!r} has mode {stat.S_IMODE(status.st_mode):04o}, so that others can change it: "

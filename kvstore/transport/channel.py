@@ -116,15 +116,6 @@ class RequestHeader:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """A run of ``count`` chunks from index ``first`` on lies in the arena from ``offset`` on."""
-
-    first: int
-    count: int
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
 class LentSlots:
     """``found`` chunks are there; the image of each from index ``first`` on is at its offset in the worker's memory."""
 
@@ -136,11 +127,13 @@ class LentSlots:
 
 _REQUEST = struct.Struct("<dB7x")
 _SPAN = struct.Struct("<II")
-_PLACED = struct.Struct("<IIQ")
 SPAN_BYTES = _SPAN.size
+PLACED = struct.Struct("<IIQ")
+"""Payload of PLACED: the first chunk and the number of a run, and where in the arena it begins."""
 READY = struct.Struct("<III")
 """Payload of READY: the first chunk and the number of those to send, and the bytes that may go together."""
-_ARENA = struct.Struct("<Q")
+ARENA = struct.Struct("<Q")
+"""Payload of ARENA and MEMORY: the size in bytes."""
 
 
 def encode_head(kind: FrameKind, request: int, length: int) -> bytes:
@@ -198,27 +191,6 @@ def decode_slots(payload: bytes) -> LentSlots:
     if rest or first + count > found:
         raise InvalidRequest(f"{count} slots from chunk {first} on came, and {rest} bytes: expected those of {found}")
     return LentSlots(found, first, struct.unpack_from(f"<{count}Q", payload, SPAN_BYTES))
-
-
-def encode_arena(size_bytes: int) -> bytes:
-    """Encodes the payload of ARENA and MEMORY."""
-    return _ARENA.pack(size_bytes)
-
-
-def decode_arena(payload: bytes) -> int:
-    """Decodes the payload of ARENA and MEMORY. Raises InvalidRequest."""
-    return unpacked(_ARENA, payload)[0]
-
-
-def encode_placed(placed: Placed) -> bytes:
-    """Encodes the payload of PLACED."""
-    return _PLACED.pack(placed.first, placed.count, placed.offset)
-
-
-def decode_placed(payload: bytes) -> Placed:
-    """Decodes the payload of PLACED. Raises InvalidRequest."""
-    first, count, offset = unpacked(_PLACED, payload)
-    return Placed(first, count, offset)
 
 
 def unpacked(layout: struct.Struct, payload: bytes) -> tuple[int, ...]:
@@ -287,8 +259,8 @@ GRANT_BYTES = 16
 SECRET_BYTES = 32
 NONCE_BYTES = 16
 PROOF_BYTES = 32
-_HELLO = struct.Struct(f"<{GRANT_BYTES}s{NONCE_BYTES}s{PROOF_BYTES}s")
-HELLO_BYTES = _HELLO.size
+HELLO = struct.Struct(f"<{GRANT_BYTES}s{NONCE_BYTES}s{PROOF_BYTES}s")
+"""Payload of HELLO: grant id, nonce and proof."""
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
@@ -306,7 +278,7 @@ class Grant:
 
     def hello(self, nonce: bytes) -> bytes:
         """Returns the client's greeting."""
-        return _HELLO.pack(self.id, nonce, _proof(self.secret, b"client", nonce))
+        return HELLO.pack(self.id, nonce, _proof(self.secret, b"client", nonce))
 
     def welcome(self, nonce: bytes) -> bytes:
         """Returns the worker's answer."""
@@ -319,12 +291,6 @@ class Grant:
     def is_hello(self, nonce: bytes, proof: bytes) -> bool:
         """True if a greeting comes from the client that was given the grant."""
         return hmac.compare_digest(_proof(self.secret, b"client", nonce), proof)
-
-
-def read_hello(payload: bytes) -> tuple[bytes, bytes, bytes]:
-    """Returns grant id, nonce and proof of a greeting of HELLO_BYTES bytes."""
-    grant, nonce, proof = _HELLO.unpack(payload)
-    return grant, nonce, proof
 
 
 def boot_id() -> str:
@@ -437,8 +403,9 @@ class Channel:
     def __init__(self, sock: socket.socket, idle_s: float, files_max: int = FILES_MAX) -> None:
         sock.setblocking(False)
         self._socket = sock
-        self._is_unix = sock.family == socket.AF_UNIX
-        if self._is_unix:
+        self.is_unix = sock.family == socket.AF_UNIX
+        """True if files can be handed over."""
+        if self.is_unix:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         else:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -447,18 +414,13 @@ class Channel:
                 if hasattr(socket, name):
                     sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._files_max = files_max
-        self._room = socket.CMSG_SPACE(files_max * _FD) if self._is_unix else 0
+        self._room = socket.CMSG_SPACE(files_max * _FD) if self.is_unix else 0
         self._idle_s = idle_s
         self._ends_s = float("inf")
         self._files: list[int] = []
         self._poll = select.poll()
         self.alive = True
         """False once it is closed or has failed: then it has no use any more."""
-
-    @property
-    def is_unix(self) -> bool:
-        """True if files can be handed over."""
-        return self._is_unix
 
     def fileno(self) -> int:
         """Returns the descriptor, for selectors."""
@@ -510,7 +472,7 @@ class Channel:
                 self._wait(select.POLLIN)
                 continue
             except OSError as cause:
-                raise self._broken(f"sending failed: {cause}") from cause
+                raise self.break_off(f"sending failed: {cause}") from cause
             ancillary = []
             left -= count
             if left:
@@ -523,7 +485,7 @@ class Channel:
         try:
             return decode_head(raw)
         except InvalidRequest as cause:
-            raise self._broken(str(cause)) from cause
+            raise self.break_off(str(cause)) from cause
 
     def receive(self, length: int) -> bytes:
         """Receives the payload of a frame that is not bulky."""
@@ -540,7 +502,7 @@ class Channel:
     def expect(self, head: Head, *kinds: FrameKind) -> None:
         """Raises LinkBroken unless the frame is one of ``kinds``."""
         if head.kind not in kinds:
-            raise self._broken(f"a {head.kind.name} frame came: expected {' or '.join(kind.name for kind in kinds)}")
+            raise self.break_off(f"a {head.kind.name} frame came: expected {' or '.join(kind.name for kind in kinds)}")
 
     def receive_some(self, pieces: Pieces, bytes_max: int = STEP_BYTES) -> int:
         """Writes received bytes, at most ``bytes_max``, into ``pieces``; returns the count, at least 1."""
@@ -557,9 +519,9 @@ class Channel:
                 self._wait(select.POLLOUT)
                 continue
             except OSError as cause:
-                raise self._broken(f"receiving failed: {cause}") from cause
+                raise self.break_off(f"receiving failed: {cause}") from cause
             if not count:
-                raise self._broken("the peer closed the connection")
+                raise self.break_off("the peer closed the connection")
             return count
 
     def receive_into(self, pieces: Pieces) -> None:
@@ -589,12 +551,8 @@ class Channel:
         files, self._files = self._files, []
         if len(files) != count:
             _close(files)
-            raise self._broken(f"{len(files)} files came: expected {count}")
+            raise self.break_off(f"{len(files)} files came: expected {count}")
         return files
-
-    def break_off(self, why: str) -> LinkBroken:
-        """Closes the connection because of what the peer did; returns the error to raise."""
-        return self._broken(why)
 
     def close(self) -> None:
         """Closes the connection. Idempotent."""
@@ -625,10 +583,10 @@ class Channel:
                 self._wait(select.POLLIN)
                 continue
             except OSError as cause:
-                raise self._broken(f"receiving failed: {cause}") from cause
+                raise self.break_off(f"receiving failed: {cause}") from cause
             self._take_in(ancillary, bool(flags & _CUT))
             if not count:
-                raise self._broken("the peer closed the connection")
+                raise self.break_off("the peer closed the connection")
             view = view[count:]
 
     def _take_in(self, ancillary: list[tuple[int, int, bytes]], is_cut: bool) -> None:
@@ -638,15 +596,15 @@ class Channel:
                 self._files += array.array("i", raw[: len(raw) - len(raw) % _FD])
         if is_cut and len(self._files) < self._files_max:
             # There was room for more: the kernel found no descriptors for them.
-            raise self._broken("no file descriptors for the files that came: raise the limit (ulimit -n)")
+            raise self.break_off("no file descriptors for the files that came: raise the limit (ulimit -n)")
         if is_cut or len(self._files) > self._files_max:
-            raise self._broken("more files came than a frame may have")
+            raise self.break_off("more files came than a frame may have")
 
     def _moved(self, what: str, step: Callable[[int], int], event: int) -> int:
         while (status := step(self._socket.fileno())) == native.BLOCKED:
             self._wait(event)
         if status < 0:
-            raise self._broken(f"{what} failed: {os.strerror(-status)}")
+            raise self.break_off(f"{what} failed: {os.strerror(-status)}")
         return status
 
     def _wait(self, event: int) -> None:
@@ -656,7 +614,8 @@ class Channel:
             self.alive = False
             raise LinkLate("the peer of a bulk connection moved nothing in time")
 
-    def _broken(self, why: str) -> LinkBroken:
+    def break_off(self, why: str) -> LinkBroken:
+        """Gives the connection up; returns the error to raise."""
         self.alive = False
         return LinkBroken(f"bulk connection: {why}")
 
@@ -701,11 +660,6 @@ def released_count(entry: int, request: int) -> int:
 def plane_sums(planes: Planes, first: int, count: int) -> tuple[int, ...]:
     """Returns the XXH3-64 of each plane's part of ``count`` chunks from index ``first`` on, in order."""
     return tuple(checksum(plane.data) for row in planes.strided(first, count) for plane in row)
-
-
-def block_sums(blocks: Pieces) -> tuple[int, ...]:
-    """Returns the XXH3-64 of each block, in order."""
-    return tuple(map(checksum, blocks))
 
 
 SUM_BYTES = 8

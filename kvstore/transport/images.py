@@ -55,7 +55,8 @@ def receive_images(
                 fill_verified(image.fill, expected, sections)
             except Damaged as damaged:
                 raise BrokenTransfer(f"image {index} changed on the way ({damaged}): repeat the call") from damaged
-            image.check_end()
+            if image.left:
+                raise InvalidRequest(f"image {index} has {len(image.left)} bytes more than expected")
             yield index
 
 
@@ -64,31 +65,27 @@ class _Image:
 
     def __init__(self, index: int, data: memoryview, rest: Iterator[pb.PutRequest] | Iterator[pb.GetResponse]) -> None:
         self._index = index
-        self._data = data
+        self.left = data
+        """What the last message has behind the bytes that were copied."""
         self._rest = rest
 
     def fill(self, pieces: Pieces) -> int:
         """Copies the next bytes into ``pieces``, as many as one message has; returns how many."""
-        while not self._data:
+        while not self.left:
             message = next(self._rest, None)
             if message is None or message.index != self._index:
                 raise InvalidRequest(f"the stream ended within image {self._index}")
-            self._data = _data(message)
+            self.left = _data(message)
         filled = 0
         for piece in pieces:
-            part = self._data[: len(piece)]
+            part = self.left[: len(piece)]
             # Assigning to a memoryview would hold the GIL.
             np.copyto(np.frombuffer(piece[: len(part)], np.uint8), np.frombuffer(part, np.uint8))
-            self._data = self._data[len(part) :]
+            self.left = self.left[len(part) :]
             filled += len(part)
-            if not self._data:
+            if not self.left:
                 break
         return filled
-
-    def check_end(self) -> None:
-        """Raises InvalidRequest if the last message has more bytes than the image."""
-        if self._data:
-            raise InvalidRequest(f"image {self._index} has {len(self._data)} bytes more than expected")
 
 
 def _data(message: pb.PutRequest | pb.GetResponse) -> memoryview:

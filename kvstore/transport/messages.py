@@ -107,15 +107,12 @@ def parse(kind: type[M], raw: bytes) -> M:
         if verdict is False:
             raise BrokenTransfer("a request changed on the way: repeat the call") from cause
         raise InvalidRequest(f"the request is not a {kind.DESCRIPTOR.full_name}: {cause}") from cause
-    # The last bytes of a message without a seal may look like a seal by chance.
-    if verdict is False and _has_seal(found):
-        raise BrokenTransfer("a request changed on the way: repeat the call")
+    if verdict is False:
+        # The last bytes of a message without a seal may look like a seal by chance.
+        unknown = UnknownFieldSet(found)
+        if any(unknown[at].field_number == SEAL_FIELD for at in range(len(unknown))):
+            raise BrokenTransfer("a request changed on the way: repeat the call")
     return found
-
-
-def _has_seal(message: Message) -> bool:
-    unknown = UnknownFieldSet(message)
-    return any(unknown[at].field_number == SEAL_FIELD for at in range(len(unknown)))
 
 
 def namespace_message(namespace: Namespace) -> pb.Namespace:

@@ -98,15 +98,16 @@ def refusal(error: KVStoreError) -> Refusal:
     return Refusal(STATUSES[kind], message, tuple(trailers))
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A call that failed, as the client sees it."""
+class CallFailed(Exception):
+    """A call to one worker failed; carries the error to raise."""
 
-    error: KVStoreError
-    answered: bool
-    """True if a worker of ours gave this answer, rather than the connection or a deadline."""
-    unsent: bool
-    """True if nothing at all was done, so that even a call that must not run twice may be sent again."""
+    def __init__(self, error: KVStoreError, answered: bool, unsent: bool) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.answered = answered
+        """True if a worker of ours gave this answer, rather than the connection or a deadline."""
+        self.unsent = unsent
+        """True if nothing at all was done, so that even a call that must not run twice may be sent again."""
 
 
 def failure(
@@ -115,7 +116,7 @@ def failure(
     trailers: Iterable[tuple[str, str | bytes]],
     where: str,
     within_s: float | None = None,
-) -> Failure:
+) -> CallFailed:
     """Converts a status to one of our errors, in our words.
 
     ``where`` names the worker, and ``within_s`` says how long it had, in messages that are not its own.
@@ -123,21 +124,21 @@ def failure(
     tags = {key: value for key, value in trailers if isinstance(value, str)}
     kind = _BY_NAME.get(tags.get(ERROR_KEY, ""))
     if kind is HoldBroken:
-        return Failure(HoldBroken(message, _count(tags.get(TOKENS_VALID_KEY, "0"))), True, False)
+        return CallFailed(HoldBroken(message, _count(tags.get(TOKENS_VALID_KEY, "0"))), True, False)
     if kind is not None:
-        return Failure(kind(message), True, REFUSED_KEY in tags)
+        return CallFailed(kind(message), True, REFUSED_KEY in tags)
     if code is grpc.StatusCode.UNAVAILABLE:
         return _unreached(message, where)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         time = "in time" if within_s is None else f"within {round(within_s, 1):g} s"
         said = f"worker {where} did not answer {time}: it has too much to do, is frozen, or its root hangs; retry later"
-        return Failure(Unavailable(said), False, False)
+        return CallFailed(Unavailable(said), False, False)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and message.startswith("Concurrent RPC limit"):
-        return Failure(
+        return CallFailed(
             Busy(f"worker {where} has too many concurrent calls: back off"), True, True
         )  # gRPC itself says so
     kind, said = _BY_CODE.get(code, Unavailable), _SAID.get(code) or message or "it gave no reason; see its log"
-    return Failure(kind(f"worker {where}: {said}"), code is grpc.StatusCode.INTERNAL, False)
+    return CallFailed(kind(f"worker {where}: {said}"), code is grpc.StatusCode.INTERNAL, False)
 
 
 _SAID = {
@@ -163,13 +164,13 @@ _CHECKS = {
 """The things to check where there is no connection to a worker."""
 
 
-def _unreached(message: str, where: str) -> Failure:
+def _unreached(message: str, where: str) -> CallFailed:
     """A failure of the connection to a worker, with advice instead of gRPC's text."""
     unsent = message.lower().startswith("failed to connect")
     if (found := unreached(message)) is not None:
-        return Failure(Unavailable(f"cannot reach worker {where}: {found.why}; {_CHECKS[found]}"), False, unsent)
+        return CallFailed(Unavailable(f"cannot reach worker {where}: {found.why}; {_CHECKS[found]}"), False, unsent)
     said = f"the connection to worker {where} ended: it was stopped or restarted, perhaps; retry later"
-    return Failure(Unavailable(said), False, unsent)
+    return CallFailed(Unavailable(said), False, unsent)
 
 
 def _fitting(message: str) -> str:

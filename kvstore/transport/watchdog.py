@@ -18,7 +18,7 @@ CLOSE_S = 5.0
 
 
 class WatchedStream:
-    """One stream under watch. ``moved`` at every message, ``done`` at its end."""
+    """One stream under watch, a context around it. ``moved`` at every message."""
 
     __slots__ = ("_clock", "_watch", "end", "ends_s", "expired", "idle_s", "moved_s")
 
@@ -42,23 +42,18 @@ class WatchedStream:
         """Notes that our own work follows, which has its own deadlines: it does not count as idle until ``moved``."""
         self.moved_s = math.inf
 
-    def done(self) -> None:
-        """Takes the stream out. Idempotent. ``end`` may be on its way: it must not harm a stream that has ended."""
-        self._watch.remove(self)
-
     def __enter__(self) -> WatchedStream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.done()
+        self._watch.remove(self)
 
 
 class StreamWatchdog:
     """The streams under watch, and the thread that looks at them; it runs only while there are some."""
 
-    def __init__(self, clock: Clock, name: str, period_s: float = PERIOD_S) -> None:
+    def __init__(self, clock: Clock, name: str) -> None:
         self._clock = clock
-        self._period_s = period_s
         self._changed = threading.Condition()  # guards the streams under watch
         self._streams: set[WatchedStream] = set()
         self._is_resting = False
@@ -80,7 +75,7 @@ class StreamWatchdog:
         return watched
 
     def remove(self, watched: WatchedStream) -> None:
-        """See ``WatchedStream.done``."""
+        """Takes a stream out. Idempotent. ``end`` may be on its way: it must not harm a stream that has ended."""
         with self._changed:
             self._streams.discard(watched)
 
@@ -98,7 +93,7 @@ class StreamWatchdog:
             watched.expired = True
             self._streams.discard(watched)
             self.expired_count += 1
-        return partial(_end, late) if late else self._period_s
+        return partial(_end, late) if late else PERIOD_S
 
 
 def _end(late: Iterable[WatchedStream]) -> None:

@@ -370,22 +370,19 @@ class Calls:
         self.guard = AccessGuard(self.add, security.authenticator, security.audit, account=security.account)
         self._ids = ids
         self._lock = threading.Lock()  # guards counts of calls, and of bytes by path
-        self._counts = Counts(WorkerCount)
+        self.counts = Counts(WorkerCount)
         self._ended: dict[Ended, int] = {}
         self._latencies: Latencies[tuple[str, str]] = Latencies()
         self._bytes: dict[tuple[str, str], int] = {}
 
     def add(self, counter: WorkerCount, count: int = 1) -> None:
-        self._counts.add(counter, count)
+        self.counts.add(counter, count)
 
     def moved(self, counter: WorkerCount, key: tuple[str, str], count: int) -> None:
         """Counts payload bytes by direction and path."""
-        self._counts.add(counter, count)
+        self.counts.add(counter, count)
         with self._lock:
             self._bytes[key] = self._bytes.get(key, 0) + count
-
-    def counters(self) -> dict[str, int]:
-        return self._counts.snapshot()
 
     def ended(self) -> dict[Ended, int]:
         """Ended calls by method, status code and path."""
@@ -509,7 +506,7 @@ class ClientHolds:
         size = len(hold.chain.tokens)
         with self._lock:
             fits = len(self._live) < self.holds_max and self._tokens + size <= self.tokens_max
-            fits = fits and not (self._limits_tenants and self._is_over_half(_tenant_of(hold), size))
+            fits = fits and not (self._limits_tenants and self._is_over_half(hold.chain.namespace.tenant, size))
             if fits:
                 self._renew(hold)
                 self._live[hold.id] = hold
@@ -555,7 +552,7 @@ class ClientHolds:
             self.release(hold_id)
 
     def _note(self, hold: ChunkHold, count: int) -> None:
-        tenant, tokens = _tenant_of(hold), count * len(hold.chain.tokens)
+        tenant, tokens = hold.chain.namespace.tenant, count * len(hold.chain.tokens)
         self._tokens += tokens
         self._holds_of[tenant] += count
         self._tokens_of[tenant] += tokens
@@ -567,10 +564,6 @@ class ClientHolds:
         held = self._holds_of[tenant]
         is_over = held >= self.holds_max // 2 or self._tokens_of[tenant] + tokens > self.tokens_max // 2
         return held > 0 and is_over
-
-
-def _tenant_of(hold: ChunkHold) -> str:
-    return hold.chain.namespace.tenant
 
 
 class WorkerContext:

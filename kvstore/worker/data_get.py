@@ -71,9 +71,8 @@ class SlotLease:
 class Leases:
     """All leases on one memory; thread-safe. A thread waits for those that outlive their request."""
 
-    def __init__(self, memory: MemoryTier, leases_max: int = LEASES_MAX) -> None:
+    def __init__(self, memory: MemoryTier) -> None:
         self._memory = memory
-        self._leases_max = leases_max
         self._lock = threading.Lock()
         self._count = 0
         self._kept: dict[int, SlotLease] = {}
@@ -87,7 +86,7 @@ class Leases:
     def begin(self) -> SlotLease | None:
         """Returns a new lease, to be kept; None if there are too many."""
         with self._lock:
-            if self._closed or self._count >= self._leases_max:
+            if self._closed or self._count >= LEASES_MAX:
                 return None
             try:
                 self._epoll = self._epoll or select.epoll()  # first: a lease without a watcher would never end

@@ -29,17 +29,18 @@ from kvstore.tiers.arena import follow
 from kvstore.transport.channel import (
     LEDGER_BYTES,
     PARTS_BYTES,
+    PLACED,
     READY,
     RUN_BYTES,
     SPAN_BYTES,
     SUM_BYTES,
     Channel,
     FrameKind,
-    decode_placed,
     decode_span,
     entry_value,
     receive_planes,
     receive_sections,
+    unpacked,
 )
 from kvstore.transport.images import receive_images
 from kvstore.transport.limits import MESSAGE_BYTES_MAX
@@ -162,8 +163,7 @@ class Upload:
             channel.expect(head, FrameKind.PLACED, FrameKind.CHUNKS)
             offset = 0
             if head.kind is FrameKind.PLACED:
-                placed = decode_placed(channel.receive(head.length))
-                start, count, offset = placed.first, placed.count, placed.offset
+                start, count, offset = unpacked(PLACED, channel.receive(head.length))
             else:
                 start, count = decode_span(channel.receive(SPAN_BYTES))
             if start != index or not 1 <= count <= stop - index:

@@ -27,8 +27,9 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.security.access import NOTHING, Presented
 from kvstore.security.tls import Certificate
 from kvstore.transport.channel import (
+    ARENA,
     HEAD_BYTES,
-    HELLO_BYTES,
+    HELLO,
     REQUESTS,
     SHORT_CALLS,
     Channel,
@@ -38,13 +39,11 @@ from kvstore.transport.channel import (
     LinkLate,
     RequestHeader,
     boot_id,
-    decode_arena,
     decode_head,
     decode_request,
-    encode_arena,
     listen_tcp,
     listen_unix,
-    read_hello,
+    unpacked,
 )
 from kvstore.transport.messages import parse, trace_of
 from kvstore.transport.status import Refusal, refusal
@@ -90,7 +89,7 @@ class BulkRequests:
             number = head.request
             payload = channel.receive(head.length)
             if head.kind is FrameKind.ARENA:
-                connection.adopt_arena(decode_arena(payload), limits.arena_bytes_max)
+                connection.adopt_arena(unpacked(ARENA, payload)[0], limits.arena_bytes_max)
                 return True
             channel.take_files(0)
             if head.kind is FrameKind.MAP:
@@ -144,7 +143,7 @@ class BulkRequests:
                 "no memory to map: it is offered on a unix socket only, by a worker with a memory tier"
             )
         arena = self.memory.arena
-        channel.send(FrameKind.MEMORY, number, [encode_arena(arena.size_bytes)], [arena.fd])
+        channel.send(FrameKind.MEMORY, number, [ARENA.pack(arena.size_bytes)], [arena.fd])
 
     def _refuse(self, connection: Connection, number: int, refused: Refusal) -> None:
         """Sends the reason and ends the connection: bytes in flight would look like a new request."""
@@ -169,7 +168,7 @@ def _message_of(refused: Refusal) -> bytes:
 # A connection before its grant is proved and, over TCP, before its TLS handshake is done.
 
 
-GREETING_BYTES = HEAD_BYTES + HELLO_BYTES
+GREETING_BYTES = HEAD_BYTES + HELLO.size
 
 
 class Stranger:
@@ -414,9 +413,9 @@ class BulkListener:
             head = decode_head(said[:HEAD_BYTES])
         except InvalidRequest:
             return None
-        if head.kind is not FrameKind.HELLO or head.length != HELLO_BYTES:
+        if head.kind is not FrameKind.HELLO or head.length != HELLO.size:
             return None
-        grant_id, nonce, proof = read_hello(said[HEAD_BYTES:])
+        grant_id, nonce, proof = HELLO.unpack(said[HEAD_BYTES:])
         with self._lock:
             found = self._grants.pop(grant_id, None)
         if found is None:

@@ -74,7 +74,7 @@ class Exposition:
             else:
                 yield GaugeMetricFamily(f"kvstore_{name}", _GAUGES.get(name, name), value)
         yield GaugeMetricFamily(
-            "kvstore_serving", "1 while the health service answers SERVING", float(self._worker.is_serving)
+            "kvstore_serving", "1 while the health service answers SERVING", float(self._worker.health.is_serving)
         )
         yield from self._calls()
         yield from self._tiers()
@@ -153,7 +153,7 @@ def _with_health(worker: Worker, metrics: WSGIApplication) -> WSGIApplication:
         if environ.get("PATH_INFO") != "/healthz":
             return metrics(environ, start_response)
         status, said = "200 OK", b"serving\n"
-        if not worker.is_serving:
+        if not worker.health.is_serving:
             status, said = "503 Service Unavailable", b"not serving: it drains, or the root hangs\n"
         start_response(status, [("Content-Type", "text/plain"), ("Content-Length", str(len(said)))])
         return [said]

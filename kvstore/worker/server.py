@@ -255,7 +255,7 @@ class Worker:
         self._space_at_s = 0.0
         self._server: grpc.Server | None = None
         self._threads: DaemonThreads | None = None
-        self._health = Health()
+        self.health = Health()
         self._loop = Loop("kvstore-worker", self._changed, lambda: self._turn)
 
     def start(self) -> str:
@@ -278,7 +278,7 @@ class Worker:
             options=[*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", self.limits.connections_max)],
             maximum_concurrent_rpcs=self.limits.threads_max,
         )
-        self._health.add_to(server)
+        self.health.add_to(server)
         try:
             bound = self._bind(server)
         except RuntimeError as cause:
@@ -298,7 +298,7 @@ class Worker:
         server.start()
         self._server, self._threads = server, threads
         self.advertised = self.advertised or self._reachable(host, bound, is_path)
-        self._health.set(True)
+        self.health.set(True)
         self._loop.start()
         self.member.presence.attach(self._register)
         self._settled.wait(REGISTER_S)  # a client that learns of this worker looks it up
@@ -311,7 +311,7 @@ class Worker:
         """
         self._leaving = True
         self._settled.set()
-        self._health.set(False)
+        self.health.set(False)
         self._deregister()
         self.service.gate.close()
         self.control.close()
@@ -330,9 +330,9 @@ class Worker:
         self.control.close()
         self._loop.stop()
         if self._server is None:
-            self.service.close()
+            self.service.watch.close()
             return
-        self._health.set(False)
+        self.health.set(False)
         self._deregister()
         if self.service.bulk is not None:
             self.service.bulk.close(LAST_ANSWERS_S)
@@ -340,11 +340,7 @@ class Worker:
         if self._threads is not None:
             self._threads.shutdown(timeout_s=LAST_ANSWERS_S)
         self._loop.close(LAST_ANSWERS_S)
-        self.service.close()
-
-    @property
-    def is_serving(self) -> bool:
-        return self._health.is_serving
+        self.service.watch.close()
 
     def _turn(self) -> None:
         with self._changed:
@@ -358,9 +354,9 @@ class Worker:
         self.member.expire()
         self._look_at_space()
         serving = not self.member.node.stats()["root_hangs"] and not self._leaving
-        if serving != self._health.is_serving and not self._loop.closed:
+        if serving != self.health.is_serving and not self._loop.closed:
             log.warning("worker.serving %s", serving)
-            self._health.set(serving)
+            self.health.set(serving)
 
     def _look_at_space(self) -> None:
         """Reads the root's space now and then, for metrics. Without an answer the root counts as gone."""

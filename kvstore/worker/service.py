@@ -164,7 +164,7 @@ class WorkerService:
         self.bulk_requests = BulkRequests(worker, {name: self._unary[name] for name in SHORT_CALLS})
 
     def counters(self) -> dict[str, int]:
-        return {**self._node.counters.snapshot(), **self.calls.counters()}
+        return {**self._node.counters.snapshot(), **self.calls.counts.snapshot()}
 
     def gauges(self) -> dict[str, float]:
         counted = self._node.counters.snapshot()
@@ -198,10 +198,6 @@ class WorkerService:
         )
         handlers["ListPins"] = self.handlers.many("ListPins", pb.ListPinsRequest, self._list_pins)
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
-
-    def close(self) -> None:
-        """Ends the watch over streams; idempotent."""
-        self.watch.close()
 
     # The calls
 

@@ -15,7 +15,7 @@ import pytest
 from kvstore.client.limits import ClientLimits
 from kvstore.client.pool import UploadArena
 from kvstore.errors import Unavailable
-from kvstore.transport.channel import SILENCE_S, FrameKind, encode_arena, encode_request, encode_span
+from kvstore.transport.channel import ARENA, SILENCE_S, FrameKind, encode_request, encode_span
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.worker.data_server import BulkListener
 from kvstore.worker.limits import WorkerLimits
@@ -70,7 +70,7 @@ def test_files_that_nobody_asked_for_end_the_connection(served: Served, case: st
         start = pb.PutStart(namespace=opened(stub, MEDIUM), tokens=packed(TOKENS)).SerializeToString()
     with greeted(served, "shared") as channel, open(os.devnull, "rb") as file:
         if case == "too many":
-            channel.send(FrameKind.ARENA, 0, [encode_arena(4096)], [file.fileno()] * 2)
+            channel.send(FrameKind.ARENA, 0, [ARENA.pack(4096)], [file.fileno()] * 2)
         else:
             channel.send(FrameKind.PUT, 1, [encode_request(WAIT_S, 0, start)], [file.fileno()])
         assert is_cut_off(channel)

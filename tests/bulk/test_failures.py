@@ -16,7 +16,7 @@ import pytest
 
 import kvstore
 from kvstore.client.cache import Cache
-from kvstore.client.pool import Connector
+from kvstore.client.pool import Links
 from kvstore.core.address import block_address
 from kvstore.errors import Unavailable
 from kvstore.format import places
@@ -83,16 +83,16 @@ def test_a_worker_that_freezes_before_it_greets_is_a_miss(
     tmp_root: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker offered the requested path, so its silence there is not a mistake of the caller."""
-    offered = Connector._offer
+    offered = Links._offer
     with worker_process(tmp_root) as worker, connected(worker.address, bulk=way, limits=hasty()) as store:
         cache = store.namespace("m", MEDIUM)
 
-        def freezes(dialler: Connector, timeout_s: float) -> object:
+        def freezes(dialler: Links, timeout_s: float) -> object:
             answer = offered(dialler, timeout_s)
             worker.send(signal.SIGSTOP)
             return answer
 
-        monkeypatch.setattr(Connector, "_offer", freezes)
+        monkeypatch.setattr(Links, "_offer", freezes)
         assert cache.get(TOKENS)[0] == 0
         with pytest.raises(Unavailable):
             cache.put(TOKENS, KV)
@@ -121,7 +121,7 @@ class Silent:
 def test_a_port_that_is_silent_within_tls_leaves_calls_to_grpc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with secured(tmp_path, {"cert:engine": {"acme": "write"}}) as served, Silent() as silent:
         tls = served.authority.client("engine")
-        monkeypatch.setattr(Connector, "_offer", lambda *_: silent.offered)
+        monkeypatch.setattr(Links, "_offer", lambda *_: silent.offered)
         with kvstore.connect(served.address, tls=tls, bulk="tcp", limits=hasty()) as store:
             cache = store.namespace("m", MEDIUM, tenant="acme")
             assert cache.put(TOKENS, KV).tokens_present == len(TOKENS)

@@ -15,13 +15,12 @@ from kvstore.transport.channel import (
     CONTROL_BYTES_MAX,
     HEAD_BYTES,
     NONCE_BYTES,
+    PLACED,
     Channel,
     FrameKind,
     Grant,
-    Placed,
     decode_head,
     encode_head,
-    encode_placed,
     encode_request,
     encode_span,
 )
@@ -244,7 +243,7 @@ def test_chunks_placed_outside_the_arena_are_refused(served: Served) -> None:
             share(channel, shared_memory(size_bytes, fcntl.F_SEAL_SHRINK), size_bytes)
             channel.send(FrameKind.PUT, 1, [put_request(served)])
             channel.receive_frame(FrameKind.READY)
-            channel.send(FrameKind.PLACED, 1, [encode_placed(Placed(0, 4, offset))])
+            channel.send(FrameKind.PLACED, 1, [PLACED.pack(0, 4, offset)])
             _, payload = channel.receive_frame(FrameKind.REFUSED)
             assert "arena" in pb.BulkRefusal.FromString(payload).message
         assert served.member.node.counters.snapshot()["chunks_written"] == 0
@@ -263,7 +262,7 @@ def test_a_client_that_changes_its_arena_harms_only_itself(served: Served) -> No
             share(channel, fd, size_bytes)
             channel.send(FrameKind.PUT, 1, [encode_request(WAIT_S, 1, start)])
             channel.receive_frame(FrameKind.READY)
-            channel.send(FrameKind.PLACED, 1, [encode_placed(Placed(0, 4, 0))])
+            channel.send(FrameKind.PLACED, 1, [PLACED.pack(0, 4, 0)])
             for _ in range(20):
                 os.pwrite(writable, os.urandom(size_bytes // 4), 0)
             os.close(writable)

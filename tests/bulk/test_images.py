@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from kvstore.client.failover import FileLanes
-from kvstore.client.pool import BulkRefused, DataConnection
+from kvstore.client.pool import DataConnection
 from kvstore.client.remote import Ask, ChunkFetch, ImageReceiver, RemoteTransport
 from kvstore.codec.image import make_images
 from kvstore.core.buffers import Planes
@@ -22,6 +22,7 @@ from kvstore.core.executor import Deadline
 from kvstore.core.namespace import Namespace
 from kvstore.format.keyset import ChunkKeys, leading
 from kvstore.transport.channel import Channel, FrameKind, LentSlots, LinkBroken, encode_head, encode_span
+from kvstore.transport.status import CallFailed
 from kvstore.v1 import kvstore_pb2 as pb
 from tests.kit.transports import MEDIUM, linked, same, tokens_and_kv
 
@@ -95,14 +96,14 @@ def check_stream(case: str, step_bytes: int, together: int) -> None:
         frames[broken] = images(starts[broken], together, said=starts[broken] - 1)
     elif case != "whole":
         frames[broken:] = [{"end": END, "refused": REFUSED, "closed": b""}[case]]
-    expected: dict[str, type[Exception]] = {"refused": BulkRefused, "another": LinkBroken, "closed": LinkBroken}
+    expected: dict[str, type[Exception]] = {"refused": CallFailed, "another": LinkBroken, "closed": LinkBroken}
     out, done = np.zeros_like(KV), bytearray(b"\1" * FIRST + bytes(COUNT - FIRST))
     failed: Exception | None = None
     is_right = case != "damaged"
     with stream_of(frames, step_bytes) as link:
         try:
             assert received(link, FIRST, COUNT, out, done) is is_right
-        except (BulkRefused, LinkBroken) as error:
+        except (CallFailed, LinkBroken) as error:
             failed = error
         is_alive = link.channel.alive
     assert type(failed) is expected.get(case, type(None))

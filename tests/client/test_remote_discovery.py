@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.client.failover import Caller, CallFailed
+from kvstore.client.failover import Caller
 from kvstore.client.limits import ClientLimits
 from kvstore.client.remote import Discovery, RemoteTransport
 from kvstore.client.store import Store
@@ -27,7 +27,7 @@ from kvstore.meta.namespaces import Namespaces
 from kvstore.meta.store import KeyValue
 from kvstore.root.identity import create_or_open
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.transport.status import Failure
+from kvstore.transport.status import CallFailed
 from kvstore.worker.server import Worker
 from tests.kit.etcd import frozen
 from tests.kit.faulty_meta import FaultyMeta
@@ -194,12 +194,12 @@ def test_a_new_namespace_while_etcd_is_frozen_names_etcd() -> None:
 
 def test_what_one_worker_says_tells_more_than_the_silence_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     failures = [
-        Failure(Unavailable("etcd did not answer"), True, False),
-        Failure(Unavailable("worker b did not answer"), False, False),
+        CallFailed(Unavailable("etcd did not answer"), True, False),
+        CallFailed(Unavailable("worker b did not answer"), False, False),
     ]
 
     def at(*_: object, **__: object) -> object:
-        raise CallFailed(failures.pop(0))
+        raise failures.pop(0)
 
     monkeypatch.setattr(Caller, "at", at)
     with kvstore.connect("127.0.0.1:1", "127.0.0.1:2") as store, pytest.raises(Unavailable, match=r"^etcd did not"):

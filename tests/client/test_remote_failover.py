@@ -100,7 +100,7 @@ def test_a_worker_that_stops_is_left_out_and_comes_back(pair: tuple[Served, Serv
                 lambda: cache.match(tokens_of(int(time.monotonic() * 1000) % 1_000_000, 16)) or matches(again),
                 "it gets calls",
             )
-        assert second.worker.is_serving
+        assert second.worker.health.is_serving
 
 
 @pytest.mark.slow

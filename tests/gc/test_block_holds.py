@@ -154,7 +154,7 @@ def test_what_a_worker_refuses_of_holds_of_blocks(c: Cluster, path: str) -> None
             endpoint = store._port.endpoints.every()[0]  # type: ignore[attr-defined]
 
             def hold(request: pb.HoldRequest) -> bytes:
-                return pb.HoldResponse.FromString(endpoint.unary("Hold")(sealed(request), timeout=PATIENCE_S)).hold
+                return pb.HoldResponse.FromString(endpoint.stub("Hold")(sealed(request), timeout=PATIENCE_S)).hold
 
             with pytest.raises(grpc.RpcError, match="expected one of them"):
                 hold(pb.HoldRequest(namespace=SPACE.digest, keys=pack_keys(KEYS), tokens=bytes(4)))

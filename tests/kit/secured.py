@@ -57,7 +57,7 @@ class Secured:
 
     @property
     def counters(self) -> dict[str, int]:
-        return self.worker.service.calls.counters()
+        return self.worker.service.calls.counts.snapshot()
 
     @property
     def denied(self) -> int:

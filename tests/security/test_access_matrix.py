@@ -13,11 +13,12 @@ import pytest
 from kvstore.client.failover import Endpoint
 from kvstore.client.limits import ClientLimits
 from kvstore.client.local import LocalTransport
-from kvstore.client.pool import Bulk, BulkRefused, Credentials
+from kvstore.client.pool import Bulk, Credentials
 from kvstore.client.store import Store
 from kvstore.errors import PermissionDenied
 from kvstore.format.places import Name
 from kvstore.security.access import PERMISSIONS
+from kvstore.transport.status import CallFailed
 from kvstore.v1 import control_pb2 as control
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.control_pb2_grpc import ControlStub
@@ -131,7 +132,7 @@ def snapshot(served: Secured) -> object:
     namespaces = [namespace.digest for namespace in served.member.node.namespaces(WAIT_S)]
     pins = [pin.id for pin in served.member.pins()]
     limits = service.worker.limits
-    return sorted(files), sorted(pins), sorted(namespaces), len(service.holds), limits, served.worker.is_serving
+    return sorted(files), sorted(pins), sorted(namespaces), len(service.holds), limits, served.worker.health.is_serving
 
 
 @for_each("who", WHO)
@@ -176,8 +177,8 @@ def check_cell(served: Secured, who: Who, name: str, operation: Operation, may: 
         operation.run(cell)
     except grpc.RpcError as error:
         code = error.code()
-    except BulkRefused as refused:
-        is_denied = isinstance(refused.failed.error, PermissionDenied)
+    except CallFailed as refused:
+        is_denied = isinstance(refused.error, PermissionDenied)
         code = grpc.StatusCode.PERMISSION_DENIED if is_denied else grpc.StatusCode.UNKNOWN
     where = f"{who} {name} on {cell.tenant!r}"
     assert (code not in DENIED) == may, f"{where}: {code}"

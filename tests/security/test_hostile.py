@@ -158,8 +158,8 @@ def test_grant_is_bound_to_its_certificate(served: Secured, engine: ClientTls) -
     mine = Endpoint(served.address, Bulk.TCP, ClientLimits(), Credentials(engine))
     theirs = Endpoint(served.address, Bulk.TCP, ClientLimits(), Credentials(served.authority.client("thief")))
     try:
-        granted = mine.unary("OpenBulk")(b"", timeout=WAIT_S)
-        theirs.bulk._dialler._ask = lambda request, timeout_s: granted
+        granted = mine.stub("OpenBulk")(b"", timeout=WAIT_S)
+        theirs.bulk._ask = lambda request, timeout_s: granted
         with theirs.bulk.link(5.0) as stolen, mine.bulk.link(5.0) as own:
             assert stolen is None and own is not None
         assert served.worker.service.counters()["bulk_refused"] == 1

@@ -243,7 +243,7 @@ def test_bytes_beyond_the_quota_are_a_debt() -> None:
     assert quota_that_refuses(meters, quotas) == "bytes"
     now.s += 0.2
     assert quota_that_refuses(meters, quotas) is None
-    usage = meters.usage("t")
+    usage = meters.usage()["t"]
     assert usage is not None and (usage.calls, usage.bytes_in, usage.calls_in_flight) == (2, 400, 2)
 
 

@@ -89,7 +89,8 @@ class Bus:
         self._in = torch.cuda.Stream(device)
         # With priority: the engine's kernels fill the device, and a scatter behind all of them would hold up the bus.
         self._scatters = torch.cuda.Stream(device, priority=-1)
-        self._outward = Parts(device, part_bytes, OUTWARD_PARTS)
+        self.outward = Parts(device, part_bytes, OUTWARD_PARTS)
+        """Parts to gather in, on the current stream."""
         self._inward = Parts(device, part_bytes, INWARD_PARTS)
         self._lock = threading.Lock()
 
@@ -98,10 +99,6 @@ class Bus:
         moment = _event()
         moment.record(torch.cuda.current_stream(self._device))
         return moment
-
-    def outward(self) -> CopyBuffer:
-        """Returns a part to gather in, on the current stream. Raises Overloaded if there is none."""
-        return self._outward.take()
 
     def send(self, part: CopyBuffer, host: Any) -> Any:
         """Begins to copy what the current stream gathers in ``part`` to pinned memory; returns the event of its end."""
@@ -182,7 +179,9 @@ class Pages:
             for group, layers in enumerate(groups):
                 for name, memory in layers.items():
                     tensors = memory if isinstance(memory, list | tuple) else [memory]
-                    views += [_page_view(name, _heads(tensor, part, parts), block_count) for tensor in tensors]
+                    if parts > 1:  # vLLM keeps the heads of a layer in the second dimension
+                        tensors = [tensor.chunk(parts, 1)[part] for tensor in tensors]
+                    views += [_page_view(name, tensor, block_count) for tensor in tensors]
                     self._groups += [group] * len(tensors)
         self._parts = parts
         self._word = next(word for word in WORDS if all(_is_made_of(word, view) for view in views))
@@ -226,7 +225,7 @@ class Pages:
             return Copy(rows.cpu())
         host, arrived = self.host(len(blocks)), None
         for part in self._at_once(len(blocks)):
-            staged = self._bus.outward()
+            staged = self._bus.outward.take()
             self._gather(numbers[:, part], staged.rows(host[part]))
             arrived = self._bus.send(staged, host[part])
         return Copy(host, arrived)
@@ -297,11 +296,6 @@ class Pages:
         each, is_pinned = list(zip(*blocks, strict=True)), self._bus is not None
         numbers = torch.tensor(each, dtype=torch.int64, device="cpu", pin_memory=is_pinned)
         return numbers.to(self._device, non_blocking=True)
-
-
-def _heads(tensor: Any, part: int, parts: int) -> Any:
-    """Returns a part of a layer's heads, which vLLM keeps in the second dimension."""
-    return tensor if parts == 1 else tensor.chunk(parts, 1)[part]
 
 
 def _page_view(name: str, tensor: Any, block_count: int) -> Any:

@@ -141,17 +141,13 @@ class Lookups:
         if self._clock() - began_s >= self._settings.lookup_timeout_s:
             self.pause()
         if found.from_asked < len(lookup.keys) and self._clock() < lookup.wait_until_s:
-            self._look_again(lookup)
+            with self._condition:  # again behind the others, after a pause if there are none: sleeping would delay them
+                if not self._waiting:
+                    self._condition.wait(POLL_S)
+                self._waiting.append(lookup)
         else:
             lookup.found = found
             lookup.done.set()
-
-    def _look_again(self, lookup: Lookup) -> None:
-        """Queues a look-up again behind the others, after a pause if there are none: sleeping would delay them."""
-        with self._condition:
-            if not self._waiting:
-                self._condition.wait(POLL_S)
-            self._waiting.append(lookup)
 
     def _look(self, lookup: Lookup) -> LookupResult:
         caches = self._store.caches()

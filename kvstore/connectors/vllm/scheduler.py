@@ -117,10 +117,6 @@ class RequestState:
     """The first key of those that it loads now, for others to wait for; empty if it loads nothing."""
     loading_until_s: float = 0.0
 
-    def is_stale(self, now_s: float) -> bool:
-        """True if the answer is too old. A look-up without an answer has its own deadline."""
-        return self.answered_s is not None and now_s > self.answered_s + STALE_S
-
     def abandon(self) -> None:
         """Drops the look-up, and spares the threads the rest of it."""
         if self.lookup is not None:
@@ -202,7 +198,9 @@ class SchedulerHalf:
             tracked.stored_tokens = computed_tokens
             return 0, False
         lookup = tracked.lookup
-        if tracked.asked_tokens != computed_tokens or tracked.is_stale(time.monotonic()) or self._is_outdated(lookup):
+        # A look-up without an answer has its own deadline.
+        is_stale = tracked.answered_s is not None and time.monotonic() > tracked.answered_s + STALE_S
+        if tracked.asked_tokens != computed_tokens or is_stale or self._is_outdated(lookup):
             tracked.abandon()
             lookup = None
         if lookup is None:
