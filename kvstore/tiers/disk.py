@@ -27,15 +27,15 @@ from kvstore.core.clock import Clock, Ids
 from kvstore.core.executor import Deadline, moved_on
 from kvstore.core.metrics import Counters, NodeCount, TierName
 from kvstore.core.namespace import NamespaceDigest, NamespaceId
-from kvstore.core.recency import DEFAULT, NS_PER_S, QUANTUM_S, Hints
+from kvstore.core.recency import DEFAULT, QUANTUM_S, Hints
 from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, PermissionDenied, Unavailable
 from kvstore.format import places
 from kvstore.format.header import Damage, Damaged, Expected, Header, IdentityKind, decode
 from kvstore.format.keyset import ChunkIdentity, KeySet
 from kvstore.format.places import Name
-from kvstore.root.identity import FILE_SYSTEMS_OWN, FORMAT_BYTES_MAX, TOP, read_small
-from kvstore.root.inspect import Inspector, Whole
+from kvstore.root.identity import FILE_SYSTEMS_OWN, FORMAT_BYTES_MAX, TOP, publish_small, read_small
+from kvstore.root.inspect import Inspector
 from kvstore.root.interface import Root, Stat
 from kvstore.root.posix import FULL_ERRORS, REFUSED_ERRORS, PosixRoot
 from kvstore.tiers.inventory import TierEntry, TierInventory
@@ -145,16 +145,9 @@ class DiskFolder:
         return True
 
     def _mark(self, root: Root) -> None:
-        session = self._ids.fresh()
-        staged = places.staged(session, 0)
         content = json.dumps({"format": FORMAT_NAME, "version": VERSION}).encode() + b"\n"
-        try:
-            # The only synced file: torn by a crash of the host, it would keep the tier from being opened again.
-            root.stage(staged, [memoryview(content)], stamp_ns=int(self._clock.now_s()) * NS_PER_S, durable=True)
-            root.publish(staged, places.FORMAT, durable=True)
-        finally:
-            root.discard(staged)
-            root.remove_folder(places.staging_folder(session))
+        # The only synced file: torn by a crash of the host, it would keep the tier from being opened again.
+        publish_small(root, places.FORMAT, content, ids=self._ids, clock=self._clock)
 
 
 def _refusal(path: str, what: str, cause: OSError) -> KVStoreError:
@@ -661,8 +654,8 @@ class DiskTier:
         try:
             if chunk is not None and places.chunk(*chunk, SHARD_BITS) == name:
                 found, verdict = DiskFile(stat.mtime_ns, stat.size_bytes, *chunk), inspector.look(name)
-                if isinstance(verdict, Whole) and _is_of(verdict.header, found):
-                    header = self._opened(name, verdict.header)
+                if isinstance(verdict, Header) and _is_of(verdict, found):
+                    header = self._opened(name, verdict)
                     if header is not None and self._shelf.admit(found, header):
                         return
             self._root.remove(name)

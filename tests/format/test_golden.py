@@ -11,9 +11,9 @@ from pathlib import Path
 
 import xxhash
 
-from kvstore.format.header import decode_as, is_self_consistent
+from kvstore.format.header import Header, decode_as, is_self_consistent
 from kvstore.format.places import Name
-from kvstore.root.inspect import Inspector, Whole
+from kvstore.root.inspect import Inspector
 from kvstore.root.memory import MemoryRoot
 from tests.format.make_golden import goldens
 
@@ -57,7 +57,7 @@ def test_a_golden_file_is_read_and_verified() -> None:
         assert is_self_consistent(header)
         root = MemoryRoot()
         root.stage(Name("s"), [memoryview(content)], stamp_ns=0, durable=False)
-        assert isinstance(Inspector(root).look(Name("s")), Whole)
+        assert isinstance(Inspector(root).look(Name("s")), Header)
 
 
 def test_what_is_written_today_is_still_the_golden_file() -> None:

@@ -15,9 +15,9 @@ import zstandard
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvstore.codec.codec import Decoding
-from kvstore.format.header import decode_any, decode_as
+from kvstore.format.header import Header, decode_any, decode_as
 from kvstore.format.places import Name
-from kvstore.root.inspect import Inspector, Whole
+from kvstore.root.inspect import Inspector
 from kvstore.root.memory import MemoryRoot
 from tests.format.make_golden import KEY, EncodedGolden, encoded_goldens
 from tests.format.test_golden import FOLDER, number
@@ -58,7 +58,7 @@ def test_a_golden_file_is_read_and_verified(golden: EncodedGolden) -> None:
     assert payload == plain.payload
     root = MemoryRoot()
     root.stage(Name("s"), [memoryview(content)], stamp_ns=0, durable=False)
-    assert isinstance(Inspector(root).look(Name("s")), Whole)
+    assert isinstance(Inspector(root).look(Name("s")), Header)
 
 
 @pytest.mark.parametrize("golden", [each for each in GOLDENS if not each.values[0].wish.compress])  # type: ignore[union-attr]
