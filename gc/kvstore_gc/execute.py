@@ -17,6 +17,7 @@ from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, RootMismatc
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, incarnation_at
 from kvstore.format.places import Name
+from kvstore.host.eviction import EvictionVictim
 from kvstore.host.tables import publish_first
 from kvstore.meta.cluster import Foreign, join_generation
 from kvstore.meta.keys import SweepId
@@ -30,7 +31,6 @@ from kvstore_gc.deletion import (
     Deleting,
     SweepOutcome,
     SweepPlan,
-    SweepVictim,
     Trash,
     read_victims,
     write_victims,
@@ -375,7 +375,7 @@ class Sweeper:
 
 def _without(plan: SweepPlan, pinned: Spared, report: SweepReport) -> SweepPlan:
     """A plan without its pinned victims."""
-    free = tuple(victim for victim in plan.victims if victim.address not in pinned)
+    free = [victim for victim in plan.victims if victim.address not in pinned]
     report.spared["pinned"] += len(plan.victims) - len(free)
     return plan if len(free) == len(plan.victims) else replace(plan, victims=free)
 
@@ -396,11 +396,11 @@ def unused(site: Site, plans: Sequence[SweepPlan], spared: Counter[str]) -> Foun
     return found
 
 
-def _look_all(site: Site, listed: Mapping[int, Sequence[SweepVictim]], spared: Counter[str]) -> Found:
+def _look_all(site: Site, listed: Mapping[int, Sequence[EvictionVictim]], spared: Counter[str]) -> Found:
     victims = [(part, victim) for part, some in listed.items() for victim in some]
     found: list[Condemnation | None] = [None] * len(victims)
     failed: list[KVStoreError] = []
-    gone: list[SweepVictim] = []
+    gone: list[EvictionVictim] = []
 
     def look(index: int) -> None:
         victim = victims[index][1]

@@ -28,9 +28,10 @@ from kvstore.core.recency import DEFAULT, Hints
 from kvstore.core.results import PutResult, StoredBlocks
 from kvstore.core.write_mode import RUNS_MAX, Durability, WriteMode
 from kvstore.engine.chunk_store import ChunkStore, Staged, StoredRun
-from kvstore.engine.gc_state import GcState, SpaceReservation
+from kvstore.engine.gc_state import GcState
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
 from kvstore.format.keyset import KeySet, leading
+from kvstore.host.tables import SpaceReservation
 from kvstore.native import library as native
 from kvstore.root.posix import DiskFull, PosixRoot
 from kvstore.tiers.memory import Slots

@@ -31,6 +31,7 @@ from kvstore.engine.settings import NO_TIERS, Limits, NodeOptions, TierSettings
 from kvstore.format import places
 from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
+from kvstore.host.eviction import EvictionVictim
 from kvstore.meta.keys import part_of
 from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.meta.store import MetadataStore
@@ -40,7 +41,7 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.server import Worker
-from kvstore_gc.deletion import SweepPlan, SweepVictim
+from kvstore_gc.deletion import SweepPlan
 from kvstore_gc.execute import SweepReport
 from kvstore_gc.site import Site, Timings
 from tests.kit.keyed import key_file
@@ -268,12 +269,12 @@ class Backend:
 
     def plans(self, namespaces: Sequence[Namespace]) -> list[SweepPlan]:
         ids = {namespace.id for namespace in namespaces}
-        parts: dict[int, list[SweepVictim]] = {}
+        parts: dict[int, list[EvictionVictim]] = {}
         for name in sorted(each for each in self.listing() if each.startswith("chunks/")):
             parsed = places.parse_chunk(name.rpartition("/")[2])
             stat = self.plain_root.stat(Name(name))
             if parsed is not None and parsed[1] in ids and stat is not None:
-                victim = SweepVictim(*parsed, stat.size_bytes, stat.mtime_ns)
+                victim = EvictionVictim(*parsed, stat.size_bytes, stat.mtime_ns)
                 parts.setdefault(part_of(parsed[0]), []).append(victim)
         return [SweepPlan(part, tuple(victims)) for part, victims in sorted(parts.items())]
 

@@ -21,13 +21,14 @@ from kvstore.engine.settings import AS_SHIPPED, Limits, NodeOptions
 from kvstore.format import places
 from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
+from kvstore.host.eviction import EvictionVictim
 from kvstore.meta.keys import part_of
 from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.meta.store import MetadataStore
 from kvstore.root.identity import RootId, RootIdentity, create_or_open
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore_gc.deletion import SweepPlan, SweepVictim
+from kvstore_gc.deletion import SweepPlan
 from kvstore_gc.site import Site, Timings
 from tests.kit.patience import eventually as eventually
 from tests.kit.stores import TINY, kv_of
@@ -124,13 +125,13 @@ class Cluster:
 
     def plans(self, *chains: ChunkKeys) -> list[SweepPlan]:
         """A plan to take all of some chains."""
-        parts: dict[int, list[SweepVictim]] = {}
+        parts: dict[int, list[EvictionVictim]] = {}
         for chain in chains:
             for address in chain.addresses:
                 stat = self.root.stat(self.name(address))
                 if stat is not None:
                     parts.setdefault(part_of(address), []).append(
-                        SweepVictim(address, SPACE.id, stat.size_bytes, stat.mtime_ns)
+                        EvictionVictim(address, SPACE.id, stat.size_bytes, stat.mtime_ns)
                     )
         return [SweepPlan(part, tuple(victims)) for part, victims in sorted(parts.items())]
 
