@@ -29,9 +29,9 @@ from kvstore.engine.engine import Engine
 from kvstore.engine.gc_state import ChunkHold
 from kvstore.engine.host import HostMember
 from kvstore.engine.settings import TierSettings
-from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, RootMismatch, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.format.keyset import BlockKeys, ChunkKeys, KeySet
-from kvstore.host.pins import HostPins
+from kvstore.host.pins import HostPins, PinTwins
 from kvstore.meta.clears import Clears
 from kvstore.meta.keys import ID_BYTES, Keys, PinId, parse_id
 from kvstore.meta.namespaces import Namespaces
@@ -39,7 +39,6 @@ from kvstore.meta.pins import PinQuota, Pins
 from kvstore.meta.pins import StoredPin as Ref
 from kvstore.meta.session import SessionManager
 from kvstore.meta.store import MetadataStore
-from kvstore.root.fences import list_twins, read_twin, remove_twin, write_twin
 from kvstore.root.identity import newest_number
 from kvstore.root.posix import DiskFull
 
@@ -108,34 +107,6 @@ SESSIONS_SHOWN = 3
 CLOSE_S = 0.5
 
 
-class NodeTwins:
-    """Copies of pins on the root: written on lanes, because a mount may hang. See ``meta.pins.Twins``."""
-
-    def __init__(self, node: Engine) -> None:
-        self._node = node
-
-    def write(self, owner: str, pin: PinId, content: bytes) -> None:
-        node = self._node
-        node.on_root(lambda: write_twin(node.root, owner, pin, content, ids=node.ids, clock=node.clock))
-
-    def remove(self, owner: str, pin: PinId) -> bool:
-        return self._node.on_root(lambda: remove_twin(self._node.root, owner, pin))
-
-    def unexpired(self) -> list[Ref]:
-        """Returns the twins of pins that have not ended. Raises RootMismatch if one cannot be understood."""
-        now_s = self._node.clock.now_s()
-        return [record for record in self._node.on_root(lambda: list(self._records())) if record.expires_s > now_s]
-
-    def _records(self) -> Iterator[Ref]:
-        for name in list_twins(self._node.root):
-            content = read_twin(self._node.root, name)
-            if content is not None:
-                try:
-                    yield Ref.from_bytes(content, name)
-                except RootMismatch as mismatch:
-                    raise RootMismatch(f"{mismatch} What it protects is unknown (deploy/RUNBOOK.md)") from mismatch
-
-
 class Coordination(Enum):
     """Who shares the metadata."""
 
@@ -170,14 +141,15 @@ class ClusterMember:
         self.keys = Keys(node.identity.root)
         self.presence = presence
         self._namespaces = Namespaces(meta, self.keys)
-        self._twins = NodeTwins(node) if shared else None
+        twins = PinTwins(node.root, node.ids, node.clock, node.on_root)
+        self._twins = twins if shared else None
         quota = PinQuota(node.limits.pins_per_owner_max, node.limits.pins_max)
         self._pins: Pins | HostPins = Pins(
             meta, self.keys, presence.current, node.ids, node.clock, twins=self._twins, quota=quota
         )
         self._host_clearing: HostClearing | None = None
         if host is not None:
-            self._pins = HostPins(node.root, node.ids, node.clock, node.on_root, quota)
+            self._pins = HostPins(twins, node.ids, node.clock, quota)
             self._host_clearing = HostClearing(node, host, self._all_pinned)
         self._pid = os.getpid()
         self._listing = threading.Lock()

@@ -33,7 +33,7 @@ from tests.kit.faulty_meta import Fault, FaultyMeta
 from tests.kit.faulty_meta import Rule as MetaRule
 from tests.kit.faulty_root import EIO, OPERATIONS, FaultyRoot
 from tests.kit.faulty_root import Rule as RootRule
-from tests.kit.roots import RootTwins, join_root
+from tests.kit.roots import join_root, twins_on
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Cluster:
 
     def pin(self, owner: str = "me", ttl_s: int = 600) -> StoredPin:
         session = self.session()
-        pins = Pins(self.meta, self.keys, lambda: session, clock=self.clock, twins=RootTwins(self.root, self.clock))
+        pins = Pins(self.meta, self.keys, lambda: session, clock=self.clock, twins=twins_on(self.root, self.clock))
         try:
             return pins.pin(owner, self.filled.chain.addresses[:2], ttl_s, 8, self.filled.namespace.digest)
         finally:

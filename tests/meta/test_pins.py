@@ -26,7 +26,7 @@ from tests.kit.fake_meta import CountingIds, FakeClock
 from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
 from tests.kit.faulty_root import EIO, ENOSPC, EROFS, FaultyRoot
 from tests.kit.faulty_root import Rule as RootRule
-from tests.kit.roots import RootTwins
+from tests.kit.roots import twins_on
 
 KEYS = Keys(bytes(range(16)))
 NAMESPACE = NamespaceDigest(bytes(32))
@@ -46,7 +46,7 @@ class Node:
         self.meta = FaultyMeta(MemoryMetadata(self.store), sleep=self.clock.advance)
         self.root = FaultyRoot(MemoryRoot())
         self.session = Session.open(self.meta, KEYS, clock=self.clock, ids=CountingIds())
-        twins = RootTwins(self.root, self.clock)
+        twins = twins_on(self.root, self.clock)
         self.pins = Pins(self.meta, KEYS, lambda: self.session, clock=self.clock, twins=twins, quota=quota)
 
     def pin(self, owner: str = "me") -> StoredPin:
@@ -224,9 +224,7 @@ def test_c5_twin_stays_until_its_key_is_deleted() -> None:
 def test_c5_unpin_removes_the_twin_a_wiped_etcd_left() -> None:
     node, wiped = Node(), Node()
     pin, other = node.pin("a/b"), node.pin("a/b")
-    wiped.pins = Pins(
-        wiped.meta, KEYS, lambda: wiped.session, clock=wiped.clock, twins=RootTwins(node.root, node.clock)
-    )
+    wiped.pins = Pins(wiped.meta, KEYS, lambda: wiped.session, clock=wiped.clock, twins=twins_on(node.root, node.clock))
     assert not wiped.pins.unpin("a", pin.id), "another owner's"
     assert wiped.pins.unpin("a/b", pin.id)
     assert list(node.twins) == [places.twin("a/b", other.id)]
