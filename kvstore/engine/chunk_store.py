@@ -931,15 +931,6 @@ class _Renewal:
         return Address(self.packed_addresses[index * ADDRESS_BYTES : (index + 1) * ADDRESS_BYTES])
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """The new stamp of one chunk of a renewal; None if its stamp stays."""
-
-    index: int
-    name: Name
-    stamp_ns: int | None
-
-
 class TouchQueue:
     """A bounded queue of used chunks, whose recency is renewed: parents before children, once per quantum.
 
@@ -1000,33 +991,29 @@ class TouchQueue:
     def _renew(self, renewal: _Renewal) -> None:
         chunks = self._chunks
         quantum, epoch = chunks.known.quantum(), chunks.known.epoch
-        for plan in self._planned(renewal, quantum):
-            if plan.stamp_ns is not None:
-                if self._is_newer(plan):
-                    continue
-                if not chunks.root.touch(plan.name, plan.stamp_ns):
+        for index, name, stamp in self._planned(renewal, quantum):
+            if stamp is not None:
+                stat = chunks.root.stat(name)
+                if stat is not None and stat.mtime_ns >= stamp:
+                    continue  # renewed by a put of another process since the look: its time must not go back
+                if not chunks.root.touch(name, stamp):
                     self._counters.add(NodeCount.REFRESH_DROPPED)
                     if renewal.depths is None:
                         return  # the chunk is gone: stop, as in _look
                     continue
                 self._counters.add(NodeCount.REFRESHED)
-            address = renewal.address(plan.index)
+            address = renewal.address(index)
             # A file of this name is there. A node that looked into it has remembered whether this node can read it.
             if chunks.known.is_present(address, quantum):
                 chunks.known.add(address, quantum, renewed=True, epoch=epoch)
 
-    def _is_newer(self, plan: _Plan) -> bool:
-        """True if a put of another process has renewed it since the look: its time must not go back."""
-        stat = self._chunks.root.stat(plan.name)
-        return stat is not None and plan.stamp_ns is not None and stat.mtime_ns >= plan.stamp_ns
-
-    def _planned(self, renewal: _Renewal, quantum: int) -> list[_Plan]:
-        """Returns the stamps, parents first.
+    def _planned(self, renewal: _Renewal, quantum: int) -> list[tuple[int, Name, int | None]]:
+        """Returns the position, name and new stamp of each chunk, parents first; None if its stamp stays.
 
         No chunk gets lower hints or fewer uses than the chunk behind it. So the next renewal mends what another host's
         renewal at the same moment took away, or what a put set too low when it repaired a chunk.
         """
-        plans: list[_Plan] = []
+        plans: list[tuple[int, Name, int | None]] = []
         quantum_s = self._chunks.known.quantum_s
         least, uses_least, start_s = renewal.hints, 0, max(quantum, renewal.start_s)
         for index, name, mtime_ns in reversed(self._look(renewal, quantum)):
@@ -1034,7 +1021,7 @@ class TouchQueue:
             if renewal.depths is not None:  # its writer knew at least as well as this request
                 depth = max(renewal.depths[index], decode(mtime_ns, quantum_s).depth)
             stamp = renewed_ns(mtime_ns, start_s, quantum_s, depth, least, uses_least)
-            plans.append(_Plan(index, name, stamp))
+            plans.append((index, name, stamp))
             if renewal.depths is None:
                 after = decode(mtime_ns if stamp is None else stamp, quantum_s)
                 least, uses_least = least.raised_to(after.hints), max(uses_least, after.uses)

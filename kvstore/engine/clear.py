@@ -345,7 +345,7 @@ class _Sweep:
     def run(self, progress: Progress) -> Cleared:
         """Does the whole pass. Raises what ``progress`` raises; what was deleted by then stays deleted."""
         # Use a few lanes however many shards there are: the others go on serving.
-        batch = self._node.begin_on_root(min(LANES, len(self._shards)), lambda _: self._work())
+        batch = self._node.lanes.start(min(LANES, len(self._shards)), lambda _: self._work())
         try:
             while not batch.join(PROGRESS_S):
                 progress(self._done, len(self._shards))

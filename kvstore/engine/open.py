@@ -99,7 +99,8 @@ def open_member(
                 + forget_command(root.url, etcd or ())
             ) from mismatch
         if cluster:
-            _bind(cluster, root, identity, limits, clock)
+            _on_a_lane(lambda: check_left(root), limits, clock)
+            bind_root(cluster, root.url, identity.root)
         host, why = (None, None) if cluster else _host_of(root, asked, limits, clock, ids)
         if host is not None:
             undo.callback(host.leave)
@@ -134,7 +135,21 @@ def join(
     processes of this host share without etcd.
     """
     etcd_keys, sessions = Keys(identity.root), [ids.fresh()]
-    node = _node_of(root, identity, partial(itemgetter(0), sessions), options, limits, clock, ids, host)
+    memory_bytes = options.tiers.memory_bytes // PAGE_BYTES * PAGE_BYTES
+    node = Engine(
+        root,
+        identity,
+        session=partial(itemgetter(0), sessions),
+        durability=options.durability,
+        limits=limits,
+        clock=clock,
+        ids=ids,
+        arena=SealedArena(memory_bytes).open() if memory_bytes else None,
+        settings=options.tiers,
+        keys=options.keys,
+        compress=options.compress,
+        gc_state=host.view if host is not None else None,
+    )
 
     def stages_in(session: bytes) -> None:
         node.staging.leave(sessions[0])
@@ -167,34 +182,6 @@ def join(
     member = ClusterMember(node, meta, presence, sharing=sharing, host=host, is_beside_cluster=is_beside_cluster)
     member.start(options.tiers)
     return member
-
-
-def _node_of(
-    root: Root,
-    identity: RootIdentity,
-    session: Callable[[], bytes],
-    options: NodeOptions,
-    limits: Limits,
-    clock: Clock,
-    ids: Ids,
-    host: HostMember | None,
-) -> Engine:
-    """A node with its memory, if it is to have some; its disk is added later."""
-    memory_bytes = options.tiers.memory_bytes // PAGE_BYTES * PAGE_BYTES
-    return Engine(
-        root,
-        identity,
-        session=session,
-        durability=options.durability,
-        limits=limits,
-        clock=clock,
-        ids=ids,
-        arena=SealedArena(memory_bytes).open() if memory_bytes else None,
-        settings=options.tiers,
-        keys=options.keys,
-        compress=options.compress,
-        gc_state=host.view if host is not None else None,
-    )
 
 
 def _bound_of(root: Root, asked: AskedBound, ids: Ids, clock: Clock) -> HostBounds:
@@ -255,12 +242,6 @@ def _host_of(
             why,
         )
     return host, why
-
-
-def _bind(cluster: MetadataStore, root: Root, identity: RootIdentity, limits: Limits, clock: Clock) -> None:
-    """Records in etcd where the root is. Raises RootMismatch while processes of this host share it without etcd."""
-    _on_a_lane(lambda: check_left(root), limits, clock)
-    bind_root(cluster, root.url, identity.root)
 
 
 def _on_a_lane(work: Callable[[], T], limits: Limits, clock: Clock) -> T:
