@@ -696,7 +696,7 @@ class ChunkStore:
                 timed.size_bytes = expected.payload_bytes
                 self.root.stage(name, pieces, stamp_ns=stamp, durable=durable)
         except KVStoreError:
-            self._discard(name)  # torn files must not keep a full disk full
+            self.discard(name)  # torn files must not keep a full disk full
             raise
         return Staged(name, expected, byte_length(pieces))
 
@@ -715,9 +715,6 @@ class ChunkStore:
                 # The winner's file may be encrypted with a key that this node lacks: then no match may promise it.
                 self.look(expected)
         return won
-
-    def discard(self, staged: Staged) -> None:
-        self._discard(staged.name)
 
     def set_aside(self, expected: Expected, damage: Damage) -> None:
         """Moves a corrupt file away from its name, so that the next put can repair it. Never raises.
@@ -901,7 +898,7 @@ class ChunkStore:
         quantum = self.known.quantum()
         self.known.add(expected.address, quantum, renewed=is_fresh(stat.mtime_ns, quantum), epoch=epoch)
 
-    def _discard(self, name: Name) -> None:
+    def discard(self, name: Name) -> None:
         try:
             self.root.discard(name)
         except KVStoreError:

@@ -13,7 +13,6 @@ import socket
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum
 from typing import Any
 
 from kvstore.census.selection import ClearOrder, Selection
@@ -107,13 +106,6 @@ SESSIONS_SHOWN = 3
 CLOSE_S = 0.5
 
 
-class Coordination(Enum):
-    """Who shares the metadata."""
-
-    ALONE = "this process alone"
-    CLUSTER = "a cluster, in etcd"
-
-
 class ClusterMember:
     """One node and its place in the cluster. Thread-safe; every call has a deadline.
 
@@ -126,23 +118,23 @@ class ClusterMember:
         meta: MetadataStore,
         presence: SessionManager,
         *,
-        sharing: Coordination = Coordination.ALONE,
+        in_cluster: bool = False,
         host: HostMember | None = None,
         is_beside_cluster: bool = False,
     ) -> None:
         """``host`` is for a root that the processes of this host share without etcd; its metadata are in files."""
         self.node = node
-        self.sharing = sharing
+        self.in_cluster = in_cluster
+        """True if nodes share the metadata, in etcd; else they are this process's alone."""
         self.is_beside_cluster = is_beside_cluster
         """The root is a cluster's, whose collectors do not see what this process alone holds."""
         self.host = host
-        shared = sharing is Coordination.CLUSTER
         self.meta = meta
         self.keys = Keys(node.identity.root)
         self.presence = presence
         self._namespaces = Namespaces(meta, self.keys)
         twins = PinTwins(node.root, node.ids, node.clock, node.on_root)
-        self._twins = twins if shared else None
+        self._twins = twins if in_cluster else None
         quota = PinQuota(node.limits.pins_per_owner_max, node.limits.pins_max)
         self._pins: Pins | HostPins = Pins(
             meta, self.keys, presence.current, node.ids, node.clock, twins=self._twins, quota=quota
@@ -166,11 +158,9 @@ class ClusterMember:
 
         Closes the node and raises if one of them fails: InvalidRequest, PermissionDenied, Unavailable.
         """
-        node, limits, is_shared = self.node, self.node.limits, self.sharing is Coordination.CLUSTER
+        node, limits, is_shared = self.node, self.node.limits, self.in_cluster
         if is_shared:
-            self._follower = ClearsFollower(
-                self.clears, node.obey, node.sweep_disk, node.refill, limits.meta_deadline_s
-            )
+            self._follower = ClearsFollower(node, self.clears, limits.meta_deadline_s)
             self.presence.attach(self._follower.begin, self._follower.end)
         try:
             if node.tiers is not None and tiers.disk_folder:
@@ -230,11 +220,7 @@ class ClusterMember:
         node, namespace = self.node, wanted.namespace
         owner = owner or socket.gethostname()
         try:
-            if (
-                self.sharing is Coordination.ALONE
-                and self.host is None
-                and node.on_root(lambda: newest_number(node.root))
-            ):
+            if not self.in_cluster and self.host is None and node.on_root(lambda: newest_number(node.root)):
                 raise InvalidRequest(
                     f"{node.root.url} belongs to a cluster, which does not see the pins of a process alone: open it "
                     "with etcd=, or connect to a worker"
@@ -360,7 +346,7 @@ class ClusterMember:
         return cleared
 
     def _clearing(self, pinned: Callable[[], Container[Address]]) -> NamespaceClear:
-        return NamespaceClear(self.node, self.clears, pinned, is_alone=self.sharing is Coordination.ALONE)
+        return NamespaceClear(self.node, self.clears, pinned, is_alone=not self.in_cluster)
 
     def stats(self) -> dict[str, int | float]:
         """The node's counters, and the state of the session."""
@@ -376,15 +362,12 @@ class ClusterMember:
             "session_alive": alive,
             "protected": protected,
             "etcd_operations": operations,
-            "bound_bytes": (self.host.bound.max_bytes or 0) if self.host is not None else 0,
+            "bound_bytes": self.host.max_bytes if self.host is not None else 0,
             "bound_used_bytes": self.host.used_bytes if self.host is not None else 0,
             "collecting": int(self.host is not None and self.host.is_collecting),
             "etcd_silent_seconds": self.presence.silent_s,
             "lease_margin_seconds": self.presence.margin_s,
         }
-
-    def expire(self) -> None:
-        self.node.holds.expire()
 
     def close(self) -> None:
         """Ends the node and the session; idempotent. Does nothing in a forked child: the session is its parent's."""

@@ -20,7 +20,6 @@ from kvstore.client.cache import Cache
 from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
 from kvstore.core.clock import Clock, RandomIds, SystemClock
-from kvstore.engine.coordination import Coordination
 from kvstore.engine.open import join
 from kvstore.engine.settings import NodeOptions, TierSettings
 from kvstore.format.keyset import ChunkKeys
@@ -60,7 +59,7 @@ class ModelNode:
             limits=limits,
             clock=clock,
             ids=ids,
-            sharing=Coordination.CLUSTER,
+            in_cluster=True,
             options=NodeOptions(tiers=settings),
         )
         self.node = self.member.node

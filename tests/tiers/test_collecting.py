@@ -19,7 +19,7 @@ from kvstore.client.store import Store
 from kvstore.core.address import block_address
 from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.core.write_mode import WriteMode
-from kvstore.engine.coordination import ClusterMember, Coordination
+from kvstore.engine.coordination import ClusterMember
 from kvstore.engine.open import join
 from kvstore.engine.settings import Limits, NodeOptions, TierSettings
 from kvstore.format.keyset import ChunkKeys
@@ -52,7 +52,7 @@ def with_memory(
         limits=limits,
         clock=SystemClock(),
         ids=RandomIds(),
-        sharing=Coordination.CLUSTER,
+        in_cluster=True,
         options=NodeOptions(tiers=TierSettings(MEMORY_BYTES, write=write)),
     )
     member.claim_namespace(SPACE)
