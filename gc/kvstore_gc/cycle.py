@@ -99,7 +99,8 @@ class Cycle:
         """
         summary = self._summary(dry_run=False)
         with self._sweeper.abandoning(summary):
-            self._check(summary)  # C6
+            with self._timed(summary, "check"):
+                self._sweeper.check()  # C6
             self._leads = self._pressure.leads
             if not self._leads:
                 return summary
@@ -142,10 +143,6 @@ class Cycle:
         return Summary(dry_run=dry_run, started_s=self._clock.now_s(), shards_count=self._site.shards_count)
 
     # Check and recover
-
-    def _check(self, summary: Summary) -> None:
-        with self._timed(summary, "check"):
-            self._sweeper.check()
 
     def _compare(self) -> None:
         """Does what ``Sweeper.check`` does, without writing the first generation."""

@@ -248,7 +248,8 @@ class Sweeper:
             self._wait_from(self._clock.monotonic_s())  # deleting does not count as waiting
             return True
         self._warn_of_wait(look)
-        late = [one for one in self._flight if not self._is_within(self._begun_s[one.sweep], self._timings.grace_max_s)]
+        began_before_s = self._clock.monotonic_s() - self._timings.grace_max_s
+        late = [one for one in self._flight if self._begun_s[one.sweep] < began_before_s]
         if late:
             self._abandon(late, report, "nodes did not announce in time")
         self._drop(late)
@@ -350,7 +351,7 @@ class Sweeper:
 
     def _remove_plans(self, sweeps: Sequence[InFlight]) -> int:
         """Removes the plans of those of the sweeps that are over; how many are."""
-        named = {one.sweep for one in self._ledger.in_flight().values()} if sweeps else set()
+        named = self._named() if sweeps else set()
         over = [one for one in sweeps if one.sweep not in named]
         for sweep in over:
             self._root.remove(places.plan(sweep.sweep, sweep.record.plan_checksum))
@@ -361,9 +362,6 @@ class Sweeper:
         if self._root.traits.fenced:
             self._root.remove_folder(places.trash_folder(record.sweep), durable=True)
         self._root.remove(places.plan(record.sweep, record.plan_checksum))
-
-    def _is_within(self, since_s: float, seconds: float) -> bool:
-        return self._clock.monotonic_s() - since_s <= seconds
 
     def _named(self) -> set[bytes]:
         """The sweeps in flight. Raises Unavailable."""

@@ -953,16 +953,14 @@ class TouchQueue:
         # Neither tokens nor keys are kept.
         depths = None if wanted.prefix_ordered else wanted.depths()
         renewal = _Renewal(wanted.namespace.id, wanted.packed_addresses, depths, hints, lacking)
-        if self._places(renewal, self._chunks.known.quantum()):
-            task = partial(self._try, partial(self._renew, renewal))
-            if not self._tasks.submit(task):
-                self._counters.add(NodeCount.REFRESH_DROPPED, len(wanted))
+        has_places = self._places(renewal, self._chunks.known.quantum())
+        if has_places and not self._tasks.submit(partial(self._renew, renewal)):
+            self._counters.add(NodeCount.REFRESH_DROPPED, len(wanted))
 
     def renew(self, chain: KeySet, hints: Hints, lacking: frozenset[int], start_s: float) -> None:
         """Renews the leading chunks of a chain on the calling lane, before a child of theirs gets a fresh stamp."""
         if self._enabled and len(chain):
-            renewal = _Renewal(chain.namespace.id, chain.packed_addresses, None, hints, lacking, start_s)
-            self._try(partial(self._renew, renewal))
+            self._renew(_Renewal(chain.namespace.id, chain.packed_addresses, None, hints, lacking, start_s))
 
     def drain(self) -> None:
         self._tasks.drain()
@@ -970,13 +968,6 @@ class TouchQueue:
     def close(self, timeout_s: float = 1.0) -> None:
         """Finishes what is queued, as far as ``timeout_s`` allows."""
         self._tasks.close(timeout_s)
-
-    def _try(self, work: Callable[[], None]) -> None:
-        """Counts what the root refuses."""
-        try:
-            work()
-        except KVStoreError:
-            self._counters.add(NodeCount.REFRESH_DROPPED)
 
     def _places(self, renewal: _Renewal, quantum: int) -> list[int]:
         """Returns the positions of the chunks that need a look."""
@@ -986,6 +977,13 @@ class TouchQueue:
         return sorted({*places, *(place for place in renewal.lacking if place < renewal.count)})
 
     def _renew(self, renewal: _Renewal) -> None:
+        """Renews what it can; counts what the root refuses."""
+        try:
+            self._renew_each(renewal)
+        except KVStoreError:
+            self._counters.add(NodeCount.REFRESH_DROPPED)
+
+    def _renew_each(self, renewal: _Renewal) -> None:
         chunks = self._chunks
         quantum, epoch = chunks.known.quantum(), chunks.known.epoch
         for index, name, stamp in self._planned(renewal, quantum):

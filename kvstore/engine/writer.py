@@ -866,12 +866,9 @@ class RootWrite:
             if not self.abandoned.value:
                 self._ready.update(ready)
                 return True
-        self._discard(ready)
-        return False
-
-    def _discard(self, ready: Mapping[int, Ready]) -> None:
         for staged in self._staged(ready):
             self._chunks.discard(staged.name)
+        return False
 
     def _staged(self, ready: Mapping[int, Ready]) -> list[Staged]:
         """Returns those that have a staged file."""

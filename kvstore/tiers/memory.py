@@ -399,12 +399,12 @@ class MemoryTier:
     def changes(self) -> set[int]:
         """Returns the shards (0 to 63) in which chunks came or went since the last call."""
         with self._lock:
-            return self._inventory.changes()
+            return self._inventory.prints.changes()
 
     def prints(self, shard: int) -> npt.NDArray[np.uint32]:
         """Returns the prints of the chunks of a shard, shape ``(n,)``, ascending."""
         with self._lock:
-            return self._inventory.prints(shard)
+            return self._inventory.prints.of(shard)
 
     # Looking after it
 

@@ -82,7 +82,7 @@ class Cluster:
         return adopt(root or self.root, self.filled.identity, meta or self.meta, clock=self.clock)
 
     def pins(self) -> list[StoredPin]:
-        return [StoredPin.of(kv) for kv in self.meta.list(self.keys.refs).items]
+        return [StoredPin.from_bytes(kv.value, kv.key) for kv in self.meta.list(self.keys.refs).items]
 
 
 def condemn_key(meta: MetadataStore, keys: Keys, part: int, sweep: SweepId) -> None:
