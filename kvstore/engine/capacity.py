@@ -124,7 +124,7 @@ class NodeUsage:
 
     def _reserved(self, size_bytes: int) -> SpaceReservation:
         self._pending += size_bytes
-        return SpaceReservation(size_bytes, self._released.append)
+        return SpaceReservation(size_bytes, self._released)
 
     def _admits(self, size_bytes: int) -> bool:
         """True if a put may begin. One that is larger than the credit begins when all before it is counted."""

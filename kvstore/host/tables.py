@@ -588,13 +588,16 @@ class SpaceReservation:
     """
 
     size_bytes: int
-    released: Callable[[int], object]
+    released: deque[int]
+    settle: Callable[[], object] | None = None
 
     def release(self) -> None:
         """Gives back what was not written of it. Idempotent, and takes no lock, so that ``__del__`` may do it."""
         size_bytes, self.size_bytes = self.size_bytes, 0
         if size_bytes:
-            self.released(size_bytes)
+            self.released.append(size_bytes)
+            if self.settle is not None:
+                self.settle()
 
     __del__ = release
 
@@ -658,7 +661,7 @@ class HostRoom:
         ``missing_bytes`` is called before that, and returns how much of the put is not stored already.
         """
         if self._take(size_bytes):
-            return SpaceReservation(size_bytes, self._release)
+            return SpaceReservation(size_bytes, self._released, self._settle)
         if missing_bytes is not None:
             size_bytes = missing_bytes()
         began_s, beats = time.monotonic(), self._shared[Number.BEATS]
@@ -676,7 +679,7 @@ class HostRoom:
                 time.sleep(POLL_S)
         finally:
             self._wait_for(-size_bytes)
-        return SpaceReservation(size_bytes, self._release)
+        return SpaceReservation(size_bytes, self._released, self._settle)
 
     def wrote(self, size_bytes: int) -> None:
         """Counts a published file."""
@@ -705,10 +708,6 @@ class HostRoom:
             self._shared.add(Number.WRITTEN, written)
             self._shared.add(Number.USED, written - self._reserved)
             self._reserved = 0
-
-    def _release(self, size_bytes: int) -> None:
-        self._released.append(size_bytes)
-        self._settle()
 
     def _wait_for(self, size_bytes: int) -> None:
         """Publishes the room that a put waits for, and that it no longer does."""

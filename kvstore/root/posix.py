@@ -263,6 +263,12 @@ class PosixReader(FileReader):
             with suppress(OSError):
                 os.close(fd)
 
+    def __enter__(self) -> PosixReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 def _scratch_buffer() -> bytearray:
     """Returns this thread's bounce buffer."""
