@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import fcntl
 import logging
 import os
 import threading
@@ -26,11 +25,12 @@ from kvstore.host.tables import (
     Number,
     Own,
     Shared,
+    is_locked,
     limit_on,
     live_tables,
     smallest,
 )
-from kvstore.root.posix import FILE_MODE, PosixRoot, translated
+from kvstore.root.posix import PosixRoot, translated
 
 log = logging.getLogger(__name__)
 
@@ -114,16 +114,7 @@ class Collecting:
     def _is_free(self) -> bool:
         """True if no collector runs. If two processes start a child, the second child ends."""
         try:
-            fd = os.open(
-                f"{self._folder}/{COLLECTOR}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE
-            )
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
-            except BlockingIOError:
-                return False
-            finally:
-                os.close(fd)
+            return not is_locked(f"{self._folder}/{COLLECTOR}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         except OSError as error:
             log.debug("collecting.failed %s", error)
             return False

@@ -633,47 +633,6 @@ class Reader:
         Chunks that the root does not have, or has encoded, are left out. A prompt ends at the first of them.
         """
         stop_at_miss = wanted.prefix_ordered
-        opened = self._opened(wanted, indexes, deadline, stop_at_miss=stop_at_miss)
-        places = range(len(indexes))
-        if stop_at_miss:
-            end = next((at for at in places if at not in opened), len(indexes))
-            for at in places[end:]:
-                if at in opened:
-                    opened.pop(at).close()
-        return {indexes[at]: opened[at] for at in sorted(opened)}
-
-    def begin_copy(self, wanted: KeySet, indexes: Sequence[int], into: Callable[[int], memoryview]) -> ReadFuture:
-        """Begin to read whole files into ``into(index)``, which has the size of the file.
-
-        A prompt ends at its first miss.
-        """
-
-        def read(at: int, borrowed: BufferLoan) -> bool:
-            expected = wanted.expected(indexes[at])
-            opened = self._chunks.open(expected)
-            if opened is None:
-                return False
-            reader, _ = opened
-            with self._chunks.noted(expected), reader, self._counters.timed("root", "read") as timed:
-                memory = into(indexes[at])
-                timed.size_bytes = len(memory)
-                try:
-                    if reader.read([memory], 0, borrowed) != len(memory):
-                        self._counters.add(NodeCount.MISS_UNREADABLE)
-                        return False
-                except Damaged as damaged:  # of an encoded file, which is verified as it is decoded
-                    borrowed.check()
-                    self._chunks.set_aside(expected, damaged.damage)
-                    return False
-            self._counters.add_read(expected.payload_bytes)
-            return True
-
-        return ReadFuture(self._lanes, self._counters, len(indexes), read, wanted.prefix_ordered)
-
-    def _opened(
-        self, wanted: KeySet, indexes: Sequence[int], deadline: Deadline, *, stop_at_miss: bool
-    ) -> dict[int, PosixReader]:
-        """Open files by their place among ``indexes``."""
         lock = threading.Lock()
         opened: dict[int, PosixReader] = {}
         given_up = False
@@ -704,7 +663,39 @@ class Reader:
         finally:
             with lock:
                 given_up = True
-        return opened
+        if stop_at_miss:
+            end = next((at for at in range(len(indexes)) if at not in opened), len(indexes))
+            for at in [at for at in opened if at > end]:
+                opened.pop(at).close()
+        return {indexes[at]: opened[at] for at in sorted(opened)}
+
+    def begin_copy(self, wanted: KeySet, indexes: Sequence[int], into: Callable[[int], memoryview]) -> ReadFuture:
+        """Begin to read whole files into ``into(index)``, which has the size of the file.
+
+        A prompt ends at its first miss.
+        """
+
+        def read(at: int, borrowed: BufferLoan) -> bool:
+            expected = wanted.expected(indexes[at])
+            opened = self._chunks.open(expected)
+            if opened is None:
+                return False
+            reader, _ = opened
+            with self._chunks.noted(expected), reader, self._counters.timed("root", "read") as timed:
+                memory = into(indexes[at])
+                timed.size_bytes = len(memory)
+                try:
+                    if reader.read([memory], 0, borrowed) != len(memory):
+                        self._counters.add(NodeCount.MISS_UNREADABLE)
+                        return False
+                except Damaged as damaged:  # of an encoded file, which is verified as it is decoded
+                    borrowed.check()
+                    self._chunks.set_aside(expected, damaged.damage)
+                    return False
+            self._counters.add_read(expected.payload_bytes)
+            return True
+
+        return ReadFuture(self._lanes, self._counters, len(indexes), read, wanted.prefix_ordered)
 
 
 def _leased(payload: memoryview, release: Callable[[], None]) -> npt.NDArray[np.uint8]:

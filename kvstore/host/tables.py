@@ -136,9 +136,9 @@ class InUse:
     forget = close
 
 
-def is_in_use(folder: str) -> bool:
-    """True while processes of this host share the root at ``folder`` without etcd. Raises OSError."""
-    fd = os.open(f"{folder}/FORMAT", os.O_RDONLY | os.O_CLOEXEC)
+def is_locked(path: str, flags: int = os.O_RDONLY) -> bool:
+    """True while another process has a lock on a file. Raises OSError."""
+    fd = os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
     try:
         return not _locked(fd, fcntl.LOCK_EX)
     finally:
@@ -175,7 +175,7 @@ def check_left(root: Root) -> None:
     if not isinstance(root, PosixRoot) or newest_number(root):
         return
     with translated("read", root.path):
-        is_used = os.path.isdir(f"{root.path}/{FOLDER}") and is_in_use(root.path)
+        is_used = os.path.isdir(f"{root.path}/{FOLDER}") and is_locked(f"{root.path}/FORMAT")
     if is_used:
         raise RootMismatch(
             f"{root.url} is in use by processes of this host that share it without etcd, and a cluster would not know "

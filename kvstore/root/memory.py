@@ -49,7 +49,8 @@ class MemoryFiles:
         if name in self._folders:
             raise Unavailable(f"could not write {name}: it is a folder")
         self.make_folder(folder)
-        self.used_bytes += len(file.content) - self._size(folder, last)
+        before = self.find(name)
+        self.used_bytes += len(file.content) - (0 if before is None else len(before.content))
         self._folders[folder][last] = file
 
     def delete(self, name: str) -> MemoryFile | None:
@@ -90,10 +91,6 @@ class MemoryFiles:
             raise Unavailable(f"could not make the folder {name}: it is a file")
         self._folders[parent][last] = None
         self._folders[name] = {}
-
-    def _size(self, folder: str, last: str) -> int:
-        file = self._folders[folder].get(last)
-        return 0 if file is None else len(file.content)
 
 
 class MemoryRoot(Root):
