@@ -157,10 +157,7 @@ def command(cluster: ClusterAccess, limits: CollectorLimits, rounds: Rounds) -> 
             collector.serve(rounds.interval_s, metrics, ready, done)
             return
         with progress_bar("listing shards", on.shards_count) as moved:
-            if rounds.dry_run:
-                summary = collector.dry_run(lambda shard: moved(1))
-            else:
-                summary = collector.once(lambda shard: moved(1))
+            summary = collector.once(lambda shard: moved(1), dry_run=rounds.dry_run)
     if summary is None:
         return
     tell(summary)

@@ -137,15 +137,16 @@ class Collector:
         self._config = config
         self._signalled = signalled
 
-    def once(self, listed: Callable[[int], object]) -> Summary | None:
-        """Does one cycle alongside any other collectors; None if a signal came first."""
+    def once(self, listed: Callable[[int], object], *, dry_run: bool = False) -> Summary | None:
+        """Does one cycle alongside any other collectors, or finds what it would do; None if a signal came first."""
         pressure = Pressure(self._site, self._config.max_bytes)
-        return self._alone(pressure, Cycle(self._site, self._config, pressure, listed=listed).run)
-
-    def dry_run(self, listed: Callable[[int], object]) -> Summary | None:
-        """Finds what a cycle would do; None if a signal came first."""
-        pressure = Pressure(self._site, self._config.max_bytes)
-        return self._alone(pressure, Cycle(self._site, self._config, pressure, listed=listed).dry_run)
+        cycle = Cycle(self._site, self._config, pressure, listed=listed)
+        pressure.start(self._stop)
+        try:
+            return self._attend(cycle.dry_run if dry_run else cycle.run, pressure, until_hung=True)
+        finally:
+            self._stop.ask()
+            pressure.join(LISTEN_S)
 
     def serve(
         self,
@@ -181,14 +182,6 @@ class Collector:
             self._attend(service.run, pressure, until_hung=False)
             pressure.join(LEAVE_S)
         log.info("gc.stopped")
-
-    def _alone(self, pressure: Pressure, work: Callable[[], Summary]) -> Summary | None:
-        pressure.start(self._stop)
-        try:
-            return self._attend(work, pressure, until_hung=True)
-        finally:
-            self._stop.ask()
-            pressure.join(LISTEN_S)
 
     def _attend(self, work: Callable[[], T], pressure: Pressure, *, until_hung: bool) -> T | None:
         """The work's result; None if a signal came first. Raises what the work raises.

@@ -10,7 +10,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvstore.core.address import Address
 from kvstore.core.validate import size
 from kvstore.errors import RootMismatch
 from kvstore.meta.cluster import difference, read_generation
@@ -20,12 +19,12 @@ from kvstore.meta.sweeps import VICTIMS_MAX
 from kvstore.root.identity import read_newest
 from kvstore_gc.capacity import Pressure
 from kvstore_gc.config import Config
-from kvstore_gc.deletion import SweepPlan, SweepVictim
+from kvstore_gc.deletion import SweepPlan
 from kvstore_gc.execute import USED, Sweeper
 from kvstore_gc.leftovers import Orphans, other_files
 from kvstore_gc.membership import Collectors
 from kvstore_gc.policy import Goals
-from kvstore_gc.rank import Parents, Ranking, Rows, id_of, parts_of
+from kvstore_gc.rank import Parents, Ranking, Rows, parts_of, victims_of
 from kvstore_gc.site import Site
 from kvstore_gc.summary import Summary
 
@@ -100,7 +99,8 @@ class Cycle:
         """
         summary = self._summary(dry_run=False)
         with self._sweeper.abandoning(summary):
-            self._check(summary)  # C6
+            with self._timed(summary, "check"):
+                self._sweeper.check()  # C6
             self._leads = self._pressure.leads
             if not self._leads:
                 return summary
@@ -143,10 +143,6 @@ class Cycle:
         return Summary(dry_run=dry_run, started_s=self._clock.now_s(), shards_count=self._site.shards_count)
 
     # Check and recover
-
-    def _check(self, summary: Summary) -> None:
-        with self._timed(summary, "check"):
-            self._sweeper.check()
 
     def _compare(self) -> None:
         """Does what ``Sweeper.check`` does, without writing the first generation."""
@@ -229,7 +225,7 @@ class Cycle:
                 left.append((part, rows))
                 continue
             busy.add(part)
-            plans.append(SweepPlan(part, _victims(rows)))
+            plans.append(SweepPlan(part, victims_of(rows)))
             summary.chose(rows)
         self._picks.extendleft(reversed(left))
         return plans
@@ -291,11 +287,3 @@ class Cycle:
             yield
         finally:
             summary.spent(phase, self._clock.monotonic_s() - began_s)
-
-
-def _victims(rows: Rows) -> tuple[SweepVictim, ...]:
-    columns = (rows[name].tolist() for name in ("address", "namespace", "size", "mtime_ns"))
-    return tuple(
-        SweepVictim(Address(address), id_of(number), size_bytes, mtime_ns)
-        for address, number, size_bytes, mtime_ns in zip(*columns, strict=True)
-    )

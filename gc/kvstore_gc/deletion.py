@@ -17,6 +17,7 @@ from kvstore.errors import KVStoreError
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, Incarnation, incarnation_at
 from kvstore.format.places import Name
+from kvstore.host.eviction import EvictionVictim
 from kvstore.meta.sweeps import VICTIMS_MAX
 from kvstore.root.fences import put_aside, restore
 from kvstore.root.identity import read_small
@@ -41,21 +42,11 @@ _BYTES_MAX = len(_MAGIC) + VICTIMS_MAX * _ENTRY.size
 
 
 @dataclass(frozen=True, slots=True)
-class SweepVictim:
-    """A chunk to be condemned, as it was listed."""
-
-    address: Address
-    namespace: NamespaceId
-    size_bytes: int
-    mtime_ns: int
-
-
-@dataclass(frozen=True, slots=True)
 class SweepPlan:
     """The plan for one part: at most VICTIMS_MAX ``victims``."""
 
     part: int
-    victims: tuple[SweepVictim, ...]
+    victims: Sequence[EvictionVictim]
 
 
 @dataclass(frozen=True, slots=True)

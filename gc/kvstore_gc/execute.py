@@ -17,6 +17,7 @@ from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, RootMismatc
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, incarnation_at
 from kvstore.format.places import Name
+from kvstore.host.eviction import EvictionVictim
 from kvstore.host.tables import publish_first
 from kvstore.meta.cluster import Foreign, join_generation
 from kvstore.meta.keys import SweepId
@@ -30,7 +31,6 @@ from kvstore_gc.deletion import (
     Deleting,
     SweepOutcome,
     SweepPlan,
-    SweepVictim,
     Trash,
     read_victims,
     write_victims,
@@ -248,7 +248,8 @@ class Sweeper:
             self._wait_from(self._clock.monotonic_s())  # deleting does not count as waiting
             return True
         self._warn_of_wait(look)
-        late = [one for one in self._flight if not self._is_within(self._begun_s[one.sweep], self._timings.grace_max_s)]
+        began_before_s = self._clock.monotonic_s() - self._timings.grace_max_s
+        late = [one for one in self._flight if self._begun_s[one.sweep] < began_before_s]
         if late:
             self._abandon(late, report, "nodes did not announce in time")
         self._drop(late)
@@ -350,7 +351,7 @@ class Sweeper:
 
     def _remove_plans(self, sweeps: Sequence[InFlight]) -> int:
         """Removes the plans of those of the sweeps that are over; how many are."""
-        named = {one.sweep for one in self._ledger.in_flight().values()} if sweeps else set()
+        named = self._named() if sweeps else set()
         over = [one for one in sweeps if one.sweep not in named]
         for sweep in over:
             self._root.remove(places.plan(sweep.sweep, sweep.record.plan_checksum))
@@ -362,9 +363,6 @@ class Sweeper:
             self._root.remove_folder(places.trash_folder(record.sweep), durable=True)
         self._root.remove(places.plan(record.sweep, record.plan_checksum))
 
-    def _is_within(self, since_s: float, seconds: float) -> bool:
-        return self._clock.monotonic_s() - since_s <= seconds
-
     def _named(self) -> set[bytes]:
         """The sweeps in flight. Raises Unavailable."""
         return {one.sweep for one in self._ledger.in_flight().values()}
@@ -375,7 +373,7 @@ class Sweeper:
 
 def _without(plan: SweepPlan, pinned: Spared, report: SweepReport) -> SweepPlan:
     """A plan without its pinned victims."""
-    free = tuple(victim for victim in plan.victims if victim.address not in pinned)
+    free = [victim for victim in plan.victims if victim.address not in pinned]
     report.spared["pinned"] += len(plan.victims) - len(free)
     return plan if len(free) == len(plan.victims) else replace(plan, victims=free)
 
@@ -396,11 +394,11 @@ def unused(site: Site, plans: Sequence[SweepPlan], spared: Counter[str]) -> Foun
     return found
 
 
-def _look_all(site: Site, listed: Mapping[int, Sequence[SweepVictim]], spared: Counter[str]) -> Found:
+def _look_all(site: Site, listed: Mapping[int, Sequence[EvictionVictim]], spared: Counter[str]) -> Found:
     victims = [(part, victim) for part, some in listed.items() for victim in some]
     found: list[Condemnation | None] = [None] * len(victims)
     failed: list[KVStoreError] = []
-    gone: list[SweepVictim] = []
+    gone: list[EvictionVictim] = []
 
     def look(index: int) -> None:
         victim = victims[index][1]

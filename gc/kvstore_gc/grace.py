@@ -114,7 +114,7 @@ class Grace:
         Raises Unavailable, RootMismatch if a ref or a twin cannot be parsed: what it protects is unknown.
         """
         items = self._meta.list(self._keys.prefix, self._refs_timeout_s).items
-        pinned = [StoredPin.of(kv).packed for kv in items if kv.key.startswith(self._keys.refs)]
+        pinned = [StoredPin.from_bytes(kv.value, kv.key).packed for kv in items if kv.key.startswith(self._keys.refs)]
         ready, held = self._ready(sweeps, items)
         if ready:
             # The read above may have come in pages, with a restored store in between: what decides is read once more.
@@ -133,7 +133,7 @@ class Grace:
     def pinned(self) -> Spared:
         """The addresses that are pinned now; only ``decide`` proves anything. Raises as it does."""
         refs = self._meta.list(self._keys.refs, self._refs_timeout_s).items
-        return Spared.of([*(StoredPin.of(kv).packed for kv in refs), *self._twins()])
+        return Spared.of([*(StoredPin.from_bytes(kv.value, kv.key).packed for kv in refs), *self._twins()])
 
     def kept(self) -> Spared:
         """The addresses that are pinned now, or were spared as held a moment ago: advice. Raises as ``pinned`` does."""

@@ -24,13 +24,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from kvstore.core.address import Address
 from kvstore.core.clock import SystemClock
 from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch
 from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.host import tables as shared_file
-from kvstore.host.eviction import Evicted, Eviction, EvictionVictim, file_system_now_ns, settled
+from kvstore.host.eviction import Evicted, Eviction, file_system_now_ns, settled
 from kvstore.host.tables import (
     BATCH_MAX,
     COLLECTOR,
@@ -49,7 +48,7 @@ from kvstore.root.open import open_root
 from kvstore.root.posix import FILE_MODE, PosixRoot, translated
 from kvstore_gc.config import Config
 from kvstore_gc.policy import Goals
-from kvstore_gc.rank import Ranking, Rows, id_of
+from kvstore_gc.rank import Ranking, victims_of
 
 log = logging.getLogger(__name__)
 
@@ -127,8 +126,9 @@ class HostCollector:
         if began_s - self._listed_s >= lists_after_s:
             self.list(ttl_s)
             self._evict(0)
-        if self._eviction is not None and self._shared[Number.SETTLED] != self._shared[Number.TAIL]:
-            self._eviction.settle()
+        if self._shared[Number.SETTLED] != self._shared[Number.TAIL]:
+            with settled(self._root.path, self._shared):  # what a killed process left counts as absent until then
+                pass
         if limit and self._make_room(limit, ttl_s):
             self._latency_s = 0.75 * self._latency_s + 0.25 * (time.monotonic() - began_s)
 
@@ -283,14 +283,6 @@ class HostCollector:
             return time.time() - os.lstat(f"{self._root.path}/{name}").st_ctime
         except OSError:
             return 0.0
-
-
-def victims_of(rows: Rows) -> list[EvictionVictim]:
-    """Returns the chunks of some rows of a ranking."""
-    columns = (rows["address"].tolist(), rows["namespace"].tolist(), rows["size"].tolist())
-    return [
-        EvictionVictim(Address(address), id_of(number), size) for address, number, size in zip(*columns, strict=True)
-    ]
 
 
 @contextmanager

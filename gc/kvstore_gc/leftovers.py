@@ -9,88 +9,21 @@ from kvstore.core.namespace import NamespaceId
 from kvstore.core.recency import NS_PER_S
 from kvstore.errors import Overloaded, PermissionDenied, RootMismatch, Unavailable
 from kvstore.format import places
-from kvstore.format.header import Header
+from kvstore.format.header import Damage, Header
 from kvstore.format.places import Name
 from kvstore.meta.keys import parse_id
 from kvstore.meta.pins import StoredPin
 from kvstore.meta.session import live_sessions
 from kvstore.meta.sweeps import Condemned
 from kvstore.root.fences import list_twins, read_twin
-from kvstore.root.inspect import Broken, Inspector, Whole
+from kvstore.root.inspect import Inspector
 from kvstore.root.interface import FolderEntry, Root
 from kvstore_gc.capacity import Pressure
 from kvstore_gc.rank import CountAndBytes
 from kvstore_gc.site import Site
 
-# Quarantine, where nodes set files aside: whole ones go back, damaged ones are deleted, in time or under pressure.
-#
-# Unlike other leftovers, each file is read before anything is decided. Damaged files are worth nothing to engines,
-# and must not keep room that chunks need.
-
-
 REMEMBERED_MAX = 100_000
 """Names of each kind remembered from round to round; those beyond it are looked at in every round."""
-
-
-class QuarantineFolder:
-    """The quarantine folder of one root. One thread at a time. Remembers which files it need not read again."""
-
-    def __init__(self, site: Site, pressure: Pressure | None = None) -> None:
-        self._site = site
-        self._root = site.root
-        self._shard_bits = site.identity.shard_bits
-        self._inspector = Inspector(site.root, monotonic_s=site.clock.monotonic_s)
-        self._timings = site.timings
-        self._pressure = pressure
-        self._damaged: set[Name] = set()
-
-    def clear(self, now_s: float, done: Counter[str]) -> None:
-        """Puts whole files back; deletes damaged ones that are old, and all while chunks are evicted for the capacity.
-
-        The node that set a file aside looks at it there and puts a whole one back itself. We do it if that node died in
-        between, or at the same moment. Both publish, which never replaces: one of them finds the name taken or the
-        source gone, and either is fine. If a newer chunk has the name, it stays, and ours is deleted.
-
-        A file that cannot be read stays: it may be the root that fails. Age is that of the mtime, the last use of the
-        chunk: nothing is written to a file when it is set aside.
-        """
-        is_pressed = self._pressure is not None and self._pressure.excess_bytes > 0
-        damaged: set[Name] = set()
-        for entry in list(self._root.list(places.QUARANTINE)):
-            name = Name(f"{places.QUARANTINE}/{entry.name}")
-            if entry.stat is None or not _is_set_aside(entry.name):
-                continue
-            self._site.pause(0)
-            if name not in self._damaged and not self._is_damaged(name, done):
-                continue
-            if is_pressed or now_s - entry.stat.mtime_ns / NS_PER_S >= self._timings.quarantine_age_s:
-                done["quarantine"] += self._root.remove(name)
-            elif len(damaged) < REMEMBERED_MAX:
-                damaged.add(name)
-        self._damaged = damaged
-
-    def _is_damaged(self, name: Name, done: Counter[str]) -> bool:
-        """Reads a file, and puts a whole one back."""
-        try:
-            verdict = self._inspector.look(name)
-        except (Unavailable, PermissionDenied):
-            return False
-        if isinstance(verdict, Whole):
-            self._put_back(name, verdict.header)
-            done["restored"] += 1
-        return isinstance(verdict, Broken)
-
-    def _put_back(self, name: Name, header: Header) -> None:
-        """Publishes a whole file where it belongs, unless that name is taken."""
-        namespace = NamespaceId(header.namespace[: places.NAMESPACE_ID_BYTES])
-        self._root.publish(name, places.chunk(header.address, namespace, self._shard_bits), durable=False)
-
-
-def _is_set_aside(file_name: str) -> bool:
-    """True if ``places.quarantined`` makes such a name. People put other files there."""
-    address, dot, rest = file_name.partition(".")
-    session, other_dot, number = rest.partition(".")
-    return bool(dot and other_dot and parse_id(address) and parse_id(session) and number.isdecimal())
 
 
 # Leftovers: files and folders other than chunks whose owner is gone.
@@ -118,7 +51,10 @@ class Orphans:
         self._meta = site.meta
         self._clock = site.clock
         self._timings = site.timings
-        self._quarantine = QuarantineFolder(site, pressure)
+        self._pressure = pressure
+        self._inspector = Inspector(site.root, monotonic_s=site.clock.monotonic_s)
+        self._damaged: set[Name] = set()
+        """Files in quarantine that need not be read again."""
         self._ends_s: dict[Name, float] = {}
 
     def remove(self) -> Counter[str]:
@@ -131,7 +67,7 @@ class Orphans:
         now_s = self._clock.now_s()
         for kind, remove in (
             ("staging", self._staging),
-            ("quarantine", self._quarantine.clear),
+            ("quarantine", self._quarantine),
             ("plans", self._plans),
             ("twins", self._twins),
         ):
@@ -187,6 +123,44 @@ class Orphans:
                 self._site.pause(0)
                 done["plans"] += self._root.remove(name)
 
+    def _quarantine(self, now_s: float, done: Counter[str]) -> None:
+        """Puts whole files back; deletes damaged ones that are old, and all while chunks are evicted for the capacity.
+
+        The node that set a file aside looks at it there and puts a whole one back itself. We do it if that node died in
+        between, or at the same moment. Both publish, which never replaces: one of them finds the name taken or the
+        source gone, and either is fine. If a newer chunk has the name, it stays, and ours is deleted.
+
+        A file that cannot be read stays: it may be the root that fails. Age is that of the mtime, the last use of the
+        chunk: nothing is written to a file when it is set aside.
+        """
+        is_pressed = self._pressure is not None and self._pressure.excess_bytes > 0
+        damaged: set[Name] = set()
+        for entry in list(self._root.list(places.QUARANTINE)):
+            name = Name(f"{places.QUARANTINE}/{entry.name}")
+            if entry.stat is None or not _is_set_aside(entry.name):
+                continue
+            self._site.pause(0)
+            if name not in self._damaged and not self._is_damaged(name, done):
+                continue
+            if is_pressed or now_s - entry.stat.mtime_ns / NS_PER_S >= self._timings.quarantine_age_s:
+                done["quarantine"] += self._root.remove(name)
+            elif len(damaged) < REMEMBERED_MAX:
+                damaged.add(name)
+        self._damaged = damaged
+
+    def _is_damaged(self, name: Name, done: Counter[str]) -> bool:
+        """Reads a file, and puts a whole one back where it belongs, unless that name is taken."""
+        try:
+            verdict = self._inspector.look(name)
+        except (Unavailable, PermissionDenied):
+            return False
+        if isinstance(verdict, Header):
+            namespace = NamespaceId(verdict.namespace[: places.NAMESPACE_ID_BYTES])
+            right = places.chunk(verdict.address, namespace, self._site.identity.shard_bits)
+            self._root.publish(name, right, durable=False)
+            done["restored"] += 1
+        return isinstance(verdict, Damage)
+
     def _twins(self, now_s: float, done: Counter[str]) -> None:
         """Removes twins of pins that ended by themselves: their owner died, their lease expired.
 
@@ -221,6 +195,13 @@ class Orphans:
 
     def _has_key(self, record: StoredPin) -> bool:
         return self._meta.get(self._keys.ref(record.owner, record.id), self._timings.meta_timeout_s) is not None
+
+
+def _is_set_aside(file_name: str) -> bool:
+    """True if ``places.quarantined`` makes such a name. People put other files there."""
+    address, dot, rest = file_name.partition(".")
+    session, other_dot, number = rest.partition(".")
+    return bool(dot and other_dot and parse_id(address) and parse_id(session) and number.isdecimal())
 
 
 def _is_old(entry: FolderEntry, now_s: float, age_s: float) -> bool:

@@ -29,6 +29,7 @@ from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES
 from kvstore.format.places import NAMESPACE_ID_BYTES, parse_names
+from kvstore.host.eviction import EvictionVictim
 from kvstore.root.interface import FolderEntry, Root
 from kvstore_gc.policy import MTIME_MAX_NS, QUOTA_SHARE, TIE_BITS, Column, Goals, Truths, Uses, expired, ranks
 from kvstore_gc.site import Site
@@ -326,6 +327,15 @@ def tallies(rows: Rows) -> Iterator[tuple[NamespaceId, VerdictReason, CountAndBy
         those = rows[rows["namespace"] == number]
         for code in np.unique(those["reason"]).tolist():
             yield id_of(number), CONDEMNING[code], _tally(those[those["reason"] == code])
+
+
+def victims_of(rows: Rows) -> list[EvictionVictim]:
+    """Returns the chunks of some rows."""
+    columns = (rows[name].tolist() for name in ("address", "namespace", "size", "mtime_ns"))
+    return [
+        EvictionVictim(Address(address), id_of(number), size_bytes, mtime_ns)
+        for address, number, size_bytes, mtime_ns in zip(*columns, strict=True)
+    ]
 
 
 def parts_of(rows: Rows) -> npt.NDArray[Any]:

@@ -45,13 +45,12 @@ def open_existing(url: str, options: Mapping[str, Any]) -> Root:
 def check_pins_known(store: Store, *, instead: str = "") -> None:
     """Raises InvalidRequest if this process opened the store alone, and so sees no other process's pins."""
     from kvstore.client.local import LocalTransport
-    from kvstore.engine.coordination import Coordination
 
     port = store._port
     if not isinstance(port, LocalTransport):
         return
     member = port._store.member
-    if member.sharing is not Coordination.ALONE or member.host is not None:
+    if member.in_cluster or member.host is not None:
         return
     cause = "the pins of this root are in etcd, or it has none: give --etcd ENDPOINTS, or --connect HOST:PORT"
     raise InvalidRequest(cause + instead)

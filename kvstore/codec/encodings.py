@@ -229,7 +229,7 @@ def _read(reader: FileReader, size_bytes: int) -> bytearray:
     return raw
 
 
-class DecodedReader:
+class DecodedReader(FileReader):
     """Implements ``FileReader``: the file of version 1 that an encoded one stands for. ``read`` raises Damaged as
     well.
     """
@@ -261,20 +261,8 @@ class DecodedReader:
                 at += count
         return max(0, at - offset)
 
-    def map(self) -> memoryview | None:
-        """Returns a decoded copy: the file itself is never mapped."""
-        image = memoryview(bytearray(self.stat.size_bytes))
-        whole = self.read([image], 0, BufferLoan()) == len(image)
-        return image.toreadonly() if whole else None
-
     def close(self) -> None:
         self._reader.close()
-
-    def __enter__(self) -> DecodedReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _fill(self, piece: memoryview, at: int, borrowed: BufferLoan) -> int:
         """Fills the beginning of ``piece``, up to the end of the header or section that contains byte ``at``."""

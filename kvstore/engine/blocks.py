@@ -16,7 +16,7 @@ from kvstore.core.executor import Deadline, moved_on
 from kvstore.core.metrics import NodeCount
 from kvstore.core.namespace import Namespace, NamespaceId
 from kvstore.engine.gc_state import ChunkHold
-from kvstore.engine.reader import read_chunks
+from kvstore.engine.reader import ReadFuture
 from kvstore.errors import KVStoreError
 from kvstore.format.keyset import BlockKeys, ChunkKeys, leading
 
@@ -39,6 +39,7 @@ class Blocks:
         self._lanes = node.lanes
         self._counters = node.counters
         self._holds = node.holds
+        self._refresher = node.refresher
 
     def match(self, namespace: Namespace, keys: Sequence[bytes], deadline: Deadline) -> int:
         """Returns how many leading keys are in the store, whatever the size of their blocks."""
@@ -47,7 +48,7 @@ class Blocks:
         known = self._reads.near(wanted)
         rest = wanted.take(range(known, len(wanted)))
         count = known + leading(bytes(self._look(rest, deadline, prefix=True)))
-        self._reads.looked_up(wanted.leading(count))
+        self._refresher.used(wanted.leading(count))
         self._counters.add_lookup(len(asked), count, namespace.layout.chunk_tokens, is_match=True)
         return count
 
@@ -123,7 +124,8 @@ class Blocks:
         present[lacking] = self._look(asked.take(lacking.tolist()), deadline)
         present &= unswept & self._view.unswept(asked)  # exclude blocks condemned during the lookup
         found_at: list[int] = np.flatnonzero(present).tolist()
-        self._reads.looked_up(asked.take(found_at))
+        # What an engine has itself it does not read: renewed only with reads, a prompt's first blocks would go first.
+        self._refresher.used(asked.take(found_at))
         if counts:
             self._counters.add_lookup(len(asked), len(found_at), namespace.layout.chunk_tokens, is_match=is_match)
         there: list[bool] = present.tolist()
@@ -160,7 +162,7 @@ class Blocks:
                     break
             return all(found[part.start : part.stop])
 
-        read_chunks(self._lanes, self._counters, len(parts), look, deadline, stop_at_miss=prefix)
+        ReadFuture(self._lanes, self._counters, len(parts), look, stop_at_miss=prefix).wait(deadline)
         return found.copy()  # a lane past its deadline may go on
 
     def _is_on_root(self, address: Address, namespace: NamespaceId) -> bool:

@@ -11,10 +11,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import TracebackType
 
 from kvstore.errors import Overloaded, StoreFull
+from kvstore.host.tables import SpaceReservation
 from kvstore.meta.usage import Capacity, UsageReport
 from kvstore.root.posix import DiskFull
 
@@ -30,36 +29,6 @@ REPEAT_S = 1.0
 """A node with puts that wait reports again after this: a restored etcd may have lost its report."""
 PACE_S_MIN = 0.02
 WAITS = "no credit for this put: eviction (or etcd) has not caught up; retry shortly"
-
-
-@dataclass(slots=True)
-class CreditReservation:
-    """Credit for one put. Its owner releases it once no I/O of the put can follow.
-
-    A put that is dropped half-way releases it as well.
-    """
-
-    usage: NodeUsage
-    size_bytes: int
-
-    def release(self) -> None:
-        """Releases the credit; what was written of it counts as written. Idempotent, and takes no lock.
-
-        So ``__del__`` may call it, in any thread.
-        """
-        size_bytes, self.size_bytes = self.size_bytes, 0
-        if size_bytes:
-            self.usage._released.append(size_bytes)
-
-    __del__ = release
-
-    def __enter__(self) -> CreditReservation:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.release()
 
 
 class NodeUsage:
@@ -120,7 +89,7 @@ class NodeUsage:
 
     def reserve(
         self, size_bytes: int = 1, missing_bytes: Callable[[], int] | None = None, wait_s: float = math.inf
-    ) -> CreditReservation:
+    ) -> SpaceReservation:
         """Reserves credit for a put, of at least one byte where its size is not known.
 
         Waits while there is none, at most ``wait_s``; then raises Overloaded, or StoreFull if collectors publish that
@@ -153,9 +122,9 @@ class NodeUsage:
     def refusal(self, full: DiskFull) -> Overloaded:
         return full
 
-    def _reserved(self, size_bytes: int) -> CreditReservation:
+    def _reserved(self, size_bytes: int) -> SpaceReservation:
         self._pending += size_bytes
-        return CreditReservation(self, size_bytes)
+        return SpaceReservation(size_bytes, self._released)
 
     def _admits(self, size_bytes: int) -> bool:
         """True if a put may begin. One that is larger than the credit begins when all before it is counted."""

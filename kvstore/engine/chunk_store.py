@@ -696,7 +696,7 @@ class ChunkStore:
                 timed.size_bytes = expected.payload_bytes
                 self.root.stage(name, pieces, stamp_ns=stamp, durable=durable)
         except KVStoreError:
-            self._discard(name)  # torn files must not keep a full disk full
+            self.discard(name)  # torn files must not keep a full disk full
             raise
         return Staged(name, expected, byte_length(pieces))
 
@@ -715,9 +715,6 @@ class ChunkStore:
                 # The winner's file may be encrypted with a key that this node lacks: then no match may promise it.
                 self.look(expected)
         return won
-
-    def discard(self, staged: Staged) -> None:
-        self._discard(staged.name)
 
     def set_aside(self, expected: Expected, damage: Damage) -> None:
         """Moves a corrupt file away from its name, so that the next put can repair it. Never raises.
@@ -901,7 +898,7 @@ class ChunkStore:
         quantum = self.known.quantum()
         self.known.add(expected.address, quantum, renewed=is_fresh(stat.mtime_ns, quantum), epoch=epoch)
 
-    def _discard(self, name: Name) -> None:
+    def discard(self, name: Name) -> None:
         try:
             self.root.discard(name)
         except KVStoreError:
@@ -931,15 +928,6 @@ class _Renewal:
         return Address(self.packed_addresses[index * ADDRESS_BYTES : (index + 1) * ADDRESS_BYTES])
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """The new stamp of one chunk of a renewal; None if its stamp stays."""
-
-    index: int
-    name: Name
-    stamp_ns: int | None
-
-
 class TouchQueue:
     """A bounded queue of used chunks, whose recency is renewed: parents before children, once per quantum.
 
@@ -965,16 +953,14 @@ class TouchQueue:
         # Neither tokens nor keys are kept.
         depths = None if wanted.prefix_ordered else wanted.depths()
         renewal = _Renewal(wanted.namespace.id, wanted.packed_addresses, depths, hints, lacking)
-        if self._places(renewal, self._chunks.known.quantum()):
-            task = partial(self._try, partial(self._renew, renewal))
-            if not self._tasks.submit(task):
-                self._counters.add(NodeCount.REFRESH_DROPPED, len(wanted))
+        has_places = self._places(renewal, self._chunks.known.quantum())
+        if has_places and not self._tasks.submit(partial(self._renew, renewal)):
+            self._counters.add(NodeCount.REFRESH_DROPPED, len(wanted))
 
     def renew(self, chain: KeySet, hints: Hints, lacking: frozenset[int], start_s: float) -> None:
         """Renews the leading chunks of a chain on the calling lane, before a child of theirs gets a fresh stamp."""
         if self._enabled and len(chain):
-            renewal = _Renewal(chain.namespace.id, chain.packed_addresses, None, hints, lacking, start_s)
-            self._try(partial(self._renew, renewal))
+            self._renew(_Renewal(chain.namespace.id, chain.packed_addresses, None, hints, lacking, start_s))
 
     def drain(self) -> None:
         self._tasks.drain()
@@ -982,13 +968,6 @@ class TouchQueue:
     def close(self, timeout_s: float = 1.0) -> None:
         """Finishes what is queued, as far as ``timeout_s`` allows."""
         self._tasks.close(timeout_s)
-
-    def _try(self, work: Callable[[], None]) -> None:
-        """Counts what the root refuses."""
-        try:
-            work()
-        except KVStoreError:
-            self._counters.add(NodeCount.REFRESH_DROPPED)
 
     def _places(self, renewal: _Renewal, quantum: int) -> list[int]:
         """Returns the positions of the chunks that need a look."""
@@ -998,35 +977,38 @@ class TouchQueue:
         return sorted({*places, *(place for place in renewal.lacking if place < renewal.count)})
 
     def _renew(self, renewal: _Renewal) -> None:
+        """Renews what it can; counts what the root refuses."""
+        try:
+            self._renew_each(renewal)
+        except KVStoreError:
+            self._counters.add(NodeCount.REFRESH_DROPPED)
+
+    def _renew_each(self, renewal: _Renewal) -> None:
         chunks = self._chunks
         quantum, epoch = chunks.known.quantum(), chunks.known.epoch
-        for plan in self._planned(renewal, quantum):
-            if plan.stamp_ns is not None:
-                if self._is_newer(plan):
-                    continue
-                if not chunks.root.touch(plan.name, plan.stamp_ns):
+        for index, name, stamp in self._planned(renewal, quantum):
+            if stamp is not None:
+                stat = chunks.root.stat(name)
+                if stat is not None and stat.mtime_ns >= stamp:
+                    continue  # renewed by a put of another process since the look: its time must not go back
+                if not chunks.root.touch(name, stamp):
                     self._counters.add(NodeCount.REFRESH_DROPPED)
                     if renewal.depths is None:
                         return  # the chunk is gone: stop, as in _look
                     continue
                 self._counters.add(NodeCount.REFRESHED)
-            address = renewal.address(plan.index)
+            address = renewal.address(index)
             # A file of this name is there. A node that looked into it has remembered whether this node can read it.
             if chunks.known.is_present(address, quantum):
                 chunks.known.add(address, quantum, renewed=True, epoch=epoch)
 
-    def _is_newer(self, plan: _Plan) -> bool:
-        """True if a put of another process has renewed it since the look: its time must not go back."""
-        stat = self._chunks.root.stat(plan.name)
-        return stat is not None and plan.stamp_ns is not None and stat.mtime_ns >= plan.stamp_ns
-
-    def _planned(self, renewal: _Renewal, quantum: int) -> list[_Plan]:
-        """Returns the stamps, parents first.
+    def _planned(self, renewal: _Renewal, quantum: int) -> list[tuple[int, Name, int | None]]:
+        """Returns the position, name and new stamp of each chunk, parents first; None if its stamp stays.
 
         No chunk gets lower hints or fewer uses than the chunk behind it. So the next renewal mends what another host's
         renewal at the same moment took away, or what a put set too low when it repaired a chunk.
         """
-        plans: list[_Plan] = []
+        plans: list[tuple[int, Name, int | None]] = []
         quantum_s = self._chunks.known.quantum_s
         least, uses_least, start_s = renewal.hints, 0, max(quantum, renewal.start_s)
         for index, name, mtime_ns in reversed(self._look(renewal, quantum)):
@@ -1034,7 +1016,7 @@ class TouchQueue:
             if renewal.depths is not None:  # its writer knew at least as well as this request
                 depth = max(renewal.depths[index], decode(mtime_ns, quantum_s).depth)
             stamp = renewed_ns(mtime_ns, start_s, quantum_s, depth, least, uses_least)
-            plans.append(_Plan(index, name, stamp))
+            plans.append((index, name, stamp))
             if renewal.depths is None:
                 after = decode(mtime_ns if stamp is None else stamp, quantum_s)
                 least, uses_least = least.raised_to(after.hints), max(uses_least, after.uses)

@@ -46,23 +46,13 @@ log = logging.getLogger(__name__)
 WAIT_S = 0.5
 RETRY_S = 1.0
 
-Obey = Callable[[list[ClearOrder], list[ClearOrder]], bool]
-"""``obey(new, all)``: drops what new orders name, forbids what all orders name, and forgets which chunks it knows to be
-present; False if it is not done yet."""
-Sweep = Callable[[list[ClearOrder]], None]
-"""The slow part of an order; no caller waits for it."""
-Refill = Callable[[list[ClearOrder]], None]
-"""Begins to use the local disk, without what was cleared before this process began."""
-
 
 class ClearsFollower:
-    """Follows orders while a session lives. It calls the functions in its thread; they must not raise."""
+    """Follows orders while a session lives, and has the node obey them, in a thread of its own."""
 
-    def __init__(self, clears: Clears, obey: Obey, sweep: Sweep, refill: Refill, timeout_s: float) -> None:
+    def __init__(self, node: Engine, clears: Clears, timeout_s: float) -> None:
+        self._node = node
         self._clears = clears
-        self._obey = obey
-        self._sweep = sweep
-        self._refill = refill
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._session: Session | None = None
@@ -127,7 +117,7 @@ class ClearsFollower:
             return False
         if self._unswept:
             swept, self._unswept = self._unswept, []
-            self._sweep(swept)
+            self._node.sweep_disk(swept)  # no caller waits for it
         return True
 
     def _read_afresh(self, session: Session) -> None:
@@ -151,7 +141,7 @@ class ClearsFollower:
         if is_first:
             # This process began after these, or while they were swept: what was put here since must stay.
             self._obeyed = {id: True for id, (_, is_done, _) in self._orders.items() if is_done}
-            self._refill([order for order, _, _ in self._orders.values()])
+            self._node.refill([order for order, _, _ in self._orders.values()])
 
     def _apply(self, order: PublishedOrder | None, passing_s: float) -> None:
         if order is None:
@@ -181,7 +171,7 @@ class ClearsFollower:
         forbidding = {id for id, (_, _, ends_s) in self._orders.items() if ends_s > now_s}
         if found != self._obeyed or forbidding != self._forbidding:
             new = [self._orders[id][0] for id in found if id not in self._obeyed]
-            if self._obey(new, [self._orders[id][0] for id in forbidding]):
+            if self._node.obey(new, [self._orders[id][0] for id in forbidding]):
                 self._obeyed, self._forbidding = found, forbidding
                 self._unswept += new
         waiting = {id for id, is_done in self._obeyed.items() if not is_done}
@@ -345,7 +335,7 @@ class _Sweep:
     def run(self, progress: Progress) -> Cleared:
         """Does the whole pass. Raises what ``progress`` raises; what was deleted by then stays deleted."""
         # Use a few lanes however many shards there are: the others go on serving.
-        batch = self._node.begin_on_root(min(LANES, len(self._shards)), lambda _: self._work())
+        batch = self._node.lanes.start(min(LANES, len(self._shards)), lambda _: self._work())
         try:
             while not batch.join(PROGRESS_S):
                 progress(self._done, len(self._shards))

@@ -13,7 +13,6 @@ import socket
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum
 from typing import Any
 
 from kvstore.census.selection import ClearOrder, Selection
@@ -29,9 +28,9 @@ from kvstore.engine.engine import Engine
 from kvstore.engine.gc_state import ChunkHold
 from kvstore.engine.host import HostMember
 from kvstore.engine.settings import TierSettings
-from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, RootMismatch, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.format.keyset import BlockKeys, ChunkKeys, KeySet
-from kvstore.host.pins import HostPins
+from kvstore.host.pins import HostPins, PinTwins
 from kvstore.meta.clears import Clears
 from kvstore.meta.keys import ID_BYTES, Keys, PinId, parse_id
 from kvstore.meta.namespaces import Namespaces
@@ -39,7 +38,6 @@ from kvstore.meta.pins import PinQuota, Pins
 from kvstore.meta.pins import StoredPin as Ref
 from kvstore.meta.session import SessionManager
 from kvstore.meta.store import MetadataStore
-from kvstore.root.fences import list_twins, read_twin, remove_twin, write_twin
 from kvstore.root.identity import newest_number
 from kvstore.root.posix import DiskFull
 
@@ -108,41 +106,6 @@ SESSIONS_SHOWN = 3
 CLOSE_S = 0.5
 
 
-class NodeTwins:
-    """Copies of pins on the root: written on lanes, because a mount may hang. See ``meta.pins.Twins``."""
-
-    def __init__(self, node: Engine) -> None:
-        self._node = node
-
-    def write(self, owner: str, pin: PinId, content: bytes) -> None:
-        node = self._node
-        node.on_root(lambda: write_twin(node.root, owner, pin, content, ids=node.ids, clock=node.clock))
-
-    def remove(self, owner: str, pin: PinId) -> bool:
-        return self._node.on_root(lambda: remove_twin(self._node.root, owner, pin))
-
-    def unexpired(self) -> list[Ref]:
-        """Returns the twins of pins that have not ended. Raises RootMismatch if one cannot be understood."""
-        now_s = self._node.clock.now_s()
-        return [record for record in self._node.on_root(lambda: list(self._records())) if record.expires_s > now_s]
-
-    def _records(self) -> Iterator[Ref]:
-        for name in list_twins(self._node.root):
-            content = read_twin(self._node.root, name)
-            if content is not None:
-                try:
-                    yield Ref.from_bytes(content, name)
-                except RootMismatch as mismatch:
-                    raise RootMismatch(f"{mismatch} What it protects is unknown (deploy/RUNBOOK.md)") from mismatch
-
-
-class Coordination(Enum):
-    """Who shares the metadata."""
-
-    ALONE = "this process alone"
-    CLUSTER = "a cluster, in etcd"
-
-
 class ClusterMember:
     """One node and its place in the cluster. Thread-safe; every call has a deadline.
 
@@ -155,29 +118,30 @@ class ClusterMember:
         meta: MetadataStore,
         presence: SessionManager,
         *,
-        sharing: Coordination = Coordination.ALONE,
+        in_cluster: bool = False,
         host: HostMember | None = None,
         is_beside_cluster: bool = False,
     ) -> None:
         """``host`` is for a root that the processes of this host share without etcd; its metadata are in files."""
         self.node = node
-        self.sharing = sharing
+        self.in_cluster = in_cluster
+        """True if nodes share the metadata, in etcd; else they are this process's alone."""
         self.is_beside_cluster = is_beside_cluster
         """The root is a cluster's, whose collectors do not see what this process alone holds."""
         self.host = host
-        shared = sharing is Coordination.CLUSTER
         self.meta = meta
         self.keys = Keys(node.identity.root)
         self.presence = presence
         self._namespaces = Namespaces(meta, self.keys)
-        self._twins = NodeTwins(node) if shared else None
+        twins = PinTwins(node.root, node.ids, node.clock, node.on_root)
+        self._twins = twins if in_cluster else None
         quota = PinQuota(node.limits.pins_per_owner_max, node.limits.pins_max)
         self._pins: Pins | HostPins = Pins(
             meta, self.keys, presence.current, node.ids, node.clock, twins=self._twins, quota=quota
         )
         self._host_clearing: HostClearing | None = None
         if host is not None:
-            self._pins = HostPins(node.root, node.ids, node.clock, node.on_root, quota)
+            self._pins = HostPins(twins, node.ids, node.clock, quota)
             self._host_clearing = HostClearing(node, host, self._all_pinned)
         self._pid = os.getpid()
         self._listing = threading.Lock()
@@ -194,11 +158,9 @@ class ClusterMember:
 
         Closes the node and raises if one of them fails: InvalidRequest, PermissionDenied, Unavailable.
         """
-        node, limits, is_shared = self.node, self.node.limits, self.sharing is Coordination.CLUSTER
+        node, limits, is_shared = self.node, self.node.limits, self.in_cluster
         if is_shared:
-            self._follower = ClearsFollower(
-                self.clears, node.obey, node.sweep_disk, node.refill, limits.meta_deadline_s
-            )
+            self._follower = ClearsFollower(node, self.clears, limits.meta_deadline_s)
             self.presence.attach(self._follower.begin, self._follower.end)
         try:
             if node.tiers is not None and tiers.disk_folder:
@@ -258,11 +220,7 @@ class ClusterMember:
         node, namespace = self.node, wanted.namespace
         owner = owner or socket.gethostname()
         try:
-            if (
-                self.sharing is Coordination.ALONE
-                and self.host is None
-                and node.on_root(lambda: newest_number(node.root))
-            ):
+            if not self.in_cluster and self.host is None and node.on_root(lambda: newest_number(node.root)):
                 raise InvalidRequest(
                     f"{node.root.url} belongs to a cluster, which does not see the pins of a process alone: open it "
                     "with etcd=, or connect to a worker"
@@ -388,7 +346,7 @@ class ClusterMember:
         return cleared
 
     def _clearing(self, pinned: Callable[[], Container[Address]]) -> NamespaceClear:
-        return NamespaceClear(self.node, self.clears, pinned, is_alone=self.sharing is Coordination.ALONE)
+        return NamespaceClear(self.node, self.clears, pinned, is_alone=not self.in_cluster)
 
     def stats(self) -> dict[str, int | float]:
         """The node's counters, and the state of the session."""
@@ -404,15 +362,12 @@ class ClusterMember:
             "session_alive": alive,
             "protected": protected,
             "etcd_operations": operations,
-            "bound_bytes": (self.host.bound.max_bytes or 0) if self.host is not None else 0,
+            "bound_bytes": self.host.max_bytes if self.host is not None else 0,
             "bound_used_bytes": self.host.used_bytes if self.host is not None else 0,
             "collecting": int(self.host is not None and self.host.is_collecting),
             "etcd_silent_seconds": self.presence.silent_s,
             "lease_margin_seconds": self.presence.margin_s,
         }
-
-    def expire(self) -> None:
-        self.node.holds.expire()
 
     def close(self) -> None:
         """Ends the node and the session; idempotent. Does nothing in a forked child: the session is its parent's."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -21,7 +21,7 @@ from kvstore.codec.encodings import Encodings
 from kvstore.core.address import TokenArray
 from kvstore.core.buffers import BlockBuffers, Pieces, Sections
 from kvstore.core.clock import Clock, Ids, RandomIds, SystemClock
-from kvstore.core.executor import Deadline, Executor, IndexedWork, moved_on
+from kvstore.core.executor import Deadline, Executor, moved_on
 from kvstore.core.metrics import Counters, NodeCount
 from kvstore.core.namespace import Namespace, NamespaceDigest
 from kvstore.core.operations import OperationRun, Operations, OperationState
@@ -354,8 +354,10 @@ class Engine:
 
     def evict_first(self, chain: ChunkKeys) -> None:
         """Makes the chunks of a prompt the first to go from this node's memory and disk, until they are used again."""
-        if self._prefetcher is not None:
-            self._prefetcher.evict_first(chain)
+        if self.tiers is not None:
+            self.tiers.memory.retire(chain, len(chain))
+            if self.tiers.disk is not None:
+                self.tiers.disk.retire(chain, len(chain))
 
     # Looking after it
 
@@ -372,10 +374,6 @@ class Engine:
         if found is None or found.root != self.identity.root:  # a folder under a mount that ended, say
             raise Unavailable(f"the root at {self.root.url} is gone: mount it again")
         return self.root.space()
-
-    def begin_on_root(self, count: int, work: Callable[[int], bool]) -> IndexedWork:
-        """Begins a long work on the root, in pieces, on lanes, as ``Executor.start`` says. It says when it moved on."""
-        return self.lanes.start(count, work)
 
     def forget(self) -> None:
         self.known.clear()
@@ -477,18 +475,12 @@ def match_each(
             break
         chains = [node.chains.of(namespace, tokens) for tokens in group]
         addresses = [address for chain in chains for address in chain.addresses]
-        present = bytes(node.reader.remembered(addresses))
-        for chain, remembered in zip(chains, _leading(present, chains), strict=True):
+        present, start = bytes(node.known.present(addresses, node.known.quantum())), 0
+        for chain in chains:
             if deadline.passed:
                 break
+            remembered = leading(present[start : start + len(chain)])
+            start += len(chain)
             whole = remembered == len(chain) == node.gc_view.leading(chain)
             counts.append(remembered if whole else node.match(chain, deadline.left_s(), counts=False))
     return counts
-
-
-def _leading(present: bytes, chains: list[ChunkKeys]) -> Iterator[int]:
-    """Yields the number of leading chunks of each that are present, one byte for each chunk of all of them."""
-    start = 0
-    for chain in chains:
-        yield leading(present[start : start + len(chain)])
-        start += len(chain)

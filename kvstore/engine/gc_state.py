@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,53 +34,10 @@ from kvstore.meta.session import Session
 from kvstore.meta.store import Absent, Compare, Event, KeyValue, Snapshot, ValueIs
 from kvstore.meta.sweeps import NO_NONCE, Condemned, CondemnedSet, Seq
 from kvstore.meta.usage import Capacity
-from kvstore.root.posix import DiskFull, error_of
+from kvstore.root.posix import error_of
 from kvstore.tiers.memory import Slots
 
 T = TypeVar("T")
-
-
-class SpaceReservation(Protocol):
-    """Room for one put."""
-
-    def release(self) -> None:
-        """Gives back what was not written of it. Idempotent; from any thread."""
-        ...
-
-
-class SpaceUsage(Protocol):
-    """The room that a node takes on the root. Thread-safe."""
-
-    @property
-    def is_full(self) -> bool:
-        """True while nothing can be evicted."""
-        ...
-
-    @property
-    def written_bytes(self) -> int:
-        """Bytes of the files that this node published."""
-        ...
-
-    def reserve(
-        self, size_bytes: int = 1, missing_bytes: Callable[[], int] | None = None, wait_s: float = ...
-    ) -> SpaceReservation:
-        """Reserves the room that a put may take, perhaps after a wait of at most ``wait_s``. Raises Overloaded.
-
-        ``missing_bytes`` is called before a wait, and returns how much of the put is not stored already.
-        """
-        ...
-
-    def wrote(self, size_bytes: int) -> None:
-        """Counts a published file."""
-        ...
-
-    def removed(self, size_bytes: int) -> None:
-        """Counts a deleted file."""
-        ...
-
-    def refusal(self, full: DiskFull) -> Overloaded:
-        """Notes that a write failed on a full disk; returns the caller's error."""
-        ...
 
 
 class GcState(ABC):
@@ -92,7 +49,7 @@ class GcState(ABC):
 
     lock: AbstractContextManager[Any]
     """Nothing that is condemned changes under it, in a cluster."""
-    usage: SpaceUsage
+    usage: NodeUsage | HostRoom
     """The space that the node takes."""
     revision: int
     """How far it has followed sweeps: the birth of a hold."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import fcntl
 import logging
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kvstore.core.metrics import Counters, NodeCount
 from kvstore.core.process import Program, gc_command
@@ -27,11 +25,12 @@ from kvstore.host.tables import (
     Number,
     Own,
     Shared,
+    is_locked,
     limit_on,
     live_tables,
     smallest,
 )
-from kvstore.root.posix import FILE_MODE, PosixRoot, translated
+from kvstore.root.posix import PosixRoot, translated
 
 log = logging.getLogger(__name__)
 
@@ -115,16 +114,7 @@ class Collecting:
     def _is_free(self) -> bool:
         """True if no collector runs. If two processes start a child, the second child ends."""
         try:
-            fd = os.open(
-                f"{self._folder}/{COLLECTOR}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE
-            )
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
-            except BlockingIOError:
-                return False
-            finally:
-                os.close(fd)
+            return not is_locked(f"{self._folder}/{COLLECTOR}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         except OSError as error:
             log.debug("collecting.failed %s", error)
             return False
@@ -168,17 +158,6 @@ WAKES_SHARE = 0.75
 """A collector starts immediately if more of the capacity is used, else later: short programs never start one."""
 
 
-@dataclass(frozen=True, slots=True)
-class HostBounds:
-    """The capacity and the time to live that a process asks for; None: no limit."""
-
-    max_bytes: int | None = None
-    ttl_s: float | None = None
-
-    def __bool__(self) -> bool:
-        return self.max_bytes is not None or self.ttl_s is not None
-
-
 LIMITED_S = 1.0
 """Time between two looks of a process without a limit at what the others ask for."""
 
@@ -186,9 +165,12 @@ LIMITED_S = 1.0
 class HostMember:
     """This process on one root. Ended by ``leave``."""
 
-    def __init__(self, root: PosixRoot, bound: HostBounds) -> None:
-        """Raises RootMismatch where the files of ``host`` were removed while others use the root; the root's errors."""
-        self.bound = bound
+    def __init__(self, root: PosixRoot, max_bytes: int | None = None, ttl_s: float | None = None) -> None:
+        """``max_bytes`` and ``ttl_s`` are what this process asks for; None: no limit.
+
+        Raises RootMismatch where the files of ``host`` were removed while others use the root; the root's errors.
+        """
+        self.max_bytes = max_bytes or 0
         self._root = root
         self.folder = folder = root.path
         self._in_use = InUse(folder)
@@ -196,8 +178,8 @@ class HostMember:
 
         def make() -> None:
             is_empty = next(iter(root.list(CHUNKS)), None) is None
-            most = bound.max_bytes or 0
-            shared_file.make(folder, 0 if is_empty else max(0, most - int(min(UNKNOWN_BYTES, UNKNOWN_SHARE * most))))
+            unknown_bytes = int(min(UNKNOWN_BYTES, UNKNOWN_SHARE * self.max_bytes))
+            shared_file.make(folder, 0 if is_empty else max(0, self.max_bytes - unknown_bytes))
 
         with translated("open", f"{folder}/host"):
             try:
@@ -208,8 +190,8 @@ class HostMember:
                 self._in_use.close()
                 raise
         numbers = self.table.numbers
-        numbers[Own.MAX_BYTES], numbers[Own.TTL_MS] = bound.max_bytes or 0, int(1000 * (bound.ttl_s or 0))
-        self.collecting = Collecting(folder) if bound else None
+        numbers[Own.MAX_BYTES], numbers[Own.TTL_MS] = self.max_bytes, int(1000 * (ttl_s or 0))
+        self.collecting = None if max_bytes is None and ttl_s is None else Collecting(folder)
         self._limit()
         atexit.register(self._end_collector)
 

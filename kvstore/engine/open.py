@@ -15,11 +15,11 @@ from kvstore.codec.codec import KeyFile
 from kvstore.core.clock import Clock, Ids, RandomIds, SystemClock
 from kvstore.core.executor import Deadline, Executor
 from kvstore.core.write_mode import Durability
-from kvstore.engine.coordination import ClusterMember, Coordination
+from kvstore.engine.coordination import ClusterMember
 from kvstore.engine.engine import Engine
 from kvstore.engine.follower import GcFollower, StartFence
 from kvstore.engine.gc_state import ClusterGcState
-from kvstore.engine.host import HostBounds, HostMember
+from kvstore.engine.host import HostMember
 from kvstore.engine.settings import AS_SHIPPED, NO_TIERS, NOT_BOUNDED, AskedBound, Limits, NodeOptions, TierSettings
 from kvstore.errors import InvalidRequest, PermissionDenied, RootMismatch
 from kvstore.host.tables import check_left, why_not_shared
@@ -99,17 +99,18 @@ def open_member(
                 + forget_command(root.url, etcd or ())
             ) from mismatch
         if cluster:
-            _bind(cluster, root, identity, limits, clock)
+            _on_a_lane(lambda: check_left(root), limits, clock)
+            bind_root(cluster, root.url, identity.root)
         host, why = (None, None) if cluster else _host_of(root, asked, limits, clock, ids)
         if host is not None:
             undo.callback(host.leave)
         if why is not None and asked.is_explicit:
             raise _not_bounded(url, why)
-        meta, sharing = cluster or MemoryMetadata(clock=clock), Coordination.CLUSTER if cluster else Coordination.ALONE
+        meta = cluster or MemoryMetadata(clock=clock)
         undo.callback(meta.close)
         member = join(
-            root, identity, meta, options, limits=limits, clock=clock, ids=ids, sharing=sharing, host=host,
-            is_beside_cluster=why == BESIDE_CLUSTER,
+            root, identity, meta, options, limits=limits, clock=clock, ids=ids, host=host,
+            in_cluster=cluster is not None, is_beside_cluster=why == BESIDE_CLUSTER,
         )  # fmt: skip
         undo.pop_all()
         return member
@@ -124,67 +125,21 @@ def join(
     limits: Limits,
     clock: Clock,
     ids: Ids,
-    sharing: Coordination = Coordination.ALONE,
+    in_cluster: bool = False,
     host: HostMember | None = None,
     is_beside_cluster: bool = False,
 ) -> ClusterMember:
     """A member over a root and metadata that are open; closes them when it is closed. Raises Unavailable.
 
-    ``sharing`` names who shares the metadata. A cluster records where the root is. ``host`` is for a root that the
+    In a cluster nodes share ``meta``, which records where the root is. ``host`` is for a root that the
     processes of this host share without etcd.
     """
     etcd_keys, sessions = Keys(identity.root), [ids.fresh()]
-    node = _node_of(root, identity, partial(itemgetter(0), sessions), options, limits, clock, ids, host)
-
-    def stages_in(session: bytes) -> None:
-        node.staging.leave(sessions[0])
-        sessions[0] = session  # never staged under before: rule W2
-        if host is not None:
-            host.table.stages_in(session)
-
-    def began(session: Session) -> None:
-        stages_in(session.id)
-        if sharing is Coordination.CLUSTER:
-            # Again for each session: an etcd that came back empty knows neither this root nor where it is.
-            bind_root(meta, root.url, identity.root, limits.meta_deadline_s)
-
-    def ended(_: Session) -> None:
-        # Puts go on without a session, under an id that etcd never knew: what lies in the folder of a session that has
-        # ended is left by puts that began in it, and a collector may clear it soon.
-        stages_in(ids.fresh())
-
-    presence = SessionManager(meta, etcd_keys, clock=clock, ids=ids, ttl_s=options.session_ttl_s)
-    presence.attach(began, ended)
-    if isinstance(node.gc_view, ClusterGcState):
-        fence = StartFence(node, meta, etcd_keys) if sharing is Coordination.CLUSTER else None
-        follower = GcFollower(node, node.gc_view, meta, etcd_keys, fence)
-
-        def follow(session: Session) -> None:
-            follower.begin(session)
-            threading.Thread(target=follower.run, args=(session,), name="kvstore-follower", daemon=True).start()
-
-        presence.attach(follow, follower.end)
-    member = ClusterMember(node, meta, presence, sharing=sharing, host=host, is_beside_cluster=is_beside_cluster)
-    member.start(options.tiers)
-    return member
-
-
-def _node_of(
-    root: Root,
-    identity: RootIdentity,
-    session: Callable[[], bytes],
-    options: NodeOptions,
-    limits: Limits,
-    clock: Clock,
-    ids: Ids,
-    host: HostMember | None,
-) -> Engine:
-    """A node with its memory, if it is to have some; its disk is added later."""
     memory_bytes = options.tiers.memory_bytes // PAGE_BYTES * PAGE_BYTES
-    return Engine(
+    node = Engine(
         root,
         identity,
-        session=session,
+        session=partial(itemgetter(0), sessions),
         durability=options.durability,
         limits=limits,
         clock=clock,
@@ -196,23 +151,55 @@ def _node_of(
         gc_state=host.view if host is not None else None,
     )
 
+    def stages_in(session: bytes) -> None:
+        node.staging.leave(sessions[0])
+        sessions[0] = session  # never staged under before: rule W2
+        if host is not None:
+            host.table.stages_in(session)
 
-def _bound_of(root: Root, asked: AskedBound, ids: Ids, clock: Clock) -> HostBounds:
-    """The bound of this process. By default it is the root's, which the process that made the root chose."""
+    def began(session: Session) -> None:
+        stages_in(session.id)
+        if in_cluster:
+            # Again for each session: an etcd that came back empty knows neither this root nor where it is.
+            bind_root(meta, root.url, identity.root, limits.meta_deadline_s)
+
+    def ended(_: Session) -> None:
+        # Puts go on without a session, under an id that etcd never knew: what lies in the folder of a session that has
+        # ended is left by puts that began in it, and a collector may clear it soon.
+        stages_in(ids.fresh())
+
+    presence = SessionManager(meta, etcd_keys, clock=clock, ids=ids, ttl_s=options.session_ttl_s)
+    presence.attach(began, ended)
+    if isinstance(node.gc_view, ClusterGcState):
+        fence = StartFence(node, meta, etcd_keys) if in_cluster else None
+        follower = GcFollower(node, node.gc_view, meta, etcd_keys, fence)
+
+        def follow(session: Session) -> None:
+            follower.begin(session)
+            threading.Thread(target=follower.run, args=(session,), name="kvstore-follower", daemon=True).start()
+
+        presence.attach(follow, follower.end)
+    member = ClusterMember(node, meta, presence, in_cluster=in_cluster, host=host, is_beside_cluster=is_beside_cluster)
+    member.start(options.tiers)
+    return member
+
+
+def _max_bytes(root: Root, asked: AskedBound, ids: Ids, clock: Clock) -> int | None:
+    """The capacity that this process asks for. By default it is the root's, which the process that made it chose."""
     if asked.max_bytes != "auto":
         with suppress(RootMismatch):
             default_bound(root, ids=ids, clock=clock)  # later it would be a share of what this process leaves free
-        return HostBounds(asked.max_bytes, asked.ttl_s)
-    bound = HostBounds(default_bound(root, ids=ids, clock=clock), asked.ttl_s)
+        return asked.max_bytes
+    max_bytes = default_bound(root, ids=ids, clock=clock)
     log.info(
         "bound.default root=%s max_bytes=%s: %g of what was free when the root was made, at least %d "
         "(kvstore.open(max_bytes=))",
         root.url,
-        bound.max_bytes,
+        max_bytes,
         FREE_SHARE,
         BOUND_BYTES_MIN,
     )
-    return bound
+    return max_bytes
 
 
 def _not_bounded(url: str, why: str) -> InvalidRequest:
@@ -238,7 +225,7 @@ def _host_of(
             return None, why
         begin_reserve(root, ids)
         try:
-            return with_reserve(root, lambda: HostMember(root, _bound_of(root, asked, ids, clock))), None
+            return with_reserve(root, lambda: HostMember(root, _max_bytes(root, asked, ids, clock), asked.ttl_s)), None
         except PermissionDenied as error:
             return None, str(error)
         except DiskFull as error:
@@ -255,12 +242,6 @@ def _host_of(
             why,
         )
     return host, why
-
-
-def _bind(cluster: MetadataStore, root: Root, identity: RootIdentity, limits: Limits, clock: Clock) -> None:
-    """Records in etcd where the root is. Raises RootMismatch while processes of this host share it without etcd."""
-    _on_a_lane(lambda: check_left(root), limits, clock)
-    bind_root(cluster, root.url, identity.root)
 
 
 def _on_a_lane(work: Callable[[], T], limits: Limits, clock: Clock) -> T:

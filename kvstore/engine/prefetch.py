@@ -49,12 +49,6 @@ class Prefetcher:
         left = len(chain) - steps.at
         return f"{left} of {len(chain)} stored chunks found no space, or were lost" if left else ""
 
-    def evict_first(self, chain: ChunkKeys) -> None:
-        """Makes the chunks of a prompt the first to go from memory and disk, until they are used again."""
-        self._tiers.memory.retire(chain, len(chain))
-        if self._tiers.disk is not None:
-            self._tiers.disk.retire(chain, len(chain))
-
     def _to_memory(self, steps: _Steps, chain: ChunkKeys) -> None:
         memory, operation = self._tiers.memory, steps.operation
         operation.pause(LEAD_S)

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.codec.image import verified, verify_images
-from kvstore.core.address import ADDRESS_BYTES, Address
+from kvstore.core.address import ADDRESS_BYTES
 from kvstore.core.buffers import BufferLoan, Sections, Withdrawn, cut_evenly
 from kvstore.core.executor import (
     GROUP_BYTES_MAX,
@@ -203,22 +203,6 @@ class ReadFuture:
         return intact or not self._stop_at_miss
 
 
-def read_chunks(
-    lanes: Executor,
-    counters: Counters,
-    count: int,
-    read: Callable[[int, BufferLoan], bool],
-    deadline: Deadline,
-    stop_at_miss: bool = True,
-    groups: Groups | None = None,
-) -> bytearray:
-    """Calls ``read(index, borrowed)`` for 0 to count - 1 on the lanes; returns one byte per index, 1 if it succeeded.
-
-    Begins no more after a miss, unless ``stop_at_miss`` is False.
-    """
-    return ReadFuture(lanes, counters, count, read, stop_at_miss, groups).wait(deadline)
-
-
 def root_groups(
     chunks: ChunkStore, lanes: Executor, wanted: KeySet, first: int, count: int, into: Sections
 ) -> Groups | None:
@@ -292,10 +276,6 @@ class Reader:
             at += max(1, found)
         return there
 
-    def remembered(self, addresses: Sequence[Address]) -> Mask:
-        """Returns which chunks are known to be on the root, without a look at it."""
-        return self._chunks.known.present(addresses, self._chunks.known.quantum())
-
     def matched_count(self, chain: KeySet, deadline: Deadline) -> int:
         """Returns how many leading chunks are anywhere (rule R1): on the root, or in a tier above it.
 
@@ -331,14 +311,6 @@ class Reader:
         """Notes that all of these were read: a use in memory, and their recency is renewed."""
         if self._tiers is not None:
             self._tiers.memory.used(wanted, len(wanted))
-        self._refresher.used(wanted)
-
-    def looked_up(self, wanted: KeySet) -> None:
-        """Notes that all of these were found.
-
-        An engine looks up whole prompts, and reads what it does not have itself. What it has is renewed with the rest:
-        or a prompt's first blocks would go before its last.
-        """
         self._refresher.used(wanted)
 
     def begin(self, wanted: KeySet, first: int, count: int, into: Sections, deadline: Deadline) -> ReadFuture:
@@ -614,7 +586,7 @@ class Reader:
                 return done
 
             groups = Groups(group_size(count, layout.chunk_bytes, self._lanes.width), count, map_group)
-        done = read_chunks(self._lanes, self._counters, count, read, deadline, groups=groups)
+        done = ReadFuture(self._lanes, self._counters, count, read, groups=groups).wait(deadline)
         arrays = {
             index: np.frombuffer(payload, np.uint8)
             for index, payload in enumerate(payloads)
@@ -661,47 +633,6 @@ class Reader:
         Chunks that the root does not have, or has encoded, are left out. A prompt ends at the first of them.
         """
         stop_at_miss = wanted.prefix_ordered
-        opened = self._opened(wanted, indexes, deadline, stop_at_miss=stop_at_miss)
-        places = range(len(indexes))
-        if stop_at_miss:
-            end = next((at for at in places if at not in opened), len(indexes))
-            for at in places[end:]:
-                if at in opened:
-                    opened.pop(at).close()
-        return {indexes[at]: opened[at] for at in sorted(opened)}
-
-    def begin_copy(self, wanted: KeySet, indexes: Sequence[int], into: Callable[[int], memoryview]) -> ReadFuture:
-        """Begin to read whole files into ``into(index)``, which has the size of the file.
-
-        A prompt ends at its first miss.
-        """
-
-        def read(at: int, borrowed: BufferLoan) -> bool:
-            expected = wanted.expected(indexes[at])
-            opened = self._chunks.open(expected)
-            if opened is None:
-                return False
-            reader, _ = opened
-            with self._chunks.noted(expected), reader, self._counters.timed("root", "read") as timed:
-                memory = into(indexes[at])
-                timed.size_bytes = len(memory)
-                try:
-                    if reader.read([memory], 0, borrowed) != len(memory):
-                        self._counters.add(NodeCount.MISS_UNREADABLE)
-                        return False
-                except Damaged as damaged:  # of an encoded file, which is verified as it is decoded
-                    borrowed.check()
-                    self._chunks.set_aside(expected, damaged.damage)
-                    return False
-            self._counters.add_read(expected.payload_bytes)
-            return True
-
-        return ReadFuture(self._lanes, self._counters, len(indexes), read, wanted.prefix_ordered)
-
-    def _opened(
-        self, wanted: KeySet, indexes: Sequence[int], deadline: Deadline, *, stop_at_miss: bool
-    ) -> dict[int, PosixReader]:
-        """Open files by their place among ``indexes``."""
         lock = threading.Lock()
         opened: dict[int, PosixReader] = {}
         given_up = False
@@ -732,7 +663,39 @@ class Reader:
         finally:
             with lock:
                 given_up = True
-        return opened
+        if stop_at_miss:
+            end = next((at for at in range(len(indexes)) if at not in opened), len(indexes))
+            for at in [at for at in opened if at > end]:
+                opened.pop(at).close()
+        return {indexes[at]: opened[at] for at in sorted(opened)}
+
+    def begin_copy(self, wanted: KeySet, indexes: Sequence[int], into: Callable[[int], memoryview]) -> ReadFuture:
+        """Begin to read whole files into ``into(index)``, which has the size of the file.
+
+        A prompt ends at its first miss.
+        """
+
+        def read(at: int, borrowed: BufferLoan) -> bool:
+            expected = wanted.expected(indexes[at])
+            opened = self._chunks.open(expected)
+            if opened is None:
+                return False
+            reader, _ = opened
+            with self._chunks.noted(expected), reader, self._counters.timed("root", "read") as timed:
+                memory = into(indexes[at])
+                timed.size_bytes = len(memory)
+                try:
+                    if reader.read([memory], 0, borrowed) != len(memory):
+                        self._counters.add(NodeCount.MISS_UNREADABLE)
+                        return False
+                except Damaged as damaged:  # of an encoded file, which is verified as it is decoded
+                    borrowed.check()
+                    self._chunks.set_aside(expected, damaged.damage)
+                    return False
+            self._counters.add_read(expected.payload_bytes)
+            return True
+
+        return ReadFuture(self._lanes, self._counters, len(indexes), read, wanted.prefix_ordered)
 
 
 def _leased(payload: memoryview, release: Callable[[], None]) -> npt.NDArray[np.uint8]:

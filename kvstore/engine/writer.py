@@ -28,9 +28,10 @@ from kvstore.core.recency import DEFAULT, Hints
 from kvstore.core.results import PutResult, StoredBlocks
 from kvstore.core.write_mode import RUNS_MAX, Durability, WriteMode
 from kvstore.engine.chunk_store import ChunkStore, Staged, StoredRun
-from kvstore.engine.gc_state import GcState, SpaceReservation
+from kvstore.engine.gc_state import GcState
 from kvstore.errors import KVStoreError, Overloaded, Unavailable
 from kvstore.format.keyset import KeySet, leading
+from kvstore.host.tables import SpaceReservation
 from kvstore.native import library as native
 from kvstore.root.posix import DiskFull, PosixRoot
 from kvstore.tiers.memory import Slots
@@ -678,7 +679,7 @@ class RootWrite:
         lanes, clock = self._writer.lanes, self._writer.clock
 
         def discard(at: int) -> bool:
-            self._chunks.discard(staged[at])
+            self._chunks.discard(staged[at].name)
             return True
 
         with suppress(KVStoreError):  # the root does not answer: fsck finds what is left
@@ -832,7 +833,7 @@ class RootWrite:
         if not self._is_chain or self._chunks.root.traits.ordered_publish:
             self._completed({index: staged})
         elif self.abandoned.value:
-            self._chunks.discard(staged)
+            self._chunks.discard(staged.name)
         else:
             # Here publishing is the upload itself; in order, chunks would go one at a time. A child that is visible
             # before its parent only stays unreachable until the parent is there.
@@ -865,12 +866,9 @@ class RootWrite:
             if not self.abandoned.value:
                 self._ready.update(ready)
                 return True
-        self._discard(ready)
-        return False
-
-    def _discard(self, ready: Mapping[int, Ready]) -> None:
         for staged in self._staged(ready):
-            self._chunks.discard(staged)
+            self._chunks.discard(staged.name)
+        return False
 
     def _staged(self, ready: Mapping[int, Ready]) -> list[Staged]:
         """Returns those that have a staged file."""
@@ -967,7 +965,7 @@ class RootWrite:
         if self._is_chain:
             self._renew_before(index)
         if not self._still_right([index]).all():
-            self._chunks.discard(staged)
+            self._chunks.discard(staged.name)
             if not self._is_chain:
                 return
             raise Unavailable("a chunk in memory went wrong while it was written to the root: put it again")
@@ -978,7 +976,7 @@ class RootWrite:
             # Another writer's block under this key may have another size: then ours is not in the store.
             self._there[index] = won or self._is_chain or self._chunks.is_present(staged.expected)
         except KVStoreError:
-            self._chunks.discard(staged)
+            self._chunks.discard(staged.name)
             raise
         if won:
             self.fresh[index] = True

@@ -472,8 +472,6 @@ def _padded(count: int) -> int:
 # module says which bytes lie where; ``kvstore/codec`` does the encoding. Pure.
 
 
-__all__ = ["Encoding", "decode_any", "decode_encoded", "encode_fixed", "encode_header", "is_encoded", "plain_header"]
-
 VERSION_2 = 2
 KEY_ID_BYTES = 8
 SALT_BYTES = 16

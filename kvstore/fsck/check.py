@@ -21,7 +21,7 @@ from kvstore.core.recency import NS_PER_S, was_never_stamped
 from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch
 from kvstore.format import places
-from kvstore.format.header import Header
+from kvstore.format.header import Damage, Header
 from kvstore.format.places import Name
 from kvstore.meta.keys import parse_id
 from kvstore.root.fences import remove_tree
@@ -35,7 +35,7 @@ from kvstore.root.identity import (
     claimed_layout,
     read_small,
 )
-from kvstore.root.inspect import Broken, Inspector
+from kvstore.root.inspect import Inspector
 from kvstore.root.interface import FolderEntry, Root
 
 FINDINGS_MAX = 10_000
@@ -331,7 +331,7 @@ class _Walk:
                 self._add(FindingKind.UNREADABLE, name, str(error))
                 continue
             if verdict is not None:
-                detail = verdict.damage.value if isinstance(verdict, Broken) else "whole"
+                detail = verdict.value if isinstance(verdict, Damage) else "whole"
                 self._add(FindingKind.QUARANTINED, name, detail, partial(self._repairer.settle, name))
             self._progress(self._shards_done)
 
@@ -348,21 +348,20 @@ class _Walk:
         self._progress(self._shards_done)
         if verdict is None:
             return  # removed since it was listed
-        if isinstance(verdict, Broken):
-            self._add(FindingKind.DAMAGED, name, verdict.damage.value, partial(self._repairer.take, name))
+        if isinstance(verdict, Damage):
+            self._add(FindingKind.DAMAGED, name, verdict.value, partial(self._repairer.take, name))
             return
-        header = verdict.header
-        right = self._repairer.right_name(header)
+        right = self._repairer.right_name(verdict)
         if right != name:
-            own_name = (header.address, NamespaceId(header.namespace[:8])) == parsed
+            own_name = (verdict.address, NamespaceId(verdict.namespace[:8])) == parsed
             kind = FindingKind.WRONG_SHARD if own_name else FindingKind.MISPLACED
             self._add(kind, name, f"belongs at {right}", partial(self._repairer.take, name))
             return
         self.report.chunks_count += 1
-        self.report.chunks_bytes += header.file_bytes
+        self.report.chunks_bytes += verdict.file_bytes
         if parsed[1] not in self._recorded and parsed[1] not in self._undescribed:
             self._undescribed.add(parsed[1])
-            self._add(FindingKind.NO_RECORD, name, f"namespace {header.namespace.hex()} has no record")
+            self._add(FindingKind.NO_RECORD, name, f"namespace {verdict.namespace.hex()} has no record")
 
     def _entries(self, folder: Name) -> list[FolderEntry]:
         """Lists a folder completely before any entry is acted upon: repairing changes the folder."""
@@ -443,7 +442,7 @@ class Repairer:
         if not self._root.move(name, aside):
             return Action.VANISHED, "gone when it was looked at again"
         verdict = self._inspector.look(aside, thorough=True)
-        if verdict is None or isinstance(verdict, Broken) or self.right_name(verdict.header) != name:
+        if verdict is None or isinstance(verdict, Damage) or self.right_name(verdict) != name:
             return Action.QUARANTINED, ""
         self._root.publish(aside, name, durable=False)
         return Action.VANISHED, "sound when it was looked at again"
@@ -453,12 +452,12 @@ class Repairer:
         verdict = self._inspector.look(name, thorough=True)
         if verdict is None:
             return Action.VANISHED, "another check was faster"
-        if isinstance(verdict, Broken):
+        if isinstance(verdict, Damage):
             removed = self._root.remove(name)
-            return (Action.REMOVED, f"damaged ({verdict.damage.value})") if removed else (Action.VANISHED, "")
-        right = self.right_name(verdict.header)
+            return (Action.REMOVED, f"damaged ({verdict.value})") if removed else (Action.VANISHED, "")
+        right = self.right_name(verdict)
         occupant = self._inspector.look(right)
-        if isinstance(occupant, Broken) or (occupant is not None and self.right_name(occupant.header) != right):
+        if isinstance(occupant, Damage) or (occupant is not None and self.right_name(occupant) != right):
             # Publishing would find the name taken, and delete what may be the only copy.
             return Action.QUARANTINED, f"{right} is taken by another file"
         won = self._root.publish(name, right, durable=False)

@@ -43,6 +43,8 @@ class EvictionVictim:
     address: Address
     namespace: NamespaceId
     size_bytes: int
+    mtime_ns: int = 0
+    """As it was listed, for collectors of a cluster."""
 
 
 @dataclass(slots=True)
@@ -119,11 +121,6 @@ class Eviction:
                 for victim, is_held, is_pinned in zip(free, held.tolist(), pinned.tolist(), strict=True):
                     self._delete(victim, is_held, is_pinned, done)
         return done
-
-    def settle(self) -> None:
-        """Settles what a killed process left, which counts as absent until then. Waits for one that is evicting."""
-        with self._batch([]):
-            pass
 
     def _in_use(self, victims: Sequence[EvictionVictim], even_pinned: bool) -> tuple[Truths, Truths]:
         """Reads which victims are held, *then* which are pinned."""

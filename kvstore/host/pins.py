@@ -24,15 +24,34 @@ from kvstore.root.interface import Root
 OnRoot = Callable[[Callable[[], Any]], Any]
 
 
-class HostPins:
-    """The pins of one root. Hold what is to be pinned while ``pin`` runs (gc/PROTOCOL.md, section 7)."""
+class PinTwins:
+    """The records of pins on a root. ``on_root`` calls a function that uses it within a deadline: a mount may hang."""
 
-    def __init__(self, root: Root, ids: Ids, clock: Clock, on_root: OnRoot, quota: PinQuota) -> None:
-        """``on_root`` calls a function that uses the root, within a deadline."""
+    def __init__(self, root: Root, ids: Ids, clock: Clock, on_root: OnRoot) -> None:
         self._root = root
         self._ids = ids
         self._clock = clock
         self._on_root = on_root
+
+    def write(self, owner: str, pin: PinId, content: bytes) -> None:
+        self._on_root(partial(write_twin, self._root, owner, pin, content, ids=self._ids, clock=self._clock))
+
+    def remove(self, owner: str, pin: PinId) -> bool:
+        return bool(self._on_root(lambda: remove_twin(self._root, owner, pin)))
+
+    def unexpired(self) -> list[StoredPin]:
+        """Returns the records of pins that have not ended. Raises RootMismatch if one cannot be understood."""
+        found = self._on_root(lambda: _records(self._root, self._clock.now_s()))
+        return [record for _, record in found]
+
+
+class HostPins:
+    """The pins of one root. Hold what is to be pinned while ``pin`` runs (gc/PROTOCOL.md, section 7)."""
+
+    def __init__(self, twins: PinTwins, ids: Ids, clock: Clock, quota: PinQuota) -> None:
+        self._twins = twins
+        self._ids = ids
+        self._clock = clock
         self.quota = quota
         """May change at any time: live pins stay."""
 
@@ -54,18 +73,16 @@ class HostPins:
         self.quota.check(owner, sum(pin.owner == owner for pin in live), len(live))
         expires_s = round(self._clock.now_s() + ttl_s, 3)
         record = StoredPin(PinId(self._ids.fresh()), owner, namespace, tokens_count, ttl_s, expires_s, content)
-        write = partial(write_twin, self._root, owner, record.id, record.to_bytes(), ids=self._ids, clock=self._clock)
-        self._on_root(write)
+        self._twins.write(owner, record.id, record.to_bytes())
         return record
 
     def unpin(self, owner: str, pin: PinId, timeout_s: float | None = None) -> bool:
         """Removes a pin; False if it does not exist (any more). Raises the root's errors."""
-        return bool(self._on_root(lambda: remove_twin(self._root, owner, pin)))
+        return self._twins.remove(owner, pin)
 
     def list(self, owner: str | None = None, timeout_s: float | None = None) -> tuple[StoredPin, ...]:
         """Returns all live pins, or one owner's. Raises RootMismatch if one cannot be understood."""
-        found = self._on_root(lambda: _records(self._root, self._clock.now_s()))
-        return tuple(record for _, record in found if owner is None or record.owner == owner)
+        return tuple(record for record in self._twins.unexpired() if owner in (None, record.owner))
 
     def refcount(self, address: Address, timeout_s: float | None = None) -> int:
         """Counts the live pins that contain ``address``."""

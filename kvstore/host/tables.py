@@ -22,12 +22,11 @@ import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from types import TracebackType
-from typing import Protocol
 from weakref import WeakSet
 
 import numpy as np
@@ -40,7 +39,7 @@ from kvstore.format.header import Generation
 from kvstore.native import library as native
 from kvstore.root.identity import newest_number, publish
 from kvstore.root.interface import Root
-from kvstore.root.posix import FILE_MODE, FOLDER_MODE, DiskFull, PosixRoot, translated
+from kvstore.root.posix import FILE_MODE, FOLDER_MODE, DiskFull, PosixRoot, file_system_type, translated
 
 # The folder ``host`` of a root, through which the processes of one host share it; and whether they may.
 #
@@ -57,15 +56,7 @@ COLLECTOR = f"{FOLDER}/collector.lock"
 CLEARS = f"{FOLDER}/clears"
 
 
-class FileLock(Protocol):
-    """A file that this process has locked."""
-
-    def forget(self) -> None:
-        """Closes it in a forked child, which shares the lock."""
-        ...
-
-
-FORGOTTEN_BY_CHILDREN: WeakSet[FileLock] = WeakSet()
+FORGOTTEN_BY_CHILDREN: WeakSet[InUse | HoldTable] = WeakSet()
 """The locks of this process: its forked children must not keep them."""
 
 
@@ -91,21 +82,6 @@ _LOCAL = {
     0x794C7630: "overlayfs",
 }
 """File systems that one kernel alone writes to, by their number in statfs(2)."""
-_SHARED = {
-    0x6969: "NFS",
-    0x517B: "SMB",
-    0xFE534D42: "SMB",
-    0xFF534D42: "CIFS",
-    0x65735546: "FUSE, such as GlusterFS, MooseFS or virtiofs",
-    0x01021997: "9p",
-    0x0BD00BD0: "Lustre",
-    0x00C36400: "CephFS",
-    0x47504653: "GPFS",
-    0x19830326: "BeeGFS",
-    0x01161970: "GFS2",
-    0x7461636F: "OCFS2",
-}
-"""File systems that other hosts may write to as well; only for messages."""
 _STATFS_BYTES = 256  # more than the structure has
 
 
@@ -118,7 +94,7 @@ def why_not_shared(folder: str) -> str | None:
         return "local file systems can be recognised only on Linux: use etcd"
     number = _file_system(folder)
     if number not in _LOCAL:
-        name = _SHARED.get(number, f"a file system of type {number:#x}")
+        name = file_system_type(folder) or f"a file system of type {number:#x}"
         return f"{folder} is on {name}, which other hosts may write to as well: use etcd"
     return None
 
@@ -160,9 +136,9 @@ class InUse:
     forget = close
 
 
-def is_in_use(folder: str) -> bool:
-    """True while processes of this host share the root at ``folder`` without etcd. Raises OSError."""
-    fd = os.open(f"{folder}/FORMAT", os.O_RDONLY | os.O_CLOEXEC)
+def is_locked(path: str, flags: int = os.O_RDONLY) -> bool:
+    """True while another process has a lock on a file. Raises OSError."""
+    fd = os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
     try:
         return not _locked(fd, fcntl.LOCK_EX)
     finally:
@@ -199,7 +175,7 @@ def check_left(root: Root) -> None:
     if not isinstance(root, PosixRoot) or newest_number(root):
         return
     with translated("read", root.path):
-        is_used = os.path.isdir(f"{root.path}/{FOLDER}") and is_in_use(root.path)
+        is_used = os.path.isdir(f"{root.path}/{FOLDER}") and is_locked(f"{root.path}/FORMAT")
     if is_used:
         raise RootMismatch(
             f"{root.url} is in use by processes of this host that share it without etcd, and a cluster would not know "
@@ -524,11 +500,12 @@ class LiveTable:
     """The addresses that it holds, and zeros, one after the other."""
 
 
-def read_tables(folder: str, *, whole: bool = True) -> Iterator[LiveTable | int]:
-    """Yields the table of each live process; of each that has ended, whose table goes, the bytes it had reserved.
+def live_tables(folder: str, shared: Shared, *, whole: bool = False) -> list[LiveTable]:
+    """Returns the tables of live processes; removes those of others, and frees what these had reserved.
 
     Unless it is ``whole``, a table is without what is held. Raises OSError.
     """
+    live: list[LiveTable] = []
     for name in os.listdir(f"{folder}/{HOLDS}"):
         path = f"{folder}/{HOLDS}/{name}"
         try:
@@ -536,11 +513,7 @@ def read_tables(folder: str, *, whole: bool = True) -> Iterator[LiveTable | int]
         except FileNotFoundError:
             continue
         try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                is_left = True
-            except BlockingIOError:
-                is_left = False
+            is_left = _locked(fd, fcntl.LOCK_EX)
             with open(fd, "rb", closefd=False) as file:
                 content = file.read(-1 if whole else SESSION_AT + SESSION_BYTES)
             numbers = np.frombuffer(content[: 8 * len(Own)].ljust(8 * len(Own), b"\0"), "<i8").tolist()
@@ -548,22 +521,12 @@ def read_tables(folder: str, *, whole: bool = True) -> Iterator[LiveTable | int]
                 with suppress(FileNotFoundError):
                     os.unlink(path)
                     if not name.startswith("."):
-                        yield numbers[Own.RESERVED]
+                        shared.add(Number.USED, -numbers[Own.RESERVED])
             elif not name.startswith("."):
                 session = content[SESSION_AT : SESSION_AT + SESSION_BYTES].hex()
-                yield LiveTable(name, tuple(numbers), session, content[PAGE_BYTES:])
+                live.append(LiveTable(name, tuple(numbers), session, content[PAGE_BYTES:]))
         finally:
             os.close(fd)
-
-
-def live_tables(folder: str, shared: Shared, *, whole: bool = False) -> list[LiveTable]:
-    """Returns the tables of live processes; frees what those that have ended had reserved. Raises OSError."""
-    live: list[LiveTable] = []
-    for found in read_tables(folder, whole=whole):
-        if isinstance(found, LiveTable):
-            live.append(found)
-        elif found:
-            shared.add(Number.USED, -found)
     return live
 
 
@@ -617,22 +580,28 @@ def limit_on(root: PosixRoot, max_bytes: int, shared: Shared) -> int:
 
 
 @dataclass(slots=True)
-class HostReservation:
-    """Room for one put. Its owner releases it once nothing of the put is on its way any more."""
+class SpaceReservation:
+    """Space for one put. Its owner releases it once nothing of the put is on its way any more.
 
-    room: HostRoom
+    ``released`` receives its bytes; what was written of them counts as written. A put that is dropped half-way releases
+    it as well.
+    """
+
     size_bytes: int
+    released: deque[int]
+    settle: Callable[[], object] | None = None
 
     def release(self) -> None:
         """Gives back what was not written of it. Idempotent, and takes no lock, so that ``__del__`` may do it."""
         size_bytes, self.size_bytes = self.size_bytes, 0
         if size_bytes:
-            self.room._released.append(size_bytes)
-            self.room._settle()
+            self.released.append(size_bytes)
+            if self.settle is not None:
+                self.settle()
 
     __del__ = release
 
-    def __enter__(self) -> HostReservation:
+    def __enter__(self) -> SpaceReservation:
         return self
 
     def __exit__(
@@ -685,14 +654,14 @@ class HostRoom:
 
     def reserve(
         self, size_bytes: int = 1, missing_bytes: Callable[[], int] | None = None, wait_s: float = START_S
-    ) -> HostReservation:
+    ) -> SpaceReservation:
         """Reserves the room that a put may take; waits for it up to WAIT_S, at most ``wait_s``. Raises Overloaded then,
         or StoreFull if nothing can be evicted.
 
         ``missing_bytes`` is called before that, and returns how much of the put is not stored already.
         """
         if self._take(size_bytes):
-            return HostReservation(self, size_bytes)
+            return SpaceReservation(size_bytes, self._released, self._settle)
         if missing_bytes is not None:
             size_bytes = missing_bytes()
         began_s, beats = time.monotonic(), self._shared[Number.BEATS]
@@ -710,7 +679,7 @@ class HostRoom:
                 time.sleep(POLL_S)
         finally:
             self._wait_for(-size_bytes)
-        return HostReservation(self, size_bytes)
+        return SpaceReservation(size_bytes, self._released, self._settle)
 
     def wrote(self, size_bytes: int) -> None:
         """Counts a published file."""

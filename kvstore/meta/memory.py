@@ -113,7 +113,7 @@ class MemoryStore:
             self._end_lease(lease)
 
     def expire(self) -> None:
-        """Ends the leases that are due, for callers that wait without looking (a test that moved its clock)."""
+        """Ends the leases that are due, and has waiting watches look again."""
         with self._changed:
             self._expire()
             self._changed.notify_all()
@@ -147,11 +147,6 @@ class MemoryStore:
                     return found, from_revision
                 # Wake in time for the next lease that expires: until then perhaps no other call checks leases.
                 self._changed.wait(min(remaining_s, self._next_end_s()))
-
-    def wake(self) -> None:
-        """Makes waiting watches look again."""
-        with self._changed:
-            self._changed.notify_all()
 
     def _since(self, prefix: str, from_revision: int) -> tuple[Event, ...]:
         # From the newest back: a watch is mostly near the end of a long history.
@@ -232,7 +227,7 @@ class MemoryWatch:
 
     def close(self) -> None:
         self.closed = True
-        self._store.wake()
+        self._store.expire()
 
 
 class MemoryMetadata:
@@ -271,12 +266,9 @@ class MemoryMetadata:
     def delete(self, key: str, timeout_s: float | None = None) -> bool:
         check_key(key)
         store = self._open()
-        found = store.get(key)
-        while found is not None:
-            if store.txn((ModifiedAt(key, found.mod_revision),), (Delete(key),)).succeeded:
-                return True
-            found = store.get(key)
-        return False
+        exists = store.get(key) is not None
+        store.txn((), (Delete(key),))
+        return exists
 
     def grant(self, ttl_s: int, timeout_s: float | None = None) -> LeaseId:
         check_ttl(ttl_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvstore.core.address import ADDRESS_BYTES, Address
@@ -21,11 +21,9 @@ from kvstore.format.header import checksum
 from kvstore.meta.keys import Keys, PinId
 from kvstore.meta.session import Session
 from kvstore.meta.store import (
-    NO_LEASE,
     TRIES_MAX,
     Delete,
     EtcdDeadline,
-    KeyValue,
     LeaseGone,
     LeaseId,
     MetadataStore,
@@ -45,7 +43,7 @@ _HEADER_SIZE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class StoredPin:
-    """One pin. ``packed`` is its addresses one after the other, parents first; ``revision`` that of its key.
+    """One pin. ``packed`` is its addresses one after the other, parents first.
 
     ``expires_s`` is when it ends by the wall clock of the node that took it: for people, the lease decides.
 
@@ -61,8 +59,6 @@ class StoredPin:
     ttl_s: int
     expires_s: float
     packed: bytes
-    lease: LeaseId = NO_LEASE
-    revision: int = 0
 
     @property
     def addresses(self) -> tuple[Address, ...]:
@@ -92,13 +88,10 @@ class StoredPin:
         return _MAGIC + len(header).to_bytes(_HEADER_SIZE_BYTES, "little") + header + self.packed
 
     @classmethod
-    def of(cls, kv: KeyValue) -> StoredPin:
-        """Parses a ref as read. Raises RootMismatch if it is invalid: what it protects is then unknown."""
-        return replace(cls.from_bytes(kv.value, kv.key), lease=kv.lease, revision=kv.mod_revision)
-
-    @classmethod
     def from_bytes(cls, value: bytes, where: str) -> StoredPin:
-        """Parses what ``to_bytes`` returned, for example a twin. Raises RootMismatch, naming ``where``."""
+        """Parses what ``to_bytes`` returned, of a ref or a twin. Raises RootMismatch, naming ``where``, if it is
+        invalid: what it protects is then unknown.
+        """
         try:
             if not value.startswith(_MAGIC):
                 raise ValueError("no magic")
@@ -208,7 +201,8 @@ class Pins:
             if self._twins is not None:
                 # Before the key (rule C5): a collector that does not find the key finds the twin.
                 self._twins.write(owner, record.id, record.to_bytes())
-            return self._put(session, record, EtcdDeadline(timeout_s))
+            self._put(session, record, EtcdDeadline(timeout_s))
+            return record
         except BaseException:
             self._remove_twin_quietly(record)
             raise
@@ -224,7 +218,7 @@ class Pins:
         tries_left = TRIES_MAX
         while (kv := self._meta.get(key, deadline.left_s(0.5))) is not None:
             # Delete only the ref that was looked at (rule P3): a removal that arrives late must not delete another one.
-            if StoredPin.of(kv).id != pin:
+            if StoredPin.from_bytes(kv.value, kv.key).id != pin:
                 return False
             try:
                 result = self._meta.txn((ModifiedAt(key, kv.mod_revision),), (Delete(key),), deadline.left_s(0.5))
@@ -250,9 +244,9 @@ class Pins:
     def list(self, owner: str | None = None, timeout_s: float | None = None) -> tuple[StoredPin, ...]:
         """Returns all live pins, or one owner's. Raises RootMismatch if one cannot be understood."""
         prefix = self._keys.refs if owner is None else self._keys.refs_of(owner)
-        return tuple(StoredPin.of(kv) for kv in self._meta.list(prefix, timeout_s).items)
+        return tuple(StoredPin.from_bytes(kv.value, kv.key) for kv in self._meta.list(prefix, timeout_s).items)
 
-    def _put(self, session: Session, record: StoredPin, deadline: EtcdDeadline) -> StoredPin:
+    def _put(self, session: Session, record: StoredPin, deadline: EtcdDeadline) -> None:
         """Puts the key of a pin under a lease of its own (rule P2)."""
         lease = self._meta.grant(record.ttl_s, deadline.left_s(0.4))
         put = Put(self._keys.ref(record.owner, record.id), record.to_bytes(), lease)
@@ -267,7 +261,6 @@ class Pins:
             self._drop(lease, deadline)
             raise
         assert result.succeeded, "only the session's own compare was made, and a broken one raises"
-        return replace(record, lease=lease, revision=result.revision)
 
     def _remove_twin_quietly(self, record: StoredPin) -> None:
         """Removes the twin of a pin that failed. If that fails too, it protects chunks until collectors remove it."""

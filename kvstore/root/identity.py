@@ -34,21 +34,7 @@ FORMAT_BYTES_MAX = 4096
 TOP = Name("")
 """The root's own folder, for listings."""
 
-_OURS = frozenset(
-    {
-        places.STAGING,
-        places.QUARANTINE,
-        places.NAMESPACES,
-        places.CHUNKS,
-        places.TRASH,
-        places.PLANS,
-        places.PINS,
-        places.GENERATIONS,
-        places.HOST,
-        places.RESERVE,
-        places.BOUND,
-    }
-)
+_OURS = places.FOLDERS | {places.RESERVE, places.BOUND}
 FILE_SYSTEMS_OWN = frozenset({"lost+found", ".snapshot", ".snapshots", ".zfs", ".glusterfs", ".trashcan"})
 """Names that file systems keep at their top."""
 SCRATCH_FOLDER = re.compile(r"\.check-[0-9a-f]+")

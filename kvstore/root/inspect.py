@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import xxhash
 
@@ -31,22 +30,8 @@ READ_BYTES = 4 << 20
 _SIZE_FIELD = slice(16, 20)
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """A file that is a whole chunk."""
-
-    header: Header
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """A file that is not a whole chunk, and why."""
-
-    damage: Damage
-
-
-Verdict = Whole | Broken | None
-"""None: there is no such file."""
+Verdict = Header | Damage | None
+"""The header of a whole chunk; why a file is none; None: there is no such file."""
 
 
 class Inspector:
@@ -78,7 +63,7 @@ class Inspector:
         """
         verify_payload = thorough or self._verify_payload
         verdict = self._look_once(name, verify_payload)
-        return self._look_once(name, verify_payload) if isinstance(verdict, Broken) else verdict
+        return self._look_once(name, verify_payload) if isinstance(verdict, Damage) else verdict
 
     def _look_once(self, name: Name, verify_payload: bool) -> Verdict:
         reader = self._root.open(name)
@@ -94,8 +79,8 @@ class Inspector:
                 if verify_payload:
                     self._payload(reader, header)
             except Damaged as damaged:
-                return Broken(damaged.damage)
-        return Whole(header)
+                return damaged.damage
+        return header
 
     def _header(self, reader: FileReader) -> Header:
         page = self._read(reader, 0, PAGE_BYTES)

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 
 from kvstore.core.buffers import BufferLoan, Pieces, ReadBuffer
+from kvstore.errors import InvalidRequest
 from kvstore.format.places import Name
 
 
@@ -111,6 +112,8 @@ def fill(pieces: Pieces, content: ReadBuffer) -> None:
 class FileReader(Protocol):
     """An open file; used by one thread at a time. Close it, or use it as a context."""
 
+    __slots__ = ()
+
     stat: Stat
 
     def read(self, pieces: Pieces, offset: int, borrowed: BufferLoan) -> int:
@@ -120,17 +123,15 @@ class FileReader(Protocol):
         """
         ...
 
-    def map(self) -> memoryview | None:
-        """Returns the whole file as read-only memory that stays valid after close; None if it vanished."""
-        ...
-
     def close(self) -> None:
         """Closes the file. Idempotent."""
         ...
 
-    def __enter__(self) -> FileReader: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Root(Protocol):
@@ -156,7 +157,7 @@ class Root(Protocol):
 
     def discard(self, staged: Name) -> None:
         """Removes a staged file, if it exists."""
-        ...
+        self.remove(staged)
 
     def open(self, name: Name) -> FileReader | None:
         """Opens a file for reading; None if there is none."""
@@ -195,7 +196,7 @@ class Root(Protocol):
         True means that ``seen`` is gone, perhaps deleted by another client: object stores do not report which. Raises
         InvalidRequest if the root cannot (``conditional_remove``).
         """
-        ...
+        raise InvalidRequest(f"{self.url} cannot remove files conditionally (kvstore check-root says why)")
 
     def remove_folder(self, name: Name, *, durable: bool = False) -> bool:
         """Deletes an empty folder; False if it is not empty. A folder that does not exist counts as deleted.

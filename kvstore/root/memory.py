@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvstore.core.buffers import BufferLoan, Pieces, byte_length
-from kvstore.errors import InvalidRequest, StoreFull, Unavailable
+from kvstore.errors import StoreFull, Unavailable
 from kvstore.format.places import Name
-from kvstore.root.interface import FolderEntry, Seen, Stat, StorageSpace, Traits, fill
+from kvstore.root.interface import FileReader, FolderEntry, Root, Seen, Stat, StorageSpace, Traits, fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,8 @@ class MemoryFiles:
         if name in self._folders:
             raise Unavailable(f"could not write {name}: it is a folder")
         self.make_folder(folder)
-        self.used_bytes += len(file.content) - self._size(folder, last)
+        before = self.find(name)
+        self.used_bytes += len(file.content) - (0 if before is None else len(before.content))
         self._folders[folder][last] = file
 
     def delete(self, name: str) -> MemoryFile | None:
@@ -91,12 +92,8 @@ class MemoryFiles:
         self._folders[parent][last] = None
         self._folders[name] = {}
 
-    def _size(self, folder: str, last: str) -> int:
-        file = self._folders[folder].get(last)
-        return 0 if file is None else len(file.content)
 
-
-class MemoryRoot:
+class MemoryRoot(Root):
     """A root over ``files``; over fresh ones if none are given. ``name`` is only for the URL."""
 
     traits = Traits(
@@ -133,9 +130,6 @@ class MemoryRoot:
             self._delete(staged)
         return won
 
-    def discard(self, staged: Name) -> None:
-        self.remove(staged)
-
     def open(self, name: Name) -> MemoryReader | None:
         file = self._find(name)
         return None if file is None else MemoryReader(file.stat, file)
@@ -169,11 +163,6 @@ class MemoryRoot:
         with self.files.lock:
             return self._delete(name)
 
-    def remove_if(self, name: Name, seen: Seen) -> bool:
-        raise InvalidRequest(
-            f"{self.url} cannot remove files conditionally: sweeps are fenced by folders there (rule F1)"
-        )
-
     def make_folder(self, name: Name) -> None:
         with self.files.lock:
             self.files.make_folder(name)
@@ -206,7 +195,7 @@ class MemoryRoot:
         return self.files.delete(name) is not None
 
 
-class MemoryReader:
+class MemoryReader(FileReader):
     """An open file of a MemoryRoot: always the same file, as on a local disk."""
 
     def __init__(self, stat: Stat, file: MemoryFile) -> None:
@@ -219,17 +208,8 @@ class MemoryReader:
             fill(pieces, content)
         return len(content)
 
-    def map(self) -> memoryview | None:
-        return memoryview(self._file.content)
-
     def close(self) -> None:
         """Does nothing: no file is held open."""
-
-    def __enter__(self) -> MemoryReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def split(name: str) -> tuple[str, str]:

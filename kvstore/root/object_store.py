@@ -23,7 +23,7 @@ from kvstore.errors import (
 )
 from kvstore.format import places
 from kvstore.format.places import Name
-from kvstore.root.interface import FolderEntry, Seen, Stat, StorageSpace, Traits, fill
+from kvstore.root.interface import FileReader, FolderEntry, Seen, Stat, StorageSpace, Traits, fill
 from kvstore.root.posix import FULL_ERRORS, MISSING_ERRORS, REFUSED_ERRORS, SHORT_ERRORS
 
 # The few calls that ObjectRoot makes of fsspec, and the translation of their errors.
@@ -604,7 +604,7 @@ class ObjectRoot:
         return f"{self._base}/{name}" if name else self._base
 
 
-class ObjectReader:
+class ObjectReader(FileReader):
     """A file of an ObjectRoot. Each read is a separate GET, which returns the bytes of that moment."""
 
     __slots__ = ("_path", "_remote", "stat")
@@ -636,17 +636,8 @@ class ObjectReader:
                 break
         return max(0, start - offset)
 
-    def map(self) -> memoryview | None:
-        return None
-
     def close(self) -> None:
         """Does nothing: no file is held open between reads."""
-
-    def __enter__(self) -> ObjectReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def open_object_root(url: str, options: Mapping[str, Any] | None = None) -> ObjectRoot:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import math
-import mmap
 import os
 import threading
 import time
@@ -19,9 +18,20 @@ from pathlib import Path
 from stat import S_IMODE, S_ISREG
 
 from kvstore.core.buffers import BufferLoan, Pieces, byte_length, skip
-from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, PermissionDenied, StoreFull, Unavailable
+from kvstore.errors import KVStoreError, Overloaded, PermissionDenied, StoreFull, Unavailable
 from kvstore.format.places import FORMAT, QUARANTINE, Name
-from kvstore.root.interface import FolderEntry, LocalFiles, Root, Seen, Stat, StorageSpace, Traits, fill, local_files
+from kvstore.root.interface import (
+    FileReader,
+    FolderEntry,
+    LocalFiles,
+    Root,
+    Seen,
+    Stat,
+    StorageSpace,
+    Traits,
+    fill,
+    local_files,
+)
 
 # The kernel's word on the file system of a path.
 
@@ -181,7 +191,7 @@ RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 _scratch = threading.local()
 
 
-class PosixReader:
+class PosixReader(FileReader):
     """An open file of a PosixRoot."""
 
     __slots__ = ("_fd", "_never_blocks", "_path", "stat")
@@ -244,21 +254,6 @@ class PosixReader:
             fill(pieces, memoryview(scratch)[:count])
         return count
 
-    def map(self) -> memoryview | None:
-        if not self.stat.size_bytes:
-            return memoryview(b"")
-        with translated("map", self._path):
-            try:
-                # Never MAP_POPULATE: it reads the whole file inside this call, which holds the GIL for as long as the
-                # device takes.
-                return memoryview(mmap.mmap(self._fd, self.stat.size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
-            except ValueError:
-                return None  # the file was truncated after it was opened
-            except OSError as cause:
-                if cause.errno in MISSING_ERRORS:
-                    return None
-                raise
-
     def fileno(self) -> int:
         return self._fd
 
@@ -288,7 +283,7 @@ FILE_MODE, FOLDER_MODE = 0o660, 0o770
 only. Native code has the same two."""
 
 
-class PosixRoot:
+class PosixRoot(Root):
     """A folder. ``step`` is called at named points between system calls, so that a test can stop there.
 
     The points are stage.created, stage.written, stage.complete, publish.before, publish.linked, publish.done.
@@ -352,9 +347,6 @@ class PosixRoot:
             self._format = _content(path)
         self._step("publish.done")
         return won
-
-    def discard(self, staged: Name) -> None:
-        self.remove(staged)
 
     def open(self, name: Name) -> PosixReader | None:
         path, fd = self._at(name), -1
@@ -445,11 +437,6 @@ class PosixRoot:
                     return False
                 raise
         return True
-
-    def remove_if(self, name: Name, seen: Seen) -> bool:
-        raise InvalidRequest(
-            f"{self.url} cannot remove files conditionally: sweeps are fenced by folders there (rule F1)"
-        )
 
     def remove_folder(self, name: Name, *, durable: bool = False) -> bool:
         path = self._at(name)

@@ -358,19 +358,6 @@ class RootTests:
         assert "0001" not in names(root, "chunks")
         assert publish(root, A, b"again") is True
 
-    def test_a_mapped_file_stays_readable_after_close(self, root: Root) -> None:
-        publish(root, A, b"content" * 1000)
-        reader = root.open(A)
-        assert reader is not None
-        with reader:
-            mapped = reader.map()
-        if not root.traits.mapped:
-            assert mapped is None
-            return
-        assert mapped is not None and mapped.readonly
-        assert bytes(mapped) == b"content" * 1000
-        reader.close()
-
     def test_a_root_describes_itself(self, root: Root) -> None:
         space = root.space()
         assert (space.total_bytes is None) == (space.free_bytes is None)

@@ -1,7 +1,6 @@
 """The local disk below a node's memory: images in files, in a folder of this node alone, bounded in bytes.
 
-A cache of a cache: nothing is synced, losing it costs nothing, and every failure of the disk is a miss. This module
-does the I/O; the shelf decides what the tier holds.
+A cache of a cache: nothing is synced, losing it costs nothing, and every failure of the disk is a miss.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from kvstore.core.buffers import BufferLoan, byte_length
 from kvstore.core.clock import Clock, Ids
 from kvstore.core.executor import Deadline, moved_on
 from kvstore.core.metrics import Counters, NodeCount, TierName
-from kvstore.core.namespace import NamespaceDigest, NamespaceId
-from kvstore.core.recency import DEFAULT, NS_PER_S, QUANTUM_S, Hints
+from kvstore.core.namespace import NamespaceId
+from kvstore.core.recency import DEFAULT, QUANTUM_S, Hints
 from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, PermissionDenied, Unavailable
 from kvstore.format import places
 from kvstore.format.header import Damage, Damaged, Expected, Header, IdentityKind, decode
 from kvstore.format.keyset import ChunkIdentity, KeySet
 from kvstore.format.places import Name
-from kvstore.root.identity import FILE_SYSTEMS_OWN, FORMAT_BYTES_MAX, TOP, read_small
-from kvstore.root.inspect import Inspector, Whole
+from kvstore.root.identity import FILE_SYSTEMS_OWN, FORMAT_BYTES_MAX, TOP, publish_small, read_small
+from kvstore.root.inspect import Inspector
 from kvstore.root.interface import Root, Stat
 from kvstore.root.posix import FULL_ERRORS, REFUSED_ERRORS, PosixRoot
 from kvstore.tiers.inventory import TierEntry, TierInventory
@@ -145,16 +144,9 @@ class DiskFolder:
         return True
 
     def _mark(self, root: Root) -> None:
-        session = self._ids.fresh()
-        staged = places.staged(session, 0)
         content = json.dumps({"format": FORMAT_NAME, "version": VERSION}).encode() + b"\n"
-        try:
-            # The only synced file: torn by a crash of the host, it would keep the tier from being opened again.
-            root.stage(staged, [memoryview(content)], stamp_ns=int(self._clock.now_s()) * NS_PER_S, durable=True)
-            root.publish(staged, places.FORMAT, durable=True)
-        finally:
-            root.discard(staged)
-            root.remove_folder(places.staging_folder(session))
+        # The only synced file: torn by a crash of the host, it would keep the tier from being opened again.
+        publish_small(root, places.FORMAT, content, ids=self._ids, clock=self._clock)
 
 
 def _refusal(path: str, what: str, cause: OSError) -> KVStoreError:
@@ -242,7 +234,7 @@ class Readers:
         return len(self._since_s) < READERS_MAX
 
 
-# The contents of a local disk tier, decided here under one lock and done to files elsewhere.
+# The contents of a local disk tier, decided under one lock and done to files outside of it.
 #
 # The bound holds at each moment: a file's room is taken before its first byte is written, and given back after the
 # file is removed. Dropped entries stay referenced until then.
@@ -296,175 +288,6 @@ class FileRoom:
         self.held_bytes -= offset
 
 
-class DiskShelf:
-    """Thread-safe; nothing here waits for the disk. Entries that it returns are referenced for the caller."""
-
-    def __init__(self, size_bytes: int, counters: Counters, clock: Clock) -> None:
-        self._counters = counters
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._room = FileRoom(size_bytes)
-        self._inventory = TierInventory(self._room)
-        self._is_whole = False
-        """True once all files of the folder are taken in: before that nothing is written."""
-        self._unused_since_s: dict[NamespaceId, float] = {}
-        """Until then: files of cleared namespaces that were last used before this time are not taken in."""
-        self._standing = NOTHING
-
-    def set_block_bytes(self, block_bytes: int) -> None:
-        """Sets the file system's block size; call it before anything is charged."""
-        self._room.block_bytes = block_bytes
-
-    def leading(self, addresses: Sequence[Address], first: int) -> int:
-        """Returns how many consecutive chunks from index ``first`` on are there."""
-        with self._lock:
-            return self._inventory.leading(addresses, first)
-
-    def has(self, address: Address) -> bool:
-        with self._lock:
-            return self._inventory.find(address) is not None
-
-    def refer(self, address: Address) -> TierEntry | None:
-        """Returns the entry, whose room is not given back until ``unrefer``; None if there is none."""
-        with self._lock:
-            entry = self._inventory.find(address)
-            if entry is not None:
-                self._inventory.refer(entry)
-            return entry
-
-    def unrefer(self, entry: TierEntry, *, used: bool) -> None:
-        """Ends ``refer``; ``used`` says whether the entry was used."""
-        with self._lock:
-            if used:
-                # Wall time: entries taken in at the start have their last uses from the files' times.
-                self._inventory.used([entry], self._clock.now_s())
-            self._inventory.unrefer(entry)
-
-    def retire(self, addresses: Sequence[Address]) -> None:
-        """Makes these the first to go when room is needed, until they are used again."""
-        with self._lock:
-            entries = [self._inventory.find(address) for address in addresses]
-            self._inventory.retire(entry for entry in entries if entry is not None)
-
-    def make_room(self, place: ChunkIdentity, size_bytes: int, *, even_if_free: bool = False) -> list[TierEntry] | None:
-        """Drops the least useful entries, as many as a file of that size needs, and returns them; None if it may not.
-
-        Their room is free once their files are removed, and they are no longer referred to. ``even_if_free``: the disk
-        has less room than this shelf counts.
-        """
-        with self._lock:
-            charged = self._room.charge(size_bytes)
-            if not self._is_whole or charged > self._room.size_bytes:
-                return None
-            lacking = charged if even_if_free else charged - self._room.free_bytes
-            if lacking <= 0:
-                return []
-            victims = self._victims(lacking, place.parent)
-            for victim in victims:
-                self._inventory.refer(victim)
-                self._inventory.drop(victim)
-            self._counters.add(NodeCount.DISK_EVICTED, len(victims))
-            return victims or None
-
-    def claim(self, place: ChunkIdentity, size_bytes: int, hints: Hints) -> TierEntry | None:
-        """Claims room for a file; None if there is none, or if the address is taken.
-
-        Never evicts: the caller would not remove the evicted file.
-        """
-        with self._lock:
-            if self._room.charge(size_bytes) > self._room.free_bytes:
-                return None
-            return self._inventory.claim(place, size_bytes, self._clock.now_s(), hints)
-
-    def ready(self, entry: TierEntry) -> None:
-        """Notes that the file is there."""
-        with self._lock:
-            self._inventory.ready(entry)
-            self._inventory.unrefer(entry)
-
-    def drop(self, entry: TierEntry) -> None:
-        """Drops an entry that the caller refers to. It keeps its room until ``unrefer``."""
-        with self._lock:
-            self._inventory.drop(entry)
-
-    def admit(self, found: DiskFile, header: Header) -> bool:
-        """Takes in a file of the folder; False if it has to go."""
-        was = recency.decode(found.mtime_ns, QUANTUM_S)
-        place = ChunkIdentity(header.namespace, header.address, header.parent)
-        with self._lock:
-            used_s = min(float(was.last_use_s), self._clock.now_s())
-            if used_s < self._unused_since_s.get(found.namespace, 0.0) or self._standing.means(found.namespace):
-                return False
-            if self._room.charge(found.size_bytes) > self._room.free_bytes:
-                return False
-            entry = self._inventory.claim(place, found.size_bytes, used_s, was.hints)
-            if entry is None:
-                return False
-            self._inventory.used([entry] * was.uses, used_s)
-            self._inventory.ready(entry)
-            self._inventory.unrefer(entry)
-        return True
-
-    def charge(self, size_bytes: int) -> None:
-        """Charges a file that the disk refused to show or to remove."""
-        with self._lock:
-            self._room.held_bytes += self._room.charge(size_bytes)
-
-    def whole(self) -> None:
-        with self._lock:
-            self._is_whole = True
-            self._unused_since_s.clear()
-
-    def cleared(self, order: ClearOrder) -> None:
-        """Notes what must not be taken in."""
-        with self._lock:
-            if not self._is_whole:
-                for namespace in order.namespaces:
-                    since_s = self._unused_since_s.get(namespace, 0.0)
-                    self._unused_since_s[namespace] = max(since_s, order.unused_since_s)
-
-    def named(self, order: ClearOrder) -> list[TierEntry]:
-        """Returns the entries that an order names."""
-        with self._lock:
-            entries = [entry for entry in self._inventory.entries() if entry.is_ready]
-        return [entry for entry in entries if order.means(entry.namespace)]
-
-    def forbid(self, standing: ClearOrder) -> None:
-        """Sets what must neither come here nor be read from now on (rule P5)."""
-        with self._lock:
-            self._standing = standing
-
-    def forbids(self, namespace: NamespaceDigest) -> bool:
-        """True if chunks of a namespace must neither come here nor be read."""
-        with self._lock:
-            return self._standing.means(namespace)
-
-    def stats(self) -> dict[str, int | float]:
-        with self._lock:
-            return {
-                "disk_entries": self._inventory.entries_count,
-                "disk_held_bytes": self._room.held_bytes,
-                "disk_bytes_max": self._room.size_bytes,
-                "disk_refilling": int(not self._is_whole),
-            }
-
-    def _victims(self, lacking: int, parent: Address) -> list[TierEntry]:
-        """Returns the entries that go first, just enough to free ``lacking`` bytes, never the parent of the new file;
-        empty if there is not enough.
-        """
-        kept = self._inventory.find(parent)
-        if kept is not None:
-            self._inventory.refer(kept)
-        victims: list[TierEntry] = []
-        for entry in self._inventory.victims(lacking):
-            if lacking > 0:
-                victims.append(entry)
-                lacking -= self._room.charge(entry.size_bytes)
-        if kept is not None:
-            self._inventory.unrefer(kept)
-        return victims if lacking <= 0 else []
-
-
 def name_of(chunk: ChunkIdentity | TierEntry) -> Name:
     """Returns the name of its file."""
     return places.chunk(chunk.address, NamespaceId(chunk.namespace[: places.NAMESPACE_ID_BYTES]), SHARD_BITS)
@@ -499,13 +322,19 @@ class DiskTier:
         self._clock = clock
         self._session = ids.fresh()
         self._numbers = itertools.count()
-        self._shelf = DiskShelf(size_bytes, counters, clock)
         self._reads, self._writes = Pause(clock), Pause(clock)
         self._readers = Readers(clock)
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # guards what follows; nothing under it waits for the disk
         self._is_open = False
         self._users_count = 0
         """Running calls that use the folder, and the refill."""
+        self._room = FileRoom(size_bytes)
+        self._inventory = TierInventory(self._room)
+        self._is_whole = False
+        """True once all files of the folder are taken in: before that nothing is written."""
+        self._unused_since_s: dict[NamespaceId, float] = {}
+        """Until then: files of cleared namespaces that were last used before this time are not taken in."""
+        self._standing = NOTHING
 
     def open(self) -> None:
         """Locks the folder.
@@ -515,13 +344,13 @@ class DiskTier:
         """
         self._root = self._folder.open()
         with suppress(OSError):
-            self._shelf.set_block_bytes(os.statvfs(self._folder.path).f_frsize)
+            self._room.block_bytes = os.statvfs(self._folder.path).f_frsize
         self._is_open = True
 
     def refill(self, cleared: Sequence[ClearOrder] = ()) -> None:
         """Begins to take in the folder's files, except those last used before they were ``cleared``. Call it once."""
         for order in cleared:
-            self._shelf.cleared(order)
+            self.cleared(order)
         with self._changed:
             if self._is_open:
                 self._users_count += 1
@@ -531,9 +360,9 @@ class DiskTier:
         """Returns how many consecutive chunks from index ``first`` on are there. No I/O."""
         if not self._is_open or self._reads.is_on or self._readers.is_stuck:
             return 0
-        if self._shelf.forbids(wanted.namespace.digest):
-            return 0
-        return self._shelf.leading(wanted.addresses, first)
+        with self._changed:
+            is_forbidden = self._standing.means(wanted.namespace.digest)
+            return 0 if is_forbidden else self._inventory.leading(wanted.addresses, first)
 
     def fetch(
         self, wanted: KeySet, indexes: Sequence[int], images: Sequence[memoryview], deadline: Deadline
@@ -544,7 +373,7 @@ class DiskTier:
         """
         came = [False] * len(indexes)
         with self._inside() as is_open:
-            if not is_open or self._shelf.forbids(wanted.namespace.digest) or not self._readers.enter(deadline):
+            if not is_open or self._standing.means(wanted.namespace.digest) or not self._readers.enter(deadline):
                 return came
             try:
                 for at, (index, image) in enumerate(zip(indexes, images, strict=True)):
@@ -582,11 +411,13 @@ class DiskTier:
 
     def retire(self, wanted: KeySet, count: int) -> None:
         """Makes those of the first ``count`` chunks that are here the first to go, until they are read again."""
-        self._shelf.retire(wanted.addresses[:count])
+        with self._changed:
+            entries = [self._inventory.find(address) for address in wanted.addresses[:count]]
+            self._inventory.retire(entry for entry in entries if entry is not None)
 
     def drop(self, address: Address) -> bool:
         with self._inside() as is_open:
-            entry = self._shelf.refer(address) if is_open else None
+            entry = self._refer(address) if is_open else None
             if entry is None:
                 return False
             self._remove(entry)
@@ -599,14 +430,25 @@ class DiskTier:
 
     def forbid(self, standing: ClearOrder) -> None:
         """Sets what must neither come here nor be read from now on (rule P5)."""
-        self._shelf.forbid(standing)
+        with self._changed:
+            self._standing = standing
+
+    def cleared(self, order: ClearOrder) -> None:
+        """Notes what must not be taken in."""
+        with self._changed:
+            if not self._is_whole:
+                for namespace in order.namespaces:
+                    since_s = self._unused_since_s.get(namespace, 0.0)
+                    self._unused_since_s[namespace] = max(since_s, order.unused_since_s)
 
     def drop_ordered(self, order: ClearOrder) -> None:
         """Removes all chunks that an order names, in the calling thread. Never raises KVStoreError."""
-        self._shelf.cleared(order)  # before the entries are listed: the refill checks what it takes in later
-        for entry in self._shelf.named(order):
+        self.cleared(order)  # before the entries are listed: the refill checks what it takes in later
+        with self._changed:
+            entries = [entry for entry in self._inventory.entries() if entry.is_ready]
+        for entry in (entry for entry in entries if order.means(entry.namespace)):
             with self._inside() as is_open:
-                held = self._shelf.refer(entry.address) if is_open else None
+                held = self._refer(entry.address) if is_open else None
                 if held is not None:
                     self._remove(held)
 
@@ -614,7 +456,13 @@ class DiskTier:
         """Returns disk_entries; disk_held_bytes, as the file system counts them; disk_bytes_max; disk_refilling, which
         is 1 until all files of the folder are taken in.
         """
-        return self._shelf.stats()
+        with self._changed:
+            return {
+                "disk_entries": self._inventory.entries_count,
+                "disk_held_bytes": self._room.held_bytes,
+                "disk_bytes_max": self._room.size_bytes,
+                "disk_refilling": int(not self._is_whole),
+            }
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Ends the thread, and unlocks the folder after its last use. Idempotent."""
@@ -646,8 +494,10 @@ class DiskTier:
                 for entry in list(self._root.list(Name(f"{places.CHUNKS}/{shard}"))):
                     if self._is_open and entry.stat is not None:
                         self._take(inspector, Name(f"{places.CHUNKS}/{shard}/{entry.name}"), entry.name, entry.stat)
-            if self._is_open:
-                self._shelf.whole()
+            with self._changed:
+                if self._is_open:
+                    self._is_whole = True
+                    self._unused_since_s.clear()
         except KVStoreError as error:
             log.warning("disk.not_read %s: nothing is written to it until the next start: %s", self._folder.path, error)
         finally:
@@ -661,14 +511,33 @@ class DiskTier:
         try:
             if chunk is not None and places.chunk(*chunk, SHARD_BITS) == name:
                 found, verdict = DiskFile(stat.mtime_ns, stat.size_bytes, *chunk), inspector.look(name)
-                if isinstance(verdict, Whole) and _is_of(verdict.header, found):
-                    header = self._opened(name, verdict.header)
-                    if header is not None and self._shelf.admit(found, header):
+                if isinstance(verdict, Header) and _is_of(verdict, found):
+                    header = self._opened(name, verdict)
+                    if header is not None and self._admit(found, header):
                         return
             self._root.remove(name)
         except KVStoreError as error:
-            self._shelf.charge(stat.size_bytes)
+            with self._changed:
+                self._room.held_bytes += self._room.charge(stat.size_bytes)
             self._failed(self._reads, error)
+
+    def _admit(self, found: DiskFile, header: Header) -> bool:
+        """Takes in a file of the folder; False if it has to go."""
+        was = recency.decode(found.mtime_ns, QUANTUM_S)
+        place = ChunkIdentity(header.namespace, header.address, header.parent)
+        with self._changed:
+            used_s = min(float(was.last_use_s), self._clock.now_s())
+            if used_s < self._unused_since_s.get(found.namespace, 0.0) or self._standing.means(found.namespace):
+                return False
+            if self._room.charge(found.size_bytes) > self._room.free_bytes:
+                return False
+            entry = self._inventory.claim(place, found.size_bytes, used_s, was.hints)
+            if entry is None:
+                return False
+            self._inventory.used([entry] * was.uses, used_s)
+            self._inventory.ready(entry)
+            self._inventory.unrefer(entry)
+        return True
 
     def _opened(self, name: Name, header: Header) -> Header | None:
         """Returns a header whose tokens can be read; None if it is encrypted and its key is no longer known."""
@@ -703,8 +572,24 @@ class DiskTier:
                 self._folder.unlock()
                 self._changed.notify_all()
 
+    def _refer(self, address: Address) -> TierEntry | None:
+        """Returns the entry, whose room is not given back until ``_unrefer``; None if there is none."""
+        with self._changed:
+            entry = self._inventory.find(address)
+            if entry is not None:
+                self._inventory.refer(entry)
+            return entry
+
+    def _unrefer(self, entry: TierEntry, *, used: bool) -> None:
+        """Ends ``_refer``; ``used`` says whether the entry was used."""
+        with self._changed:
+            if used:
+                # Wall time: entries taken in at the start have their last uses from the files' times.
+                self._inventory.used([entry], self._clock.now_s())
+            self._inventory.unrefer(entry)
+
     def _fetch(self, wanted: KeySet, index: int, image: memoryview) -> bool:
-        entry = self._shelf.refer(wanted.addresses[index])
+        entry = self._refer(wanted.addresses[index])
         if entry is None:
             return False
         # A file of another size is a block that was put with that size, or encrypted.
@@ -720,7 +605,7 @@ class DiskTier:
         except KVStoreError as error:
             self._failed(self._reads, error)
         if stays:
-            self._shelf.unrefer(entry, used=whole)
+            self._unrefer(entry, used=whole)
         else:
             self._remove(entry)
         return whole
@@ -755,17 +640,21 @@ class DiskTier:
 
     def _add(self, place: ChunkIdentity, image: memoryview, hints: Hints) -> bool:
         header = _header_of(place, image)
-        if header is None or self._shelf.forbids(header.namespace):
+        if header is None or self._standing.means(header.namespace):
             return False
         pieces = self._encodings.pieces_of_image(header, image)
         if pieces is None:
             return False
         name, size_bytes = name_of(place), byte_length(pieces)
         # A file without an entry has not been taken in yet, or is about to be removed.
-        is_here = self._shelf.has(place.address) or self._root.stat(name) is not None
-        if is_here or not self._make_room(place, size_bytes):
+        with self._changed:
+            is_here = self._inventory.find(place.address) is not None
+        if is_here or self._root.stat(name) is not None or not self._make_room(place, size_bytes):
             return False
-        claimed = self._shelf.claim(place, size_bytes, hints)
+        with self._changed:
+            # Without room for it, never evict: no file would be removed.
+            has_room = self._room.charge(size_bytes) <= self._room.free_bytes
+            claimed = self._inventory.claim(place, size_bytes, self._clock.now_s(), hints) if has_room else None
         if claimed is None:
             return False
         staged = places.staged(self._session, next(self._numbers))
@@ -781,21 +670,54 @@ class DiskTier:
         if not won:
             self._remove(claimed)
             return False
-        self._shelf.ready(claimed)
+        with self._changed:
+            self._inventory.ready(claimed)
+            self._inventory.unrefer(claimed)
         self._writes.succeeded()
         self._counters.add(NodeCount.DISK_WRITES)
         self._counters.add(NodeCount.DISK_WRITE_BYTES, size_bytes)
         return True
 
     def _make_room(self, place: ChunkIdentity, size_bytes: int, *, even_if_free: bool = False) -> bool:
-        victims = self._shelf.make_room(place, size_bytes, even_if_free=even_if_free)
-        for victim in victims or ():
+        """Evicts the least useful entries, as many as a file of that size needs; False if it may not.
+
+        Their room is free once their files are removed, and they are no longer referred to. ``even_if_free``: the disk
+        has less room than this tier counts.
+        """
+        with self._changed:
+            charged = self._room.charge(size_bytes)
+            if not self._is_whole or charged > self._room.size_bytes:
+                return False
+            lacking = charged if even_if_free else charged - self._room.free_bytes
+            victims = self._victims(lacking, place.parent) if lacking > 0 else []
+            for victim in victims:
+                self._inventory.refer(victim)
+                self._inventory.drop(victim)
+            self._counters.add(NodeCount.DISK_EVICTED, len(victims))
+        for victim in victims:
             self._remove_files(victim, name_of(victim))
-        return victims is not None
+        return lacking <= 0 or bool(victims)
+
+    def _victims(self, lacking: int, parent: Address) -> list[TierEntry]:
+        """Returns the entries that go first, just enough to free ``lacking`` bytes, never the parent of the new file;
+        empty if there is not enough. Under the lock.
+        """
+        kept = self._inventory.find(parent)
+        if kept is not None:
+            self._inventory.refer(kept)
+        victims: list[TierEntry] = []
+        for entry in self._inventory.victims(lacking):
+            if lacking > 0:
+                victims.append(entry)
+                lacking -= self._room.charge(entry.size_bytes)
+        if kept is not None:
+            self._inventory.unrefer(kept)
+        return victims if lacking <= 0 else []
 
     def _remove(self, entry: TierEntry, *names: Name) -> None:
         """Takes away an entry that the caller refers to, and its file, or the files of these names."""
-        self._shelf.drop(entry)
+        with self._changed:
+            self._inventory.drop(entry)
         self._remove_files(entry, *(names or (name_of(entry),)))
 
     def _remove_files(self, entry: TierEntry, *names: Name) -> None:
@@ -808,7 +730,7 @@ class DiskTier:
         except KVStoreError as error:
             self._failed(self._writes, error)
         else:
-            self._shelf.unrefer(entry, used=False)
+            self._unrefer(entry, used=False)
 
     def _failed(self, pause: Pause, error: KVStoreError) -> None:
         self._counters.add(NodeCount.DISK_FAILED)

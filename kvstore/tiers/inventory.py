@@ -345,7 +345,8 @@ class TierInventory:
         self._orphans: dict[Address, int] = {}
         """Numbers of children, by the address of their missing parent."""
         self._queues = Queues(self._is_evictable)
-        self._prints = Prints()
+        self.prints = Prints()
+        """Those of the entries that are ready."""
         # The latest time that a caller gave: ages of entries count up to it.
         self._now_s = 0.0
         self.held_bytes = 0
@@ -407,7 +408,7 @@ class TierInventory:
             return False
         entry.is_ready = True
         self._ready[entry.address] = entry
-        self._prints.add(entry.address)
+        self.prints.add(entry.address)
         self._queues.moved(entry)
         self._queues.offer(entry)
         return True
@@ -417,7 +418,7 @@ class TierInventory:
         if entry.is_gone:
             return
         if entry.is_ready:
-            self._prints.remove(entry.address)
+            self.prints.remove(entry.address)
         self.dirty_bytes -= entry.size_bytes if entry.is_dirty else 0
         self._queues.leave(entry)
         self._forget(entry)
@@ -483,14 +484,6 @@ class TierInventory:
     def entries(self) -> list[TierEntry]:
         """Returns all entries, claimed ones too."""
         return list(self._entries.values())
-
-    def changes(self) -> set[int]:
-        """Returns the shards (0 to 63) in which entries became ready or went since the last call."""
-        return self._prints.changes()
-
-    def prints(self, shard: int) -> npt.NDArray[np.uint32]:
-        """Returns the prints of the ready entries of a shard, shape ``(n,)``, each once, ascending."""
-        return self._prints.of(shard)
 
     def _is_evictable(self, entry: TierEntry) -> bool:
         """True if rules E1 and E2 allow its eviction."""

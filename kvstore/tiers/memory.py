@@ -63,6 +63,10 @@ class References:
         if let_go is not None:
             let_go(self)
 
+    def present_images(self) -> Sequence[memoryview]:
+        """The images of the entries, in order; unverified (rule I1)."""
+        return images_of(self.memory, self.referred)
+
     def __enter__(self) -> Self:
         return self
 
@@ -113,28 +117,9 @@ class Slots(References):
         entries = [self.entries[index - self.first] for index in indexes]
         return Slots(self.memory, self.wanted.take(indexes), 0, entries, lambda _: None)
 
-    def present_images(self) -> Sequence[memoryview]:
-        """The images of chunks that are there, in order; unverified (rule I1)."""
-        return images_of(self.memory, self.referred)
-
     def sections(self, start: int, stop: int) -> Images:
         """Returns the sections of chunks ``start`` to ``stop - 1``, as a put takes them; unverified too."""
         return Images(self.wanted, start, self.images(start, stop))
-
-
-class Victims(References):
-    """The next entries to be evicted, kept for a caller that puts them elsewhere first."""
-
-    __slots__ = ()
-
-    @property
-    def entries(self) -> list[TierEntry]:
-        """The entries in the order of the policy, children before parents."""
-        return self.referred
-
-    def images(self) -> list[tuple[TierEntry, memoryview]]:
-        """Returns each entry with its image; unverified."""
-        return list(zip(self.referred, images_of(self.memory, self.referred), strict=True))
 
 
 def images_of(memory: memoryview, entries: Sequence[TierEntry]) -> Sequence[memoryview]:
@@ -348,14 +333,14 @@ class MemoryTier:
             for entry in entries:
                 self._inventory.drop(entry)
 
-    def victims(self, bytes_wanted: int) -> Victims:
+    def victims(self, bytes_wanted: int) -> References:
         """Returns the next chunks to evict, at least so many bytes if there are; keeps them until it is released."""
         with self._lock:
             self._collect()
             entries = self._inventory.victims(bytes_wanted)
             for entry in entries:
                 self._inventory.refer(entry)
-            return Victims(self._readable, entries, self._let_go)
+            return References(self._readable, entries, self._let_go)
 
     def evict(self, entries: Sequence[TierEntry]) -> None:
         """Evicts victims before their release, except those that are in use again, or dirty (rule E2)."""
@@ -414,12 +399,12 @@ class MemoryTier:
     def changes(self) -> set[int]:
         """Returns the shards (0 to 63) in which chunks came or went since the last call."""
         with self._lock:
-            return self._inventory.changes()
+            return self._inventory.prints.changes()
 
     def prints(self, shard: int) -> npt.NDArray[np.uint32]:
         """Returns the prints of the chunks of a shard, shape ``(n,)``, ascending."""
         with self._lock:
-            return self._inventory.prints(shard)
+            return self._inventory.prints.of(shard)
 
     # Looking after it
 

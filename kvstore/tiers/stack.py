@@ -636,12 +636,12 @@ class TierStack:
         wanted = int(self.memory.size_bytes * FREE_SHARE) - self.memory.free_bytes
         while wanted > 0 and not self._demoting.closed:
             with self.memory.victims(min(wanted, DEMOTE_STEP_BYTES)) as victims:
-                if not victims.entries:
+                if not victims.referred:
                     return
-                for entry, image in victims.images():
+                for entry, image in zip(victims.referred, victims.present_images(), strict=True):
                     self.demote(entry, image)
                     wanted -= entry.size_bytes
-                self.memory.evict(victims.entries)
+                self.memory.evict(victims.referred)
 
     def demote(self, entry: TierEntry, image: memoryview) -> None:
         """Writes a chunk that memory is about to give up to the local disk, if it was used more than once."""

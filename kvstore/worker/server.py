@@ -351,7 +351,7 @@ class Worker:
     def _look_after(self) -> None:
         """Reports NOT_SERVING while the root hangs, so that clients use other workers; ends expired holds."""
         self.service.holds.expire()
-        self.member.expire()
+        self.member.node.holds.expire()
         self._look_at_space()
         serving = not self.member.node.stats()["root_hangs"] and not self._leaving
         if serving != self.health.is_serving and not self._loop.closed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import cast
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from kvstore.core.clock import SystemClock
 from kvstore.core.metrics import Counters
 from kvstore.core.namespace import Namespace
 from kvstore.engine.clear import ClearsFollower
+from kvstore.engine.engine import Engine
 from kvstore.errors import Unavailable
 from kvstore.format.keyset import ChunkKeys
 from kvstore.meta.clears import ORDERS_MAX, Clears
@@ -50,14 +52,14 @@ class Obedient:
         self.refilled: list[ClearOrder] | None = None
         self.can = True
         self.clears = Clears(meta, KEYS)
-        self.follower = ClearsFollower(self.clears, self.obey, self.sweep, self.refill, 1.0)
+        self.follower = ClearsFollower(cast(Engine, self), self.clears, 1.0)
 
     def obey(self, new: list[ClearOrder], orders: list[ClearOrder]) -> bool:
         self.obeyed.append(new)
         self.all = orders
         return self.can
 
-    def sweep(self, orders: list[ClearOrder]) -> None:
+    def sweep_disk(self, orders: list[ClearOrder]) -> None:
         self.swept += len(orders)
 
     def refill(self, cleared: list[ClearOrder]) -> None:
@@ -283,7 +285,7 @@ def make(chain: ChunkKeys, index: int, image: memoryview) -> None:
 def test_a_lost_watch_is_read_afresh(meta: MemoryMetadata) -> None:
     faulty = FaultyMeta(meta)
     node = Obedient(meta)
-    node.follower = ClearsFollower(Clears(faulty, KEYS), node.obey, node.sweep, node.refill, 1.0)
+    node.follower = ClearsFollower(cast(Engine, node), Clears(faulty, KEYS), 1.0)
     node.follower._session = Session.open(meta, KEYS, clock=SystemClock(), ids=CountingIds(), ttl_s=60)
     assert node.follower.step(0.0) and node.obeyed == []
     faulty.cut_watches()

@@ -15,9 +15,9 @@ import zstandard
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvstore.codec.codec import Decoding
-from kvstore.format.header import decode_any, decode_as, is_self_consistent
+from kvstore.format.header import Header, decode_any, decode_as, is_self_consistent
 from kvstore.format.places import Name
-from kvstore.root.inspect import Inspector, Whole
+from kvstore.root.inspect import Inspector
 from kvstore.root.memory import MemoryRoot
 from tests.format.make_golden import KEY, EncodedGolden, Golden, encoded_goldens, goldens
 
@@ -55,7 +55,7 @@ def is_whole(content: bytes) -> bool:
     """What ``fsck`` says of a file."""
     root = MemoryRoot()
     root.stage(Name("s"), [memoryview(content)], stamp_ns=0, durable=False)
-    return isinstance(Inspector(root).look(Name("s")), Whole)
+    return isinstance(Inspector(root).look(Name("s")), Header)
 
 
 def test_the_golden_files_are_those_that_were_committed() -> None:

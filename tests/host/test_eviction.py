@@ -17,7 +17,8 @@ from kvstore.host import eviction
 from kvstore.host.eviction import file_system_now_ns
 from kvstore.host.pins import PinnedPrints
 from kvstore.host.tables import HoldTable, Number, Shared
-from kvstore_gc.host import opened, victims_of
+from kvstore_gc.host import opened
+from kvstore_gc.rank import victims_of
 from tests.kit.host_parts import CHUNKS, SHARD_BITS, Parts, child_of
 from tests.kit.host_process import LAYOUT, TOKENS_COUNT, kv, tokens
 

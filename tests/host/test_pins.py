@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.core.clock import SystemClock
 from kvstore.errors import Overloaded, RootMismatch
 from kvstore.host.pins import PinnedPrints
 from kvstore.meta.pins import PinQuota
@@ -13,8 +12,8 @@ from tests.kit.stores import SetClock
 
 
 def test_the_refcount_is_the_number_of_live_records(parts: Parts) -> None:
-    pins, clock = parts.pins(), SetClock(1000.0)
-    pins._clock = clock
+    clock = SetClock(1000.0)
+    pins = parts.pins(clock=clock)
     first = pins.pin("me", [address(1), address(2)], 60, 8, SPACE.digest)
     pins.pin("you", [address(1)], 600, 4, SPACE.digest)
     assert (pins.refcount(address(1)), pins.refcount(address(2)), pins.refcount(address(3))) == (2, 1, 0)
@@ -27,8 +26,7 @@ def test_the_refcount_is_the_number_of_live_records(parts: Parts) -> None:
 
 def test_evictions_read_new_records_and_remove_ended_ones(parts: Parts) -> None:
     clock = SetClock(1000.0)
-    pins, prints = parts.pins(), PinnedPrints(parts.root, clock)
-    pins._clock = clock
+    pins, prints = parts.pins(clock=clock), PinnedPrints(parts.root, clock)
     assert not len(prints.read())
     pins.pin("me", [address(1)], 60, 4, SPACE.digest)
     pins.pin("me", [address(1), address(2)], 600, 8, SPACE.digest)
@@ -50,7 +48,6 @@ def test_a_record_that_cannot_be_read_stops_evictions(parts: Parts) -> None:
 
 def test_pins_over_a_quota_are_refused(parts: Parts) -> None:
     pins = parts.pins(PinQuota(per_owner_max=1, pins_max=2))
-    pins._clock = SystemClock()
     pins.pin("me", [address(1)], 60, 4, SPACE.digest)
     with pytest.raises(Overloaded, match="owner 'me' has 1 pins, the limit is 1"):
         pins.pin("me", [address(1)], 60, 4, SPACE.digest)

@@ -6,7 +6,7 @@ import os
 import signal
 
 from kvstore.core.address import ADDRESS_BYTES
-from kvstore.host.tables import SIZE_BYTES_MIN, LiveTable, Number, Own, live_tables, read_tables
+from kvstore.host.tables import SIZE_BYTES_MIN, Number, Own, live_tables
 from tests.kit.host_parts import Parts, address, child_of
 from tests.kit.patience import eventually
 
@@ -79,12 +79,5 @@ def test_a_table_is_locked_before_it_has_its_name(parts: Parts) -> None:
     """Tables are made all the time while others are read: none is taken for one that was left."""
     making = "import threading\nmade = []\ndef make():\n    for _ in range(200): made.append(HoldTable(folder))"
     child = child_of(parts.folder, f"{making}\nthreading.Thread(target=make).start()")
-    found: list[LiveTable | int] = []
-
-    def are_all_there() -> bool:
-        found[:] = read_tables(str(parts.folder))
-        assert all(isinstance(each, LiveTable) for each in found), found
-        return len(found) == 201
-
-    eventually(are_all_there, "all tables are there")
+    eventually(lambda: len(live_tables(str(parts.folder), parts.shared, whole=True)) == 201, "all tables are there")
     child.communicate()

@@ -25,7 +25,7 @@ from kvstore.client.local import LocalTransport
 from kvstore.client.pool import Bulk
 from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.core.namespace import Namespace
-from kvstore.engine.coordination import ClusterMember, Coordination
+from kvstore.engine.coordination import ClusterMember
 from kvstore.engine.open import join
 from kvstore.engine.settings import NO_TIERS, Limits, NodeOptions, TierSettings
 from kvstore.format import places
@@ -138,7 +138,7 @@ class Backend:
             limits=self._limits,
             clock=SystemClock(),
             ids=self._ids,
-            sharing=Coordination.CLUSTER,
+            in_cluster=True,
         )
         self._undo.callback(self.member.close)
         eventually(lambda: self.member.node.gc_view.protects, "the session protects")
@@ -243,10 +243,10 @@ class Backend:
             return
         with tiers.memory.victims(self._memory_bytes) as victims:
             if tiers.disk is not None:
-                for entry, image in victims.images():
+                for entry, image in zip(victims.referred, victims.present_images(), strict=True):
                     entry.uses += 1  # only what was used more than once goes to the disk
                     tiers.demote(entry, image)
-            tiers.memory.evict(victims.entries)
+            tiers.memory.evict(victims.referred)
 
     def on_disk(self, cache: Cache, tokens: npt.NDArray[Any] | Sequence[int]) -> int:
         """Leading chunks on the local disk."""

@@ -14,7 +14,7 @@ from kvstore.client.store import Store
 from kvstore.core.address import Address
 from kvstore.core.clock import Clock, RandomIds, SystemClock
 from kvstore.core.namespace import Namespace
-from kvstore.engine.coordination import ClusterMember, Coordination
+from kvstore.engine.coordination import ClusterMember
 from kvstore.engine.gc_state import ChunkHold
 from kvstore.engine.open import join
 from kvstore.engine.settings import AS_SHIPPED, Limits, NodeOptions
@@ -84,7 +84,7 @@ class Cluster:
             clock=SystemClock(),
             ids=RandomIds(),
             options=options,
-            sharing=Coordination.CLUSTER,
+            in_cluster=True,
         )
         member.claim_namespace(SPACE)
         self.undo.callback(member.close)

@@ -244,9 +244,6 @@ class FaultyReader:
                 _flip(pieces, fault.position - offset)
         return done
 
-    def map(self) -> memoryview | None:
-        return self._inner.map()
-
     def close(self) -> None:
         self._inner.close()
 

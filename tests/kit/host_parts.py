@@ -15,14 +15,14 @@ import numpy as np
 
 import kvstore
 from kvstore.core.address import Address
-from kvstore.core.clock import RandomIds, SystemClock
+from kvstore.core.clock import Clock, RandomIds, SystemClock
 from kvstore.core.namespace import Namespace
 from kvstore.engine.chunk_store import PresenceCache
 from kvstore.engine.gc_state import HostGcState
 from kvstore.format.keyset import ChunkKeys
 from kvstore.host import tables as shared_file
 from kvstore.host.eviction import Evicted, Eviction, EvictionVictim
-from kvstore.host.pins import HostPins
+from kvstore.host.pins import HostPins, PinTwins
 from kvstore.host.tables import COLLECTOR, HoldTable, HostRoom, Number, Shared
 from kvstore.meta.pins import PinQuota
 from kvstore.root.posix import PosixRoot
@@ -95,8 +95,9 @@ class Parts:
     def room(self, wake: Callable[..., None] = lambda **_: None) -> HostRoom:
         return HostRoom(self.shared, self.table, lambda: None, wake)
 
-    def pins(self, quota: PinQuota = PinQuota(10, 10)) -> HostPins:  # noqa: B008
-        return HostPins(self.root, RandomIds(), SystemClock(), lambda call: call(), quota)
+    def pins(self, quota: PinQuota = PinQuota(10, 10), clock: Clock = SystemClock()) -> HostPins:  # noqa: B008
+        twins = PinTwins(self.root, RandomIds(), clock, lambda call: call())
+        return HostPins(twins, RandomIds(), clock, quota)
 
     def collector(self, config: Config | None = None) -> HostCollector:
         return HostCollector(self.root, SHARD_BITS, self.shared, config or Config())

@@ -72,9 +72,6 @@ class MemoryObjectReader(MemoryReader):
             fill(pieces, content)
         return len(content)
 
-    def map(self) -> memoryview | None:
-        return None
-
 
 def _tag(file: MemoryFile) -> str:
     """Its ETag: a digest of the bytes, as on S3."""

@@ -23,10 +23,10 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from kvstore.core.clock import Clock, RandomIds, SystemClock
+from kvstore.host.pins import PinTwins
 from kvstore.meta.cluster import Standing, join_generation
-from kvstore.meta.keys import Keys, PinId
+from kvstore.meta.keys import Keys
 from kvstore.meta.store import MetadataStore
-from kvstore.root.fences import remove_twin, write_twin
 from kvstore.root.identity import publish as publish_generation
 from kvstore.root.identity import read_newest
 from kvstore.root.interface import Root
@@ -181,18 +181,9 @@ def _fresh_folders(kind: str, stack: ExitStack) -> list[str]:
     return [f"{mounts[0]}/{name}", f"{mounts[-1]}/{name}"]
 
 
-class RootTwins:
+def twins_on(root: Root, clock: Clock) -> PinTwins:
     """The second copies of pins on a root, written without I/O threads."""
-
-    def __init__(self, root: Root, clock: Clock) -> None:
-        self._root = root
-        self._clock = clock
-
-    def write(self, owner: str, pin: PinId, content: bytes) -> None:
-        write_twin(self._root, owner, pin, content, ids=RandomIds(), clock=self._clock)
-
-    def remove(self, owner: str, pin: PinId) -> bool:
-        return remove_twin(self._root, owner, pin)
+    return PinTwins(root, RandomIds(), clock, lambda call: call())
 
 
 def join_root(meta: MetadataStore, root: Root, keys: Keys) -> Standing:

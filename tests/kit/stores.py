@@ -20,7 +20,7 @@ from kvstore.client.store import Store
 from kvstore.codec.codec import KeyFile
 from kvstore.core.clock import Clock, RandomIds, SystemClock
 from kvstore.core.write_mode import Durability
-from kvstore.engine.coordination import ClusterMember, Coordination
+from kvstore.engine.coordination import ClusterMember
 from kvstore.engine.open import join
 from kvstore.engine.settings import NO_TIERS, Limits, NodeOptions, TierSettings
 from kvstore.format.header import checksum
@@ -73,8 +73,7 @@ def member_on(
     identity = create_or_open(root.inner if isinstance(root, FaultyRoot) else root, ids)
     meta = meta or MemoryMetadata(clock=clock)
     options = NodeOptions(durability, tiers=tiers, keys=keys, compress=compress)
-    sharing = Coordination.CLUSTER if in_cluster else Coordination.ALONE
-    return join(root, identity, meta, options, limits=limits or Limits(), clock=clock, ids=ids, sharing=sharing)
+    return join(root, identity, meta, options, limits=limits or Limits(), clock=clock, ids=ids, in_cluster=in_cluster)
 
 
 def store_on(root: Root | Path, limits: Limits | None = None) -> Store:

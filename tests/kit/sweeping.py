@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from kvstore.format import places
 from kvstore.format.places import Name
+from kvstore.host.eviction import EvictionVictim
 from kvstore.meta.keys import part_of
 from kvstore.root.interface import Root
-from kvstore_gc.deletion import SweepPlan, SweepVictim
+from kvstore_gc.deletion import SweepPlan
 from kvstore_gc.execute import Sweeper, SweepReport
 from kvstore_gc.site import Site
 
@@ -49,10 +50,10 @@ class WholeSweeper(Sweeper):
 
 def plans_of(root: Root, names: Iterable[Name]) -> list[SweepPlan]:
     """Plans to take these chunk files."""
-    parts: dict[int, list[SweepVictim]] = {}
+    parts: dict[int, list[EvictionVictim]] = {}
     for name in names:
         chunk, stat = places.parse_chunk(name.rpartition("/")[2]), root.stat(name)
         if chunk is not None and stat is not None:
-            victim = SweepVictim(*chunk, stat.size_bytes, stat.mtime_ns)
+            victim = EvictionVictim(*chunk, stat.size_bytes, stat.mtime_ns)
             parts.setdefault(part_of(victim.address), []).append(victim)
     return [SweepPlan(part, tuple(victims)) for part, victims in sorted(parts.items())]

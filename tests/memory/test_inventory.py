@@ -46,11 +46,11 @@ def test_two_addresses_with_one_print_are_told_until_both_are_gone() -> None:
     inventory = lru(Bytes(100))
     twins = [Address(bytes([9, 0, 0, 0, 1, 2, 3, 4, number]) + bytes(7)) for number in range(2)]
     entries = fill(inventory, [ChunkIdentity(NAMESPACES[0], address, NO_PARENT) for address in twins])
-    assert inventory.prints(2).tolist() == [0x04030201]
+    assert inventory.prints.of(2).tolist() == [0x04030201]
     inventory.drop(entries[0])
-    assert inventory.prints(2).tolist() == [0x04030201]
+    assert inventory.prints.of(2).tolist() == [0x04030201]
     inventory.drop(entries[1])
-    assert inventory.prints(2).tolist() == []
+    assert inventory.prints.of(2).tolist() == []
 
 
 def test_turns_that_no_longer_count_are_not_kept() -> None:

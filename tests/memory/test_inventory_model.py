@@ -188,7 +188,7 @@ class Model:
         ready = [entry for entry in there.values() if entry.is_ready]
         for shard in {shard_of(place.address) for place in self.places}:
             expected = sorted({print_of(entry.address) for entry in ready if shard_of(entry.address) == shard})
-            assert inventory.prints(shard).tolist() == expected
+            assert inventory.prints.of(shard).tolist() == expected
         queues = inventory._queues._queues.values()
         by_queue = {id(queue): queue.held_bytes for queue in queues if queue.held_bytes}
         counted: dict[int, int] = {}

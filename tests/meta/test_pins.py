@@ -26,7 +26,7 @@ from tests.kit.fake_meta import CountingIds, FakeClock
 from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
 from tests.kit.faulty_root import EIO, ENOSPC, EROFS, FaultyRoot
 from tests.kit.faulty_root import Rule as RootRule
-from tests.kit.roots import RootTwins
+from tests.kit.roots import twins_on
 
 KEYS = Keys(bytes(range(16)))
 NAMESPACE = NamespaceDigest(bytes(32))
@@ -46,7 +46,7 @@ class Node:
         self.meta = FaultyMeta(MemoryMetadata(self.store), sleep=self.clock.advance)
         self.root = FaultyRoot(MemoryRoot())
         self.session = Session.open(self.meta, KEYS, clock=self.clock, ids=CountingIds())
-        twins = RootTwins(self.root, self.clock)
+        twins = twins_on(self.root, self.clock)
         self.pins = Pins(self.meta, KEYS, lambda: self.session, clock=self.clock, twins=twins, quota=quota)
 
     def pin(self, owner: str = "me") -> StoredPin:
@@ -71,6 +71,7 @@ def test_pins_count_until_they_are_released(store: MetadataClients) -> None:
     pins, session = pins_of(store)
     chunks = addresses(5)
     first = pins.pin("job/ü 1", chunks[:4], 60, 1024, NAMESPACE)
+    ref = store.meta.get(store.keys.ref("job/ü 1", first.id))
     second = pins.pin("job2", chunks[2:], 3600, 512, NAMESPACE)
     assert [pins.refcount(chunk) for chunk in chunks] == [1, 1, 2, 2, 1]
     assert pins.refcount(Address(bytes(16))) == 0
@@ -80,15 +81,15 @@ def test_pins_count_until_they_are_released(store: MetadataClients) -> None:
     assert pins.unpin("job/ü 1", first.id)
     assert not pins.unpin("job/ü 1", first.id)
     assert not pins.unpin("job2", first.id)
-    assert not store.meta.keep_alive(first.lease), "its lease goes with it"
+    assert ref is not None and not store.meta.keep_alive(ref.lease), "its lease goes with it"
     session.close()
     assert pins.list() == (second,), "a pin outlives the session that asked for it"
 
 
 def test_pin_ends_with_its_own_lease(store: MetadataClients) -> None:
     pins, _ = pins_of(store)
-    pin = pins.pin("me", addresses(2), 2, 32, NAMESPACE)
-    watch = store.meta.watch(store.keys.refs, pin.revision + 1)
+    pins.pin("me", addresses(2), 2, 32, NAMESPACE)
+    watch = store.meta.watch(store.keys.refs, store.meta.list(store.keys.refs).revision + 1)
     store.pass_time(2)
     batch = watch.next(PATIENCE_S)
     assert batch is not None and batch[0].kv is None
@@ -224,9 +225,7 @@ def test_c5_twin_stays_until_its_key_is_deleted() -> None:
 def test_c5_unpin_removes_the_twin_a_wiped_etcd_left() -> None:
     node, wiped = Node(), Node()
     pin, other = node.pin("a/b"), node.pin("a/b")
-    wiped.pins = Pins(
-        wiped.meta, KEYS, lambda: wiped.session, clock=wiped.clock, twins=RootTwins(node.root, node.clock)
-    )
+    wiped.pins = Pins(wiped.meta, KEYS, lambda: wiped.session, clock=wiped.clock, twins=twins_on(node.root, node.clock))
     assert not wiped.pins.unpin("a", pin.id), "another owner's"
     assert wiped.pins.unpin("a/b", pin.id)
     assert list(node.twins) == [places.twin("a/b", other.id)]

@@ -77,18 +77,18 @@ def test_victims_are_kept_until_they_are_elsewhere_and_go_unless_somebody_needs_
     chain = chain_of(1, 8)
     case.fill(chain, 0, 8)
     with case.tier.victims(2 * UNIT) as victims:
-        assert [entry.address for entry, _ in victims.images()] == list(chain.addresses[:4:-1])
-        assert bytes(victims.images()[0][1][40:56]) == chain.addresses[7]
+        assert [entry.address for entry in victims.referred] == list(chain.addresses[:4:-1])
+        assert bytes(victims.present_images()[0][40:56]) == chain.addresses[7]
         assert case.fill(chain_of(2, 1), 0, 1) == 0
         with case.tier.refer(chain, 6, 1):
-            case.tier.evict(victims.entries)
+            case.tier.evict(victims.referred)
         assert case.tier.free_bytes < UNIT
     assert case.tier.leading(chain) == 7 and case.count("evicted") == 1
     assert UNIT <= case.tier.free_bytes < 2 * UNIT
     with case.tier.victims(1 << 40) as victims:
-        assert len(victims.entries) == 7
+        assert len(victims.referred) == 7
         with case.tier.refer(chain, 2, 1):
-            case.tier.evict(victims.entries)
+            case.tier.evict(victims.referred)
     assert case.tier.leading(chain) == 3
 
 
@@ -162,7 +162,7 @@ def test_many_threads_fill_read_damage_and_evict(is_native: bool, monkeypatch: p
                 empty(case.tier, *spaces)
             else:
                 with case.tier.victims(3 * UNIT) as victims:
-                    case.tier.evict(victims.entries)
+                    case.tier.evict(victims.referred)
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(act, range(4)))

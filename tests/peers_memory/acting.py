@@ -21,7 +21,6 @@ from kvstore.client.store import Store
 from kvstore.core.address import TokenArray
 from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.core.write_mode import WriteMode
-from kvstore.engine.coordination import Coordination
 from kvstore.engine.open import join
 from kvstore.engine.settings import Limits, NodeOptions, TierSettings
 from kvstore.format.keyset import ChunkKeys
@@ -57,7 +56,7 @@ def main() -> None:
         limits=limits,
         clock=clock,
         ids=ids,
-        sharing=Coordination.CLUSTER,
+        in_cluster=True,
         options=NodeOptions(tiers=settings),
     )
     assert member.node.tiers is not None

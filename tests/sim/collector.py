@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import KVStoreError
 from kvstore.format import places
+from kvstore.host.eviction import EvictionVictim
 from kvstore.meta.keys import PARTS, part_of
-from kvstore_gc.deletion import SweepPlan, SweepVictim
+from kvstore_gc.deletion import SweepPlan
 from kvstore_gc.execute import SweepReport
 from kvstore_gc.leftovers import Orphans
 from kvstore_gc.site import Site
@@ -122,7 +123,7 @@ class Collector:
             for entry in self.root.list(places.shard_folder(shard)):
                 parsed = places.parse_chunk(entry.name)
                 if parsed and part_of(parsed[0]) == part and entry.stat and self.kernel.random() < likely:
-                    victims.append(SweepVictim(*parsed, entry.stat.size_bytes, entry.stat.mtime_ns))
+                    victims.append(EvictionVictim(*parsed, entry.stat.size_bytes, entry.stat.mtime_ns))
         return SweepPlan(part, tuple(victims))
 
     def _add(self, report: SweepReport) -> None:

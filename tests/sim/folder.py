@@ -281,13 +281,13 @@ class Files:
         replace(patch.object(gc_host, "open_root", lambda url, options, create: SimRoot(self.folder)))
         replace(patch.object(host_module, "atexit", SimpleNamespace(register=_ignore, unregister=_ignore)))
         replace(patch.object(host_module, "Collecting", _NoChild))
-        release = tables.HostReservation.__del__
+        release = tables.SpaceReservation.__del__
 
-        def end(reserved: tables.HostReservation) -> None:
+        def end(reserved: tables.SpaceReservation) -> None:
             if not kernel.over and kernel.current is not None:
                 release(reserved)
 
-        replace(patch.object(tables.HostReservation, "__del__", end))
+        replace(patch.object(tables.SpaceReservation, "__del__", end))
         for module, name, value in (
             (tables, "RING", RING),
             (tables, "BATCH_MAX", BATCH_MAX),

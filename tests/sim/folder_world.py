@@ -30,7 +30,7 @@ from kvstore.core.executor import Deadline
 from kvstore.core.layout import Layout
 from kvstore.core.namespace import Namespace
 from kvstore.engine.coordination import ClusterMember
-from kvstore.engine.host import HostBounds, HostMember
+from kvstore.engine.host import HostMember
 from kvstore.engine.open import join
 from kvstore.engine.settings import Limits
 from kvstore.errors import KVStoreError
@@ -370,7 +370,7 @@ class Program:
     def _opened(self) -> ClusterMember | None:
         """Opens the store, as ``open_member`` does; None if the process was stopped for too long."""
         world, root = self.world, SimRoot(self.world.path)
-        host, meta = HostMember(root, HostBounds(world.limit_bytes)), MemoryMetadata(clock=self.process)
+        host, meta = HostMember(root, world.limit_bytes), MemoryMetadata(clock=self.process)
         try:
             return join(root, world.identity, meta, limits=world.limits, clock=self.process, ids=world, host=host)
         except KVStoreError as error:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 from kvstore.core.executor import Deadline
-from kvstore.engine.coordination import ClusterMember, Coordination
+from kvstore.engine.coordination import ClusterMember
 from kvstore.engine.gc_state import ChunkHold, ClusterGcState
 from kvstore.engine.open import join
 from kvstore.engine.settings import NodeOptions
@@ -57,7 +57,7 @@ class Host:
                     limits=world.limits,
                     clock=self.process,
                     ids=world.ids,
-                    sharing=Coordination.CLUSTER,
+                    in_cluster=True,
                 )
             except KVStoreError as error:
                 self.kernel.note(f"could not join: {error}")

@@ -177,9 +177,6 @@ class ReaderPort:
     def read(self, pieces: Pieces, offset: int, borrowed: BufferLoan) -> int:
         return self._root.read("read", self._name, lambda: self._inner.read(pieces, offset, borrowed))
 
-    def map(self) -> memoryview | None:
-        return self._inner.map()
-
     def close(self) -> None:
         self._inner.close()
 

@@ -45,7 +45,7 @@ def test_r3_a_hold_that_ends_by_itself_lets_go() -> None:
         hold_id = node.node.hold(node.chain(1, 4), ttl_s=0.001).id
         assert node.stat("memory_referenced_bytes") > 0
         eventually(lambda: not node.node.holds.find(hold_id))
-        node.member.expire()
+        node.member.node.holds.expire()
         node.assert_settled()
 
 

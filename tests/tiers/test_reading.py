@@ -122,6 +122,6 @@ def test_demotion_keeps_memory_free_and_takes_what_was_used_twice(node: Acting) 
     assert node.get(1, 20) == 20
     disk = node.tiers.disk
     assert disk is not None
-    entry = disk._shelf.refer(node.chain(1, 20).addresses[19])
+    entry = disk._refer(node.chain(1, 20).addresses[19])
     assert entry is not None and entry.priority == 30, "hints live on"
-    disk._shelf.unrefer(entry, used=False)
+    disk._unrefer(entry, used=False)

@@ -307,9 +307,8 @@ TAKING = [
 
 def _broken(real: Any, self: Any, name: str, **how: Any) -> Any:
     from kvstore.format.header import Damage
-    from kvstore.root.inspect import Broken
 
-    return Broken(Damage.MAGIC)
+    return Damage.MAGIC
 
 
 KEEPING = [
@@ -366,7 +365,7 @@ class _Whole:
 
     @classmethod
     def of(cls, found: Any) -> Any:
-        if type(found).__name__ == "Whole":
+        if type(found).__name__ == "Header":
             cls.last = found
         return cls.last or found
 

@@ -108,7 +108,7 @@ MUTANTS: list[Mutant] = [
     mutant("host-no-limit", at("kvstore.host.tables:HostRoom", "reserve", _unlimited), "host/test_room.py"),
     mutant(
         "host-dropped-room-stays-taken",
-        at("kvstore.host.tables:HostReservation", "release", giving(None)),
+        at("kvstore.host.tables:SpaceReservation", "release", giving(None)),
         "host/test_room.py",
     ),
     mutant(

@@ -286,7 +286,7 @@ PINNING = [
     ),
     mutant(
         "p6-disk-was-away",
-        at("kvstore.tiers.disk:DiskShelf", "cleared", giving(None)),
+        at("kvstore.tiers.disk:DiskTier", "cleared", giving(None)),
         "census/test_clearing.py host/test_clears.py -k away",
     ),
     mutant(
@@ -357,9 +357,7 @@ RESTORED = [
         at("kvstore.engine.follower:StartFence", "lift_unnamed", giving(None)),
         "gc/test_protocol.py",
     ),
-    mutant(
-        "c5-pin-without-a-twin", at("kvstore.engine.coordination:NodeTwins", "write", giving(None)), "node/test_pins.py"
-    ),
+    mutant("c5-pin-without-a-twin", at("kvstore.host.pins:PinTwins", "write", giving(None)), "node/test_pins.py"),
     mutant("c5-twin-stays-after-its-pin", at("kvstore.root.fences", "remove_twin", giving(None)), "node/test_pins.py"),
     mutant(
         "c5-damaged-pin-is-read", at("kvstore.meta.pins:StoredPin", "from_bytes", _any_checksum), "meta/test_pins.py"
