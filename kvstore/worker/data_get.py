@@ -73,6 +73,7 @@ class Leases:
 
     def __init__(self, memory: MemoryTier) -> None:
         self._memory = memory
+        self._leases_max = LEASES_MAX
         self._lock = threading.Lock()
         self._count = 0
         self._kept: dict[int, SlotLease] = {}
@@ -86,7 +87,7 @@ class Leases:
     def begin(self) -> SlotLease | None:
         """Returns a new lease, to be kept; None if there are too many."""
         with self._lock:
-            if self._closed or self._count >= LEASES_MAX:
+            if self._closed or self._count >= self._leases_max:
                 return None
             try:
                 self._epoll = self._epoll or select.epoll()  # first: a lease without a watcher would never end

@@ -193,7 +193,7 @@ def test_a_limit_where_no_folder_is_shared_is_an_error(
         with pytest.raises(InvalidRequest, match=r"kvstore-gc --root .* --etcd"):
             kvstore.open(root, etcd, **asked)
     monkeypatch.setattr(tables, "_file_system", lambda folder: 0x6969)
-    with pytest.raises(InvalidRequest, match=r"NFS.*kvstore-gc --root"):
+    with pytest.raises(InvalidRequest, match=r"other hosts may write.*kvstore-gc --root"):
         kvstore.open(tmp_path / "root", **asked)
     kvstore.open(tmp_path / "root").close()
 

@@ -111,7 +111,7 @@ def test_a_network_file_system_leaves_a_process_alone(tmp_path: Path, monkeypatc
     with kvstore.open(root) as store:
         store.namespace("model", LAYOUT).put(tokens(1), kv(1))
         assert matched(store, 1) == TOKENS_COUNT and not (root / tables.FOLDER).exists()
-    with pytest.raises(InvalidRequest, match=r"NFS.*give --etcd"):
+    with pytest.raises(InvalidRequest, match=r"other hosts may write.*give --etcd"):
         collected(root)
 
 

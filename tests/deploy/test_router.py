@@ -58,9 +58,9 @@ def test_a_prompt_goes_where_its_prefix_is_until_that_is_removed() -> None:
     assert chosen(scorer, tokens) == {*ENGINES}
 
 
-def test_what_one_engine_stored_counts_for_all_and_less_than_memory() -> None:
+def test_what_the_store_has_counts_for_all_and_less_than_memory() -> None:
     scorer, tokens = router.Scorer(ENGINES), list(range(5 * BLOCK))
-    scorer.apply("http://one", [stored(tokens, "STORAGE")])
+    scorer.apply(router.STORE, [stored(tokens, "STORAGE")])
     assert chosen(scorer, tokens) == {*ENGINES}
     scorer.apply("http://two", [stored(tokens[: 2 * BLOCK], None)])
     assert chosen(scorer, tokens) == {"http://two"}
