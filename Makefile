@@ -163,7 +163,7 @@ results: $(READY) ## measures everything and writes benchmarks/RESULTS.md, draws
 	@$(BIN)/python -m benchmarks all --save benchmarks/results $(ARGS)
 	@$(BIN)/python -m benchmarks.harness.report
 
-performance: $(READY) ## measures and draws docs/performance.md and the picture of the README (needs vLLM's environment; half an hour)
+performance: $(READY) ## measures and draws docs/performance.md and the picture of the README (needs vLLM's environment; an hour)
 	@for name in serving throughput competitors steady; do \
 		$(BIN)/python -m benchmarks $$name --save benchmarks/results $(ARGS) || exit 1; done
 	@$(BIN)/python -m benchmarks.harness.report

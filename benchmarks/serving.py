@@ -601,7 +601,8 @@ def _prompts(options: Options, arguments: argparse.Namespace | None) -> tuple[li
         "engines in one process each, one thread to compute; CPU s: the engine's and its worker's, until all is stored",
         *(f"{name}: {ABOUT[name]}" for name in names),
     ]
-    return conditions, [_first_tokens(names, cold, warm), _table("Cold", names, cold), _table("Warm", names, warm)]
+    first = _first_tokens(names, tokens, cold, warm)
+    return conditions, [first, _table("Cold", names, cold), _table("Warm", names, warm)]
 
 
 Rounds = list[dict[str, Took]]
@@ -620,12 +621,12 @@ def measured(ways: list[Way], tokens: int, rounds: int) -> tuple[Rounds, Rounds]
     return cold[1:], warm[1:]
 
 
-def _first_tokens(names: list[str], cold: Rounds, warm: Rounds) -> Table:
+def _first_tokens(names: list[str], tokens: int, cold: Rounds, warm: Rounds) -> Table:
     """Medians of both kinds of requests, for a picture."""
     rows: list[list[Cell]] = [
         [name, *(median(each[name].first_token_s for each in rounds) for rounds in (cold, warm))] for name in names
     ]
-    return Table("Time to first token", ("way", "new prompt s", "stored prompt s"), rows)
+    return Table(f"Time to first token of {tokens:,} tokens", ("way", "new prompt s", "stored prompt s"), rows)
 
 
 def _table(title: str, names: list[str], rounds: Rounds) -> Table:

@@ -218,8 +218,8 @@ FASTER = Picture(
     "serving",
     "Time to first token",
     Plot("way", ("new prompt s", "stored prompt s"), unit="s"),
-    "The real vLLM on a CPU: `none` is vLLM without a store, `async` the connector, `worker` the connector through a\n"
-    "worker with the KV in memory, `fs` vLLM's own tier of files.\n"
+    "The real vLLM on a CPU: `none` is vLLM without a store, `async` the connector with a folder,\n"
+    "`worker` the connector and a worker that has the KV in memory.\n"
     "A stored prompt is read instead of computed.",
 )
 FASTER_ON_GPU = Picture(
@@ -283,7 +283,7 @@ PERFORMANCE = """\
 # Performance
 
 `make performance` measures this page and writes it with its pictures; do not edit it.
-It takes half an hour on two quiet cores.
+It takes about an hour on two quiet cores.
 It needs fio, vLLM (`.ci/engines.sh --setup vllm`) and the other stores (`python -m benchmarks.competitors --setup`).
 Each picture names its machine and commit.
 [Results](../benchmarks/RESULTS.md) has the tables; [performance notes](performance-notes.md) explain the limits.
@@ -313,7 +313,7 @@ def write_performance(results: Sequence[Result]) -> None:
         first = next((each for each in (FASTER, FASTER_ON_GPU) if each in shown), None)
         before, after = text.partition(FIRST)[0], text.partition(LAST)[2]
         image = f"![{first.question}](docs/images/{first.name}.svg)\n" if first else ""
-        caption = f"\n{first.about.splitlines()[0]} {_origin(shown[first])}\n" if first else ""
+        caption = f"\n{' '.join(first.about.split())} {_origin(shown[first])}\n" if first else ""
         README.write_text(before + FIRST + image + caption + LAST + after)
 
 
@@ -334,7 +334,7 @@ def _origin(result: Result) -> str:
 def _date(machine: dict[str, Any]) -> str:
     """The day of a run; for runs that did not record one the day of the commit, if it is known here."""
     if "date" in machine:
-        return f", {machine['date']}"
+        return f" of {machine['date']}"
     asked = ("git", "-C", str(HERE), "log", "-1", "--format=%cs", str(machine["commit"]))
     found = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=False)
     return f" of {found.stdout.strip()}" if found.returncode == 0 else ""
