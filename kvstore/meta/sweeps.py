@@ -15,13 +15,13 @@ from kvstore.core.validate import parse_json
 from kvstore.errors import RootMismatch
 from kvstore.meta.keys import ID_BYTES, SweepId
 
-EXACT_MAX = 1024
+EXACT_MAX = 4000
 """A sweep of up to this many victims lists packed addresses; a larger one has a filter."""
 FILTER_BITS_PER_VICTIM = 24
 FILTER_HASHES = 8
 """With 24 bits each: 0.004 % of false positives. One of them ends the match of a whole prompt, so they must be rare."""
 VICTIMS_MAX = 16_384
-"""The most victims of one sweep, so that its key stays below 50 KB; the next sweep takes the others."""
+"""The most victims of one sweep, so that its key stays below 64 KiB; the next sweep takes the others."""
 NO_NONCE = bytes(ID_BYTES)
 PACE_S_MAX = 60.0
 
