@@ -165,8 +165,7 @@ STATUSES: tuple[tuple[type[KVStoreError], str], ...] = (
     (Unavailable, "503 Service Unavailable"),
 )
 SKIPPED_BYTES_MAX = 1 << 20
-"""Of the body of a refused caller so much is read, a part at a time: a connection that closes before the caller has
-sent it would lose the answer."""
+"""At most this much of a refused request's body is read: closing the connection earlier could lose the answer."""
 PART_BYTES = 64 << 10
 OTHER = "500 Internal Server Error"
 
@@ -205,7 +204,7 @@ def application(answer: Callable[[Question], dict[str, Any]], authenticator: Aut
 
 
 def _metadata(environ: WSGIEnvironment) -> Iterator[tuple[str, str]]:
-    """What a request says of itself, in headers with the names that a call's metadata has."""
+    """The tracing headers of a request, under the names of a call's metadata."""
     for key in (tracing.REQUEST_ID_KEY, tracing.PARENT_KEY):
         if (value := environ.get("HTTP_" + key.upper().replace("-", "_"))) is not None:
             yield key, value

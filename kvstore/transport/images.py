@@ -66,7 +66,7 @@ class _Image:
     def __init__(self, index: int, data: memoryview, rest: Iterator[pb.PutRequest] | Iterator[pb.GetResponse]) -> None:
         self._index = index
         self.left = data
-        """What the last message has behind the bytes that were copied."""
+        """The bytes of the last message that were not copied."""
         self._rest = rest
 
     def fill(self, pieces: Pieces) -> int:

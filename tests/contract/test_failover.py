@@ -25,7 +25,7 @@ FAILURES: dict[str, Callable[[], Exception]] = {
 
 
 class Attempts:
-    """Runs one call over ``workers`` workers, all of which fail; ``seconds`` pass in each try."""
+    """Runs one call over ``workers`` workers that all fail; each attempt takes ``seconds``."""
 
     def __init__(self, workers: int, failure: str, seconds: float) -> None:
         self.clock = FakeClock()

@@ -52,7 +52,7 @@ def number(content: bytes, offset: int, size: int) -> int:
 
 
 def is_whole(content: bytes) -> bool:
-    """What ``fsck`` says of a file."""
+    """True if ``fsck`` finds a file whole."""
     root = MemoryRoot()
     root.stage(Name("s"), [memoryview(content)], stamp_ns=0, durable=False)
     return isinstance(Inspector(root).look(Name("s")), Header)

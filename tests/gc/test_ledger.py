@@ -49,7 +49,7 @@ def record(name: str, *, is_final: bool = False) -> Condemned:
 
 
 def unlinked(two: Two, part: int, one: Condemned) -> Callable[[], object]:
-    """Another sweep gets the key of a part, in a store that was restored: the chain of sweeps does not tell."""
+    """Another sweep gets the key of a part, in a restored store, where the chain of sweeps does not show it."""
 
     def put() -> None:
         MemoryMetadata(two.store).delete(KEYS.condemned_in(part))

@@ -28,7 +28,7 @@ EVENTS: dict[str, dict[str, Any]] = {
         "to_event_extra_keys": lambda extra_keys: extra_keys,
     },
 }
-"""What the connector takes from vLLM for its descents."""
+"""The parts of vLLM that the connector's descents use."""
 
 
 @dataclass

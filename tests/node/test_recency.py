@@ -1,4 +1,4 @@
-"""What the mtimes of chunks say: last use, place in the prompt, uses and hints."""
+"""The mtime of a chunk encodes its last use, place in the prompt, count of uses and hints."""
 
 from __future__ import annotations
 

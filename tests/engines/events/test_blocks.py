@@ -44,7 +44,7 @@ def test_the_pool_tells_the_blocks_that_vllm_stored_under_its_hashes_and_their_r
         words = ("--publish", f"tcp://*:{pool[0]}", "--replay", f"tcp://*:{pool[1]}")
         with serving(tmp_path, "events", "--root", str(root), *words) as publisher:
             indexer.register(POOL, *pool)
-            eventually(lambda: indexer.tokens(LONG).get(POOL) == full_blocks(LONG), "the pool tells all of it")
+            eventually(lambda: indexer.tokens(LONG).get(POOL) == full_blocks(LONG), "all blocks are published")
             assert indexer.tokens(OTHER)[POOL] == full_blocks(OTHER)
             (model_name,) = {each.name for each in read_namespaces(PosixRoot(root))}
             query = publisher.said["query"]
@@ -58,7 +58,10 @@ def test_the_pool_tells_the_blocks_that_vllm_stored_under_its_hashes_and_their_r
             )
             gone = min(stored_files(root), key=lambda each: each.stat().st_mtime_ns)
             gone.unlink()
-            eventually(lambda: sum(indexer.blocks().get(POOL, Counter()).values()) < both // BLOCK_TOKENS, "it is told")
+            eventually(
+                lambda: sum(indexer.blocks().get(POOL, Counter()).values()) < both // BLOCK_TOKENS,
+                "the removal is published",
+            )
             for each in stored_files(root):
                 each.unlink()
             eventually(lambda: not indexer.blocks().get(POOL), "nothing is left, and the engine had no request")
