@@ -152,10 +152,11 @@ def test_c5_a_pin_that_only_its_twin_remembers_is_spared(c: Cluster) -> None:
 def test_c6_root_and_etcd_are_compared_again_before_anything_is_taken(c: Cluster) -> None:
     node, chain = c.node(), prompt(1, 8)
     put(node, chain)
-
+    hold = looking(node, chain)
     keys, meta = Keys(c.identity.root), MemoryMetadata(c.store)
 
     def adopted(_: float) -> None:
+        node.node.holds.release(hold)
         eventually(lambda: node.presence.current().announced > 0)
         meta.put(keys.generation, Generation(9, bytes(16)).to_json())
 
