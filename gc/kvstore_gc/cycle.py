@@ -30,8 +30,8 @@ from kvstore_gc.summary import Summary
 
 log = logging.getLogger(__name__)
 
-CONDEMNED_MAX = 131_072
-"""Victims chosen in one slice and condemned together: their plans are in memory until then."""
+CONDEMNED_MAX = 12_000
+"""Victims chosen in one slice and condemned together: one sweep takes a part's share of them."""
 SLICE_SHARE = 1 / 4
 """The share of the headroom, or of a larger excess, in one slice of eviction. Within it children and parents are
 condemned in any order."""

@@ -32,7 +32,7 @@ from kvstore.host.tables import BATCH_MAX, RING, HoldTable, HostRoom, Number, Ru
 from kvstore.meta.keys import Keys, part_of
 from kvstore.meta.session import Session
 from kvstore.meta.store import Absent, Compare, Event, KeyValue, Snapshot, ValueIs
-from kvstore.meta.sweeps import NO_NONCE, Condemned, CondemnedSet, Seq
+from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
 from kvstore.meta.usage import Capacity
 from kvstore.root.posix import error_of
 from kvstore.tiers.memory import Slots
@@ -134,7 +134,7 @@ class _Open:
     """A sweep in flight: at which revision it condemned, and which chunks."""
 
     stamp: int
-    members: CondemnedSet
+    victims: frozenset[bytes]
 
 
 class ClusterGcState(GcState):
@@ -154,8 +154,7 @@ class ClusterGcState(GcState):
         self._seq: bytes | None = None
         self._nonce = NO_NONCE
         self._open: dict[int, _Open] = {}
-        self._exact: frozenset[bytes] | None = frozenset()
-        """All that is condemned; None while a sweep has a filter."""
+        self._condemned: frozenset[bytes] = frozenset()
         self._session: Session | None = None
 
     @property
@@ -183,14 +182,10 @@ class ClusterGcState(GcState):
         return not self._open
 
     def _leading(self, addresses: Sequence[Address]) -> int:
-        open_, exact = self._open, self._exact
-        if exact is not None and exact.isdisjoint(addresses):
+        condemned = self._condemned
+        if condemned.isdisjoint(addresses):
             return len(addresses)
-        for index, address in enumerate(addresses):
-            sweep = open_.get(part_of(address))
-            if sweep is not None and address in sweep.members:
-                return index
-        return len(addresses)
+        return next(index for index, address in enumerate(addresses) if address in condemned)
 
     def check_room(self, size_bytes: int = 0) -> None:
         """Raises StoreFull while collectors publish that the root is full."""
@@ -216,7 +211,7 @@ class ClusterGcState(GcState):
             open_ = {part: sweep for part, sweep in self._open.items() if sweep.stamp > after}
             each = (packed[at : at + ADDRESS_BYTES] for at in range(0, len(packed) if open_ else 0, ADDRESS_BYTES))
             asked = ((open_.get(part_of(one)), one) for one in each)
-            found.append([(sweep.stamp, Address(one)) for sweep, one in asked if sweep and one in sweep.members])
+            found.append([(sweep.stamp, Address(one)) for sweep, one in asked if sweep and one in sweep.victims])
         return found
 
     # Changes: called under ``lock`` by the follower, which has checked under it that it still follows this session.
@@ -266,13 +261,10 @@ class ClusterGcState(GcState):
             self._condemn(open_)
             # Rule H3. Also when a sweep ends: a look that began during it may have found a chunk that the sweep was
             # about to take.
-            if (victims := _exact(changed)) is None:
-                self._known.clear()
-            else:
-                self._known.forget_each(b"".join(victims))
+            self._known.forget_each(b"".join(_victims(changed)))
 
     def _condemn(self, open_: dict[int, _Open]) -> None:
-        self._open, self._exact = open_, _exact(open_.values())
+        self._open, self._condemned = open_, _victims(open_.values())
 
     def _follow(self, link: Event) -> None:
         if link.kv is None:
@@ -307,14 +299,12 @@ class ClusterGcState(GcState):
             self.usage.received(None)
 
 
-def _exact(sweeps: Iterable[_Open]) -> frozenset[bytes] | None:
-    """Returns all that some sweeps condemn; None if one of them has a filter."""
-    found = [sweep.members.exact for sweep in sweeps]
-    return None if None in found else frozenset().union(*(each for each in found if each))
+def _victims(sweeps: Iterable[_Open]) -> frozenset[bytes]:
+    return frozenset().union(*(sweep.victims for sweep in sweeps))
 
 
 def _open(kv: KeyValue) -> _Open:
-    return _Open(kv.create_revision, CondemnedSet(_decoded(Condemned.from_bytes, kv.value)))
+    return _Open(kv.create_revision, _decoded(Condemned.from_bytes, kv.value).victims)
 
 
 def _decoded(decode: Callable[[bytes], T], value: bytes) -> T:

@@ -25,7 +25,7 @@ from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES, PAGE_BYTES, Damaged, Descent, IdentityKind, decode_any
 from kvstore.meta.keys import Keys, part_of
 from kvstore.meta.store import KeyValue, MetadataStore, Watch, WatchLost
-from kvstore.meta.sweeps import Condemned, CondemnedSet
+from kvstore.meta.sweeps import Condemned
 from kvstore.root.identity import read_namespaces
 from kvstore.root.interface import Root
 from kvstore.root.posix import folder_time, list_names
@@ -129,8 +129,8 @@ log = logging.getLogger(__name__)
 class News:
     """The changes since the last look."""
 
-    begun: list[CondemnedSet] = field(default_factory=list)
-    ended: list[CondemnedSet] = field(default_factory=list)
+    begun: list[frozenset[bytes]] = field(default_factory=list)
+    ended: list[frozenset[bytes]] = field(default_factory=list)
     """Sweeps that are over: the shards of their chunks are to be listed."""
     clear_begun: bool = False
     clear_ended: bool = False
@@ -144,7 +144,7 @@ class PendingDeletions:
         self._meta = meta
         self._keys = keys
         self._limits = limits
-        self._sweeps: dict[int, tuple[bytes, CondemnedSet]] = {}
+        self._sweeps: dict[int, tuple[bytes, frozenset[bytes]]] = {}
         self._clears: dict[str, ClearOrder] = {}
         self._watches: dict[str, Watch] = {}
 
@@ -203,7 +203,7 @@ class PendingDeletions:
         before = self._sweeps.pop(part, None)
         if kv is not None:
             try:
-                self._sweeps[part] = kv.value, CondemnedSet(Condemned.from_bytes(kv.value))
+                self._sweeps[part] = kv.value, Condemned.from_bytes(kv.value).victims
                 news.begun.append(self._sweeps[part][1])
             except RootMismatch as error:
                 log.warning("events.sweep_unreadable part=%d %s", part, error)
@@ -406,12 +406,9 @@ class RootIndex:
                 if news.clear_begun:
                     self._hide(model)
 
-    def _shards_of(self, sweeps: Iterable[CondemnedSet]) -> set[int]:
-        """Returns the shards in which some sweeps may have chunks."""
-        exact = [sweep.exact for sweep in sweeps]
-        if None in exact:
-            return set(range(1 << self._shard_bits))
-        return {places.shard(Address(each), self._shard_bits) for some in exact for each in some or ()}
+    def _shards_of(self, sweeps: Iterable[frozenset[bytes]]) -> set[int]:
+        """Returns the shards of the chunks of some sweeps."""
+        return {places.shard(Address(each), self._shard_bits) for victims in sweeps for each in victims}
 
     def _condemn(self, model: Model, shard: int) -> None:
         """Condemns what sweeps in flight are about to take."""

@@ -1,7 +1,7 @@
 """The keys of garbage collection: the sweeps in flight, and the chain that orders them.
 
-Collectors write them, nodes read them. A sweep's exact list lies on the root (``plans/<sweep>``). Nodes only need to
-know whether an address is in it, and a false "yes" costs a miss.
+Collectors write them, nodes read them. A sweep's plan, with the publication of each chunk, lies on the root
+(``plans/<sweep>``); nodes need only the addresses.
 """
 
 from __future__ import annotations
@@ -15,18 +15,12 @@ from kvstore.core.validate import parse_json
 from kvstore.errors import RootMismatch
 from kvstore.meta.keys import ID_BYTES, SweepId
 
-EXACT_MAX = 4000
-"""A sweep of up to this many victims lists packed addresses; a larger one has a filter."""
-FILTER_BITS_PER_VICTIM = 24
-FILTER_HASHES = 8
-"""With 24 bits each: 0.004 % of false positives. One of them ends the match of a whole prompt, so they must be rare."""
-VICTIMS_MAX = 16_384
+VICTIMS_MAX = 4_000
 """The most victims of one sweep, so that its key stays below 64 KiB; the next sweep takes the others."""
 NO_NONCE = bytes(ID_BYTES)
 PACE_S_MAX = 60.0
 
 _MAGIC = b"KVSWEEP1"
-_FILTER, _FINAL = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,91 +58,49 @@ class Condemned:
     ``is_final`` is for roots without a fence: every run deletes from this plan (rule O1).
 
     As stored: the magic ``KVSWEEP1``, sweep (16 bytes), checksum of the plan file (16), count of victims (u32,
-    little-endian), flags (1 byte: bit 0 filter, bit 1 final), then the addresses or the bits of the filter.
+    little-endian), flags (1 byte: bit 0 final), then the addresses.
     """
 
     sweep: SweepId
     plan_checksum: bytes
-    victims_count: int
-    is_filter: bool
-    members: bytes
+    packed: bytes
     is_final: bool = False
 
     @classmethod
     def of_victims(cls, sweep: SweepId, plan_checksum: bytes, victims: Sequence[Address]) -> Condemned:
         """Makes the record of a sweep. ``victims`` are at most VICTIMS_MAX."""
         assert len(victims) <= VICTIMS_MAX
-        packed = b"".join(victims)
-        if len(victims) <= EXACT_MAX:
-            return cls(sweep, plan_checksum, len(victims), False, packed)
-        bits = bytearray(-(-len(victims) * FILTER_BITS_PER_VICTIM // 8))
-        for victim in victims:
-            place, step = _halves(victim)
-            for _ in range(FILTER_HASHES):
-                at = place % (8 * len(bits))
-                bits[at >> 3] |= 1 << (at & 7)
-                place = (place + step) & _U64_MAX
-        return cls(sweep, plan_checksum, len(victims), True, bytes(bits))
+        return cls(sweep, plan_checksum, b"".join(victims))
+
+    @property
+    def victims_count(self) -> int:
+        """The number of chunks that it condemns."""
+        return len(self.packed) // ADDRESS_BYTES
+
+    @property
+    def victims(self) -> frozenset[bytes]:
+        """The addresses that it condemns, made anew."""
+        starts = range(0, len(self.packed), ADDRESS_BYTES)
+        return frozenset(self.packed[at : at + ADDRESS_BYTES] for at in starts)
 
     def to_bytes(self) -> bytes:
         count = self.victims_count.to_bytes(4, "little")
-        flags = bytes([self.is_filter * _FILTER | self.is_final * _FINAL])
-        return b"".join((_MAGIC, self.sweep, self.plan_checksum, count, flags, self.members))
+        flags = bytes([self.is_final])
+        return b"".join((_MAGIC, self.sweep, self.plan_checksum, count, flags, self.packed))
 
     @classmethod
     def from_bytes(cls, value: bytes) -> Condemned:
         """Parses what ``to_bytes`` returned. Raises RootMismatch for anything else: what it condemns is unknown."""
         start = len(_MAGIC)
         body = value[start + 2 * ID_BYTES :]
-        flags = body[4] if len(body) > 4 else 0xFF
-        count = int.from_bytes(body[:4], "little")
-        members = value[start + 2 * ID_BYTES + 5 :]
-        fits = len(members) > 0 if flags & _FILTER else len(members) == count * ADDRESS_BYTES
-        sound = value.startswith(_MAGIC) and flags <= _FILTER | _FINAL and fits
+        flags, packed = body[4] if len(body) > 4 else 0xFF, body[5:]
+        sound = (
+            value.startswith(_MAGIC)
+            and flags <= 1
+            and len(packed) == int.from_bytes(body[:4], "little") * ADDRESS_BYTES
+        )
         if not sound:
             raise RootMismatch("not the record of a sweep: is it of another version, or damaged?")
         sweep = SweepId(value[start : start + ID_BYTES])
         checksum = value[start + ID_BYTES : start + 2 * ID_BYTES]
-        return cls(sweep, checksum, count, bool(flags & _FILTER), members, bool(flags & _FINAL))
-
-
-class CondemnedSet:
-    """The addresses that a sweep condemns. Asking for one is fast, because every match and hold asks."""
-
-    __slots__ = ("_bits", "_bits_count", "_exact")
-
-    def __init__(self, record: Condemned) -> None:
-        packed = record.members
-        starts = range(0, 0 if record.is_filter else len(packed), ADDRESS_BYTES)
-        self._exact = frozenset(packed[at : at + ADDRESS_BYTES] for at in starts)
-        self._bits = packed if record.is_filter else b""
-        self._bits_count = 8 * len(self._bits)
-
-    @property
-    def exact(self) -> frozenset[bytes] | None:
-        """The addresses; None if there is only a filter."""
-        return None if self._bits else self._exact
-
-    def __contains__(self, address: bytes) -> bool:
-        """True if an address of its part counts as condemned; with a filter, 0.004 % of the others do too."""
-        if not self._bits:
-            return address in self._exact
-        place, step = _halves(address)
-        for _ in range(FILTER_HASHES):
-            at = place % self._bits_count
-            if not self._bits[at >> 3] >> (at & 7) & 1:
-                return False
-            place = (place + step) & _U64_MAX
-        return True
-
-
-_U64_MAX = (1 << 64) - 1
-
-
-def _halves(address: bytes) -> tuple[int, int]:
-    """Returns the first position of an address in a filter, and the step from each to the next, before they wrap.
-
-    Addresses are keyed hashes, so their halves serve as the two hashes from which all others follow (Kirsch and
-    Mitzenmacher, "Less hashing, same performance", 2006), except for the first bits, which a part's addresses share.
-    """
-    return int.from_bytes(address[8:], "little"), int.from_bytes(address[2:8], "little") | 1
+        return cls(sweep, checksum, packed, bool(flags))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -45,7 +46,7 @@ def two() -> Two:
 def record(name: str, *, is_final: bool = False) -> Condemned:
     victim = Address(name.encode().ljust(16, b"v"))
     made = Condemned.of_victims(SweepId(name.encode().ljust(16, b"s")), bytes(16), [victim])
-    return Condemned(made.sweep, made.plan_checksum, 1, False, made.members, is_final)
+    return replace(made, is_final=is_final)
 
 
 def unlinked(two: Two, part: int, one: Condemned) -> Callable[[], object]:
@@ -100,7 +101,7 @@ def test_g6_closing_leaves_a_part_that_another_sweep_has_by_now(two: Two) -> Non
 
 def test_o1_a_list_is_made_final_once(two: Two) -> None:
     (sweep,) = two.ours.condemn({2: record("ours")})
-    first, second = (Condemned(sweep.sweep, each * 16, 1, False, b"v" * 16, True) for each in (b"1", b"2"))
+    first, second = (Condemned(sweep.sweep, each * 16, b"v" * 16, True) for each in (b"1", b"2"))
     assert two.theirs.settle(sweep, first) is not None
     settled = two.ours.settle(sweep, second)
     assert settled is not None and settled.record.plan_checksum == first.plan_checksum, "the list that won"

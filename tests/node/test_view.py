@@ -19,7 +19,7 @@ from kvstore.format.keyset import BlockKeys, KeySet
 from kvstore.meta.keys import Keys, SweepId
 from kvstore.meta.session import Session
 from kvstore.meta.store import NO_LEASE, Event, KeyValue, Snapshot
-from kvstore.meta.sweeps import EXACT_MAX, NO_NONCE, Condemned, Seq
+from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
 from kvstore.meta.usage import Capacity
 from tests.kit.clusters import SPACE
 
@@ -87,15 +87,6 @@ def test_h3_a_sweep_that_begins_or_ends_makes_its_chunks_forgotten() -> None:
     seen.apply([link(12, 2, 1), closed(12, 1)])
     assert not seen.known.is_present(victim, QUANTUM), "it may have been found while the sweep was about to take it"
     assert seen.known.is_present(other, QUANTUM)
-
-
-def test_h3_a_sweep_that_is_known_by_a_filter_makes_everything_forgotten() -> None:
-    seen, victims, other = Seen(), [address_in(1, number) for number in range(EXACT_MAX + 1)], address_in(2)
-    for events in ([link(11, 1, 0), condemned(11, 1, victims)], [link(12, 2, 1), closed(12, 1)]):
-        seen.remember(victims[0], other)
-        seen.apply(events)
-        assert not seen.known.is_present(victims[0], QUANTUM) and not seen.known.is_present(other, QUANTUM)
-        assert seen.view.leading(asked_for(victims[:1])) == (events[0].revision == 12)
 
 
 def test_h3_what_was_looked_at_before_a_sweep_is_not_remembered_after_it() -> None:
