@@ -273,8 +273,8 @@ class FileMover:
         self._pool.shutdown()
 
     def _runs(self) -> list[range]:
-        lanes = Limits().width
-        return [range(lane, self._load.chunks, lanes) for lane in range(lanes)]
+        executor = Limits().width
+        return [range(number, self._load.chunks, executor) for number in range(executor)]
 
     def _write_run(self, run: range) -> int:
         return sum(self._write(self._name(index), self.kv[index]) for index in run)

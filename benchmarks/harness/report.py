@@ -218,7 +218,7 @@ FASTER = Picture(
     "serving",
     "Time to first token",
     Plot("way", ("new prompt s", "stored prompt s"), unit="s"),
-    "The real vLLM on a CPU: `none` is vLLM without a store, `async` the connector with a folder,\n"
+    "vLLM itself on a CPU: `none` is vLLM without a store, `async` the connector with a folder as its root,\n"
     "`worker` the connector and a worker that has the KV in memory.\n"
     "A stored prompt is read instead of computed.",
 )
@@ -268,7 +268,7 @@ PICTURES = (
             log_x=True,
         ),
         "1 to 32 processes that open one root on two cores, with as many jobs of fio.\n"
-        "The cores are the limit, so the sum stays level.",
+        "Two cores are the limit, so more processes add little.",
     ),
     Picture(
         "full-store",

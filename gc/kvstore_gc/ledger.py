@@ -15,7 +15,7 @@ from kvstore.meta.store import Absent, Compare, Delete, KeyValue, ModifiedAt, Pu
 from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
 from kvstore_gc.site import Site
 
-ANNOUNCEMENTS_PER_S = 50
+ANNOUNCEMENTS_PER_S = 200
 """The rate that all nodes together are asked not to exceed, while there is always a sweep to announce."""
 TRIES_MAX = 20
 """Other collectors on the chain make a transaction fail. After this many failures the round tries again."""

@@ -21,7 +21,7 @@ from kvstore.core.validate import size
 from kvstore.dashboard.workers import problems_of
 from kvstore.errors import InvalidRequest, KVStoreError
 
-HEALTH = ("calls_in_flight", "lane_queue", "memory_held_bytes", "behind_bytes")
+HEALTH = ("calls_in_flight", "root_queue", "memory_held_bytes", "behind_bytes")
 """Gauges of a worker that ``health`` shows."""
 TIMEOUT_S = 10.0
 

@@ -197,7 +197,7 @@ def _print_report(report: ReplayReport, as_json: bool, about: Mapping[str, Any])
     if not report.ok:
         check_failed()
     if not as_json:
-        hits = "each chunk was written once" if report.tokens_expected is None else "every hit is as the trace implies"
+        hits = "each chunk was written once" if report.tokens_expected is None else "every hit was as expected"
         print(f"wrong bytes: 0; every byte was compared, {hits}")
 
 

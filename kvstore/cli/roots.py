@@ -49,8 +49,8 @@ def fsck(root: RootPlace, checks: Checks, etcd: EtcdAccess | None, as_json: bool
     files of dead writers are deleted. One run does all of that. With --etcd it knows which writers are alive; without,
     files staged more than an hour ago count as left behind.
 
-    Housekeeping is listed separately: staged files of dead writers, files in quarantine, and the like. A sound root may
-    have some; collectors and --repair remove it.
+    Leftovers are listed separately: staged files of dead writers, files in quarantine, and the like. A sound root may
+    have some; collectors and --repair remove them.
 
     --adopt is for an etcd that was wiped, restored from a snapshot or exchanged, and for a root that was copied or
     restored: it ends all sessions (living nodes begin new ones), puts back what unfinished garbage collection took,
@@ -59,7 +59,7 @@ def fsck(root: RootPlace, checks: Checks, etcd: EtcdAccess | None, as_json: bool
 
     It also says if etcd is not the root's any more, so that --adopt is needed.
 
-    Exit codes: 0 clean, or only housekeeping; 1 damage or other problems found (or repaired); 2 could not run.
+    Exit codes: 0 clean, or only leftovers; 1 damage or other problems found (or repaired); 2 could not run.
 
     \b
     Examples:
@@ -111,7 +111,7 @@ def _check(root: Root, identity: RootIdentity, checks: Checks, etcd: EtcdAccess 
     from kvstore.meta.session import live_sessions
 
     def found(finding: Finding) -> None:
-        if not (as_json or finding.is_housekeeping):
+        if not (as_json or finding.is_leftover):
             _show(finding)
 
     live: Set[bytes] | None = None
@@ -162,17 +162,17 @@ def _show(finding: Finding) -> None:
 
 
 def _print(report: FsckReport, is_lost: bool) -> None:
-    housekeeping = [each for each in report.findings if each.is_housekeeping]
-    if housekeeping:
-        print("housekeeping (not damage):")
-    for finding in housekeeping:
+    leftovers = [each for each in report.findings if each.is_leftover]
+    if leftovers:
+        print("leftovers (not damage):")
+    for finding in leftovers:
         _show(finding)
-    if report.housekeeping_count > len(housekeeping):
-        print(f"and {report.housekeeping_count - len(housekeeping)} more")
+    if report.leftovers_count > len(leftovers):
+        print(f"and {report.leftovers_count - len(leftovers)} more")
     problems, left = report.problems_count + is_lost, report.unrepaired_count + is_lost
     print(
-        f"{report.chunks_count} whole chunks, {size(report.chunks_bytes)}; {problems} problem{'s' * (problems != 1)}, "
-        f"{left} not repaired; {report.housekeeping_count} of housekeeping"
+        f"{report.chunks_count} intact chunks, {size(report.chunks_bytes)}; {problems} problem{'s' * (problems != 1)}, "
+        f"{left} not repaired; {report.leftovers_count} leftovers"
     )
 
 
@@ -197,9 +197,9 @@ def _json(identity: RootIdentity, report: FsckReport, adopted: Adopted | None) -
         "unrepaired": report.unrepaired_count,
         "counts": {kind.value: count for kind, count in report.counts.items()},
         "actions": {action.value: count for action, count in report.actions.items()},
-        "findings": [_finding(each) for each in report.findings if not each.is_housekeeping],
-        "housekeeping": [_finding(each) for each in report.findings if each.is_housekeeping],
-        "housekeeping_count": report.housekeeping_count,
+        "findings": [_finding(each) for each in report.findings if not each.is_leftover],
+        "leftovers": [_finding(each) for each in report.findings if each.is_leftover],
+        "leftovers_count": report.leftovers_count,
         "findings_truncated": report.is_truncated,
         "adopted": asdict(adopted) if adopted else None,
     }

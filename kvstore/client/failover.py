@@ -572,7 +572,7 @@ class Renewing:
                 self._changed.wait(pause_s)
 
 
-class FileLanes:
+class FileExecutor:
     """The threads that read files from workers, and others that copy within memory; made when they are
     needed. Thread-safe.
     """
@@ -580,15 +580,15 @@ class FileLanes:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self._lock = threading.Lock()
-        self._lanes: Executor | None = None
+        self._executor: Executor | None = None
         self._copiers: Executor | None = None
         self._closed = False
 
     def get(self) -> Executor:
         """Those for files. After ``close`` they refuse work."""
         with self._lock:
-            self._lanes = self._lanes or self._made(2)
-            return self._lanes
+            self._executor = self._executor or self._made(2)
+            return self._executor
 
     def copiers(self) -> Executor:
         """Those that never wait for a device: so memory is read while the root hangs. As ``get`` after ``close``."""
@@ -597,18 +597,18 @@ class FileLanes:
             return self._copiers
 
     def _made(self, requests: int) -> Executor:
-        lanes = Executor(requests * WIDTH, WIDTH, QUEUE_MAX, STALL_S, self.clock)
+        executor = Executor(requests * WIDTH, WIDTH, QUEUE_MAX, STALL_S, self.clock)
         if self._closed:  # a call may outlive its store: no other code would end these threads
-            lanes.close()
-        return lanes
+            executor.close()
+        return executor
 
     def close(self) -> None:
         """Ends them. Idempotent."""
         with self._lock:
             self._closed = True
-            for lanes in (self._lanes, self._copiers):
-                if lanes is not None:
-                    lanes.close()
+            for executor in (self._executor, self._copiers):
+                if executor is not None:
+                    executor.close()
 
 
 T = TypeVar("T")
@@ -629,7 +629,7 @@ class Caller:
         self._clock = clock
         self.counters = counters
         self.limits = limits
-        self.lanes = FileLanes(clock)
+        self.executor = FileExecutor(clock)
         self.renewing = Renewing(clock)
         self.write = write
         """The default write mode of puts; None: the worker's."""

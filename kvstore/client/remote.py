@@ -27,7 +27,7 @@ import numpy.typing as npt
 from google.protobuf.message import Message
 
 from kvstore.census.selection import Selection
-from kvstore.client.failover import Caller, Endpoint, FileLanes, HoldLease, WorkerEndpoints, opening
+from kvstore.client.failover import Caller, Endpoint, FileExecutor, HoldLease, WorkerEndpoints, opening
 from kvstore.client.limits import ClientLimits
 from kvstore.client.operation import Operation
 from kvstore.client.pool import PLAIN, Bulk, ClientLease, Credentials, DataConnection, Leased, UploadArena
@@ -155,14 +155,14 @@ class Discovery:
         self._meta.close()
 
 
-# Puts. Several lanes copy, past the caches and without the GIL.
+# Puts. Several threads copy, past the caches and without the GIL.
 
 
 FULL_PAUSE_S = 0.0005
 """Pause between two looks at a full arena."""
 LAST_WORD_S = 1.0
 STEP_BYTES = 4 << 20
-"""Bytes that one lane copies at a time: a fraction of a millisecond."""
+"""Bytes that one thread copies at a time: a fraction of a millisecond."""
 PAGE_BYTES = 4096
 ARENA_RUNS = RUNS_IN_MEMORY + 1
 """Number of runs that an arena must have room for: those that need memory, and one more because the end of the ring may
@@ -196,14 +196,16 @@ class ChunkUpload:
         """Number of checksums that go with a run of so many chunks."""
         return self._layout.section_count
 
-    def place(self, first: int, count: int, target: npt.NDArray[np.uint8], lanes: Executor, deadline: Deadline) -> None:
+    def place(
+        self, first: int, count: int, target: npt.NDArray[np.uint8], executor: Executor, deadline: Deadline
+    ) -> None:
         """Copies a run into ``target``, which has its size."""
         planes, size = self._planes, target.nbytes // self._layout.section_count
         assert planes.covers(first, count) and planes.is_contiguous
         start: int = target.__array_interface__["data"][0]
         to = np.arange(start, start + target.nbytes, size, dtype=np.uint64)
         source = planes.addresses() + np.uint64(planes.offset(first))
-        copy_rows(to, source, size, (target, planes), lanes, deadline)
+        copy_rows(to, source, size, (target, planes), executor, deadline)
 
     def send(self, channel: Channel, first: int, count: int) -> None:
         """Sends the bytes of a run and its checksums."""
@@ -227,14 +229,16 @@ class BlockUpload:
     def sums_count(self, count: int) -> int:
         return count
 
-    def place(self, first: int, count: int, target: npt.NDArray[np.uint8], lanes: Executor, deadline: Deadline) -> None:
+    def place(
+        self, first: int, count: int, target: npt.NDArray[np.uint8], executor: Executor, deadline: Deadline
+    ) -> None:
         arrays = [np.frombuffer(block, np.uint8) for block in self._buffers[first : first + count]]
         addresses = np.fromiter((each.__array_interface__["data"][0] for each in arrays), np.uint64, count)
         sizes = np.fromiter(map(len, arrays), np.uint64, count)
         to = np.uint64(target.__array_interface__["data"][0]) + np.cumsum(sizes) - sizes
         for size in np.unique(sizes):
             same = sizes == size
-            copy_rows(to[same], addresses[same], int(size), (target, arrays), lanes, deadline)
+            copy_rows(to[same], addresses[same], int(size), (target, arrays), executor, deadline)
 
     def send(self, channel: Channel, first: int, count: int) -> None:
         blocks = self._buffers[first : first + count]
@@ -272,7 +276,7 @@ def _send_put(
             if at > begin and not channel.is_quiet():
                 break  # the worker has something to say: it refuses
             if arena is not None and run_bytes:
-                _place(link, arena, number, cargo, begin, at, chunks, ends_s, caller.lanes)
+                _place(link, arena, number, cargo, begin, at, chunks, ends_s, caller.executor)
             else:
                 _send(link, number, cargo, at, chunks)
         return parse(pb.PutResponse, link.receive(FrameKind.STORED)[1])
@@ -303,7 +307,7 @@ def _place(
     first: int,
     count: int,
     ends_s: float,
-    lanes: FileLanes,
+    executor: FileExecutor,
 ) -> None:
     size_bytes = cargo.size_bytes(first, count)
     while (offset := arena.take(size_bytes, first + count - begin)) is None:
@@ -312,8 +316,8 @@ def _place(
         if time.monotonic() > ends_s:
             raise Unavailable("the worker did not store the chunks in shared memory in time: retry later")
         time.sleep(FULL_PAUSE_S)
-    target, deadline = arena.bytes_at(offset, size_bytes), Deadline(lanes.clock, ends_s - time.monotonic())
-    cargo.place(first, count, target, lanes.copiers(), deadline)
+    target, deadline = arena.bytes_at(offset, size_bytes), Deadline(executor.clock, ends_s - time.monotonic())
+    cargo.place(first, count, target, executor.copiers(), deadline)
     link.channel.send(FrameKind.PLACED, number, [PLACED.pack(first, count, offset)])
 
 
@@ -324,11 +328,11 @@ def _send(link: DataConnection, number: int, cargo: UploadSource, first: int, co
 
 
 def copy_rows(
-    to: Addresses, source: Addresses, row_bytes: int, alive: object, lanes: Executor, deadline: Deadline
+    to: Addresses, source: Addresses, row_bytes: int, alive: object, executor: Executor, deadline: Deadline
 ) -> None:
     """Copies ``row_bytes`` bytes from each address in ``source`` to the one in ``to``; both have shape ``(rows,)``.
 
-    ``alive`` owns the memory: a lane that is still copying at the deadline keeps a reference to it. Raises
+    ``alive`` owns the memory: a thread that is still copying at the deadline keeps a reference to it. Raises
     DeadlinePassed, Overloaded, Unavailable.
     """
     rows = len(to)
@@ -339,7 +343,7 @@ def copy_rows(
     steps = max(1, min(pages, rows * row_bytes // STEP_BYTES))
     starts = [step * pages // steps * PAGE_BYTES for step in range(steps)]
     spans = list(pairwise([*starts, row_bytes]))
-    lanes.share(steps, partial(_copy_step, alive, to, source, spans), deadline)
+    executor.share(steps, partial(_copy_step, alive, to, source, spans), deadline)
 
 
 def _copy_step(_: object, to: Addresses, source: Addresses, spans: list[tuple[int, int]], step: int) -> bool:
@@ -499,14 +503,14 @@ class ImageReceiver:
         link: DataConnection,
         asked: Ask,
         done: bytearray,
-        lanes: FileLanes,
+        executor: FileExecutor,
         deadline: Deadline,
         views: ReceivedViews | None = None,
     ) -> None:
         self._link = link
         self._asked = asked
         self._done = done
-        self._lanes = lanes
+        self._executor = executor
         self._deadline = deadline
         has_lease = link.memory is not None and link.memory.has_lease
         self._views = views if has_lease else None
@@ -578,7 +582,7 @@ class ImageReceiver:
         if self._views is None:
             self._note(indexes, self._copied(indexes, images))
             return
-        right = verified(wanted, indexes, images, self._lanes.copiers(), self._deadline)
+        right = verified(wanted, indexes, images, self._executor.copiers(), self._deadline)
         for at, index in enumerate(indexes):
             if right[at]:
                 self._views.lend(wanted, index, images[at], self._lease)
@@ -594,22 +598,22 @@ class ImageReceiver:
             return take_images(wanted, indexes[start:stop], images[start:stop], sections, borrowed)
 
         # The caller does a share, because nothing here waits for a device.
-        return self._in_groups(self._lanes.copiers(), count, size_bytes // count, take, helps=True)
+        return self._in_groups(self._executor.copiers(), count, size_bytes // count, take, helps=True)
 
     def _in_groups(
         self,
-        lanes: Executor,
+        executor: Executor,
         count: int,
         chunk_bytes: int,
         read: Callable[[int, int, BufferLoan], Mask],
         *,
         helps: bool = False,
     ) -> Mask:
-        """Reads ``count`` chunks on lanes, some in each call of ``read(start, stop, borrowed)``; True for valid ones.
+        """Reads ``count`` chunks on threads, some in each call of ``read(start, stop, borrowed)``; True for valid ones.
 
         At the deadline, what was read by then counts. Nothing is written into the caller's memory afterwards.
         """
-        size = group_size(count, max(1, chunk_bytes), lanes.width)
+        size = group_size(count, max(1, chunk_bytes), executor.width)
         right, borrowed = np.zeros(count, np.bool_), BufferLoan()
 
         def work(number: int) -> bool:
@@ -622,9 +626,9 @@ class ImageReceiver:
 
         try:
             with suppress(KVStoreError):
-                (lanes.share if helps else lanes.each)(-(-count // size), work, self._deadline)
+                (executor.share if helps else executor.each)(-(-count // size), work, self._deadline)
         finally:
-            borrowed.withdraw()  # lanes may still be writing, at the deadline or after an interrupt (Ctrl-C)
+            borrowed.withdraw()  # threads may still be writing, at the deadline or after an interrupt (Ctrl-C)
         return right.copy()
 
     # Open files
@@ -632,7 +636,7 @@ class ImageReceiver:
     def _take_files(self, first: int, count: int) -> None:
         link, wanted, sections = self._link, self._asked.wanted, self._asked.sections
         files = link.channel.take_files(count)
-        # Each file has one owner that closes it: the lane that takes it out of this dict, or this call at the end.
+        # Each file has one owner that closes it: the thread that takes it out of this dict, or this call at the end.
         left, indexes = dict(enumerate(files)), range(first, first + count)
 
         def read_one(at: int, borrowed: BufferLoan) -> bool:
@@ -661,7 +665,7 @@ class ImageReceiver:
                 assert sections.covers(first, count)
                 local = LocalFiles("", never_blocks, stages=False, direct=False)
                 run = ChunkRun(local, 0, wanted, first, count, sections)
-            self._note(indexes, self._in_groups(self._lanes.get(), count, wanted.mean_bytes(first, count), read))
+            self._note(indexes, self._in_groups(self._executor.get(), count, wanted.mean_bytes(first, count), read))
         finally:
             for fd in [fd for at in range(count) if (fd := left.pop(at, None)) is not None]:
                 with suppress(OSError):
@@ -790,7 +794,7 @@ class RemoteRead(ABC):
 
     def _receive_images(self, link: DataConnection, chunks: Sequence[int]) -> bool:
         """Reads over one connection; False if an image is not right. Raises LinkBroken, InvalidRequest, CallFailed."""
-        lanes, number = self._caller.lanes, link.next_number()
+        executor, number = self._caller.executor, link.next_number()
         link.channel.limit(self._limits.read_s, self.timeout_s)
         message = traced(self._request(chunks))
         link.channel.send(FrameKind.GET, number, [encode_request(self.timeout_s, link.mode, message)])
@@ -798,8 +802,8 @@ class RemoteRead(ABC):
         lent = decode_slots(link.receive(FrameKind.SLOTS)[1])
         self._is_counted = True
         asked = self._asked(number, wanted, lent.found, chunks)
-        deadline = Deadline(lanes.clock, self.timeout_s)
-        return ImageReceiver(link, asked, self.done, lanes, deadline, self._views).receive(lent)
+        deadline = Deadline(executor.clock, self.timeout_s)
+        return ImageReceiver(link, asked, self.done, executor, deadline, self._views).receive(lent)
 
     def _receive_grpc(self, endpoint: Endpoint, chunks: Sequence[int]) -> None:
         self._counters.add(ClientCount.GETS_GRPC)
@@ -931,7 +935,7 @@ class RemoteTransport:
         self.shared: dict[Hashable, Any] = {}
         self.parts = ExitStack()
         """What is closed with the port, last first; it does not refer to the port."""
-        for part in (caller.lanes, self.endpoints, caller.renewing):
+        for part in (caller.executor, self.endpoints, caller.renewing):
             self.parts.callback(part.close)
         self.parts.callback(self.endpoints.stop)
         if discovery is not None:
@@ -1373,7 +1377,7 @@ class HeldAtWorker:
         self._hold_id: bytes = answer.hold
         if endpoint is not None:
             endpoint.use()
-            self._lease = HoldLease(answer.hold, answer.lease_s, endpoint, caller.lanes.clock.monotonic_s())
+            self._lease = HoldLease(answer.hold, answer.lease_s, endpoint, caller.executor.clock.monotonic_s())
             caller.renewing.add(self._lease)
 
     @property

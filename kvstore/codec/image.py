@@ -1,7 +1,7 @@
 """Images: chunk files, in memory, behind a reader or many in a folder, verified each time they are copied (I1).
 
 Native code does the common good case. Python redoes from scratch whatever it does not finish, so that both agree.
-Everything runs in the calling thread: lanes call it in groups of some MiB.
+Everything runs in the calling thread: threads call it in groups of some MiB.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def fill(reader: FileReader, pieces: Pieces, offset: int, borrowed: BufferLoan) 
 
 def verify(sections: Pieces, sums: tuple[int, ...]) -> None:
     """Raises Damaged if a section has another checksum."""
-    # One expression, because this loop holds the GIL that all lanes share.
+    # One expression, because this loop holds the GIL that all threads share.
     if tuple(map(checksum, sections)) != sums:
         raise Damaged(Damage.SECTION_CHECKSUM)
 
@@ -334,16 +334,16 @@ def verified(
     wanted: KeySet,
     indexes: Sequence[int],
     images: Sequence[memoryview],
-    lanes: Executor,
+    executor: Executor,
     deadline: Deadline,
     *,
     helps: bool = True,
 ) -> bytes:
     """Returns a byte for each image, 1 if it is that of the chunk at its index, whole and right.
 
-    Several lanes verify, and the calling thread if it ``helps``. Past the deadline, what is verified by then is right.
+    Several threads verify, and the calling one if it ``helps``. Past the deadline, what is verified by then is right.
     """
-    size = group_size(len(images), len(images[0]) if images else 0, lanes.width)
+    size = group_size(len(images), len(images[0]) if images else 0, executor.width)
     right = np.zeros(len(images), np.bool_)
 
     def verify(number: int) -> bool:
@@ -352,7 +352,7 @@ def verified(
         return True
 
     with suppress(KVStoreError):
-        (lanes.share if helps else lanes.each)(-(-len(images) // size), verify, deadline)
+        (executor.share if helps else executor.each)(-(-len(images) // size), verify, deadline)
     return right.tobytes()
 
 
@@ -521,7 +521,7 @@ def _mapped(address: int) -> memoryview:
 def _cold_memory() -> Iterator[int]:
     """Yields the address of COLD_BYTES of memory for blocking reads, aligned to pages as O_DIRECT wants it.
 
-    It comes from a pool, because a lane needs it only for a moment; a lane that hangs in a dead mount keeps it.
+    It comes from a pool, because a thread needs it only for a moment; a thread that hangs in a dead mount keeps it.
     """
     try:
         memory = _cold_pool.pop()

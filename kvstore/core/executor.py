@@ -29,16 +29,16 @@ GROUP_BYTES_MAX = 32 << 20
 """Some milliseconds of copying. A caller that takes its memory back waits for one of the chunks read from files."""
 GROUP_FILES_MAX = 64
 LIMIT_PER_GROUP = 32
-"""All files of a group are open together: fewer if the process may open few, so that 16 lanes take half of them."""
-GROUPS_PER_LANE = 2
+"""All files of a group are open together: fewer if the process may open few, so that 16 threads take half of them."""
+GROUPS_PER_THREAD = 2
 WIDTH = min(16, (os.cpu_count() or 1) + 1)
-"""Lanes that one request may use at a time. One more than cores: while one waits for the GIL, the others copy."""
+"""Threads that one request may use at a time. One more than cores: while one waits for the GIL, the others copy."""
 QUEUE_MAX = 1024
-"""Requests that may wait for a lane; more are refused with Overloaded."""
+"""Requests that may wait for a thread; more are refused with Overloaded."""
 STALL_S = 5.0
-"""If every lane has been in one file-system call for this long, the root counts as hung: calls fail immediately."""
+"""If every thread has been in one file-system call for this long, the root counts as hung: calls fail at once."""
 
-_lane = threading.local()
+_local = threading.local()
 
 
 class Deadline:
@@ -65,7 +65,7 @@ class DeadlinePassed(Unavailable):
 
 
 class IndexedWork:
-    """Work on the numbers 0 to count - 1, done by several lanes in parallel and started in rising order."""
+    """Work on the numbers 0 to count - 1, done by several threads in parallel and started in rising order."""
 
     def __init__(self, count: int, work: Callable[[int], bool]) -> None:
         self._count = count
@@ -74,22 +74,22 @@ class IndexedWork:
         self._next = 0
         self._runners = 0
         self.ended = threading.Event()
-        """Set once all lanes are done with it. Unlike the batch, it refers to no caller's memory."""
+        """Set once all threads are done with it. Unlike the batch, it refers to no caller's memory."""
         self._stopped = False
         self.error: BaseException | None = None
         if not count:
             self.ended.set()
 
     def run(self, tick: Callable[[], None]) -> None:
-        """Does one lane's share; calls ``tick`` before each piece of work. Stops all lanes at the first error, or when
-        ``work`` returns False.
+        """Does one thread's share; calls ``tick`` before each piece of work. Stops all threads at the first error, or
+        when ``work`` returns False.
 
-        A lane that comes after the others have done it all returns immediately; no caller waits for it.
+        A thread that comes after the others have done it all returns immediately; no caller waits for it.
         """
         with self._lock:
             self._runners += 1
-        before: Callable[[], None] | None = getattr(_lane, "tick", None)  # set if this lane helps with another batch
-        _lane.tick = tick
+        before: Callable[[], None] | None = getattr(_local, "tick", None)  # set if this thread helps with another batch
+        _local.tick = tick
         try:
             while (number := self._take()) is not None:
                 tick()
@@ -99,7 +99,7 @@ class IndexedWork:
             self.error = self.error or error
             self._stopped = True
         finally:
-            _lane.tick = before
+            _local.tick = before
             with self._lock:
                 self._runners -= 1
                 if not self._runners and (self._stopped or self._next >= self._count):
@@ -115,7 +115,7 @@ class IndexedWork:
             return self._next - 1
 
     def wait(self, deadline: Deadline) -> None:
-        """Returns when all lanes are done with it; raises their first error, or DeadlinePassed."""
+        """Returns when all threads are done with it; raises their first error, or DeadlinePassed."""
         try:
             in_time = self.ended.wait(deadline.left_s())
         except BaseException:
@@ -150,8 +150,8 @@ class IndexedWork:
 
 
 def moved_on() -> None:
-    """Reports from work of several steps on a slow root that this lane is not stuck in one call."""
-    tick: Callable[[], None] | None = getattr(_lane, "tick", None)
+    """Reports from work of several steps on a slow root that this thread is not stuck in one call."""
+    tick: Callable[[], None] | None = getattr(_local, "tick", None)
     if tick is not None:
         tick()
 
@@ -166,14 +166,14 @@ class Executor:
     def __init__(self, count: int, width: int, queue_max: int, stall_s: float, clock: Clock) -> None:
         self._clock = clock
         self.width = width
-        """Lanes that one request may use at a time."""
+        """Threads that one request may use at a time."""
         self._queue_max = queue_max
         self._stall_s = stall_s
         self._queue: queue.SimpleQueue[IndexedWork | None] = queue.SimpleQueue()
         self._busy_since_s: list[float | None] = [None] * count
         self._threads = [
-            threading.Thread(target=self._serve, args=(lane,), name=f"kvstore-lane-{lane}", daemon=True)
-            for lane in range(count)
+            threading.Thread(target=self._serve, args=(number,), name=f"kvstore-io-{number}", daemon=True)
+            for number in range(count)
         ]
         self._closed = False
         self._pid = os.getpid()
@@ -181,11 +181,11 @@ class Executor:
             thread.start()
 
     def start(self, count: int, work: Callable[[int], bool], *, helped: bool = False) -> IndexedWork:
-        """Begins ``work(0) ... work(count - 1)`` on up to ``width`` lanes.
+        """Begins ``work(0) ... work(count - 1)`` on up to ``width`` threads.
 
-        With ``helped`` it uses one lane less, because the caller does a share. The caller MUST call
-        ``IndexedWork.help``: no lane begins work that needs only one. Raises Overloaded if too much waits already, and
-        Unavailable immediately if the root hangs.
+        With ``helped`` it uses one thread less, because the caller does a share. The caller MUST call
+        ``IndexedWork.help``: no thread begins work that needs only one. Raises Overloaded if too much waits already,
+        and Unavailable immediately if the root hangs.
         """
         if self._closed:
             raise Unavailable("the store is closed: open it again")
@@ -194,7 +194,7 @@ class Executor:
                 "this store was opened before a fork, and its threads are not here: open it in the child"
             )
         if self.stalled:
-            raise Unavailable("the root does not answer: every lane waits for it; check the mount")
+            raise Unavailable("the root does not answer: every thread waits for it; check the mount")
         if self._queue.qsize() >= self._queue_max:
             raise Overloaded(f"{self._queue_max} requests wait for the root: back off")
         is_followed = tracing.tracer is not None or tracing.request_id() is not None
@@ -213,7 +213,7 @@ class Executor:
         batch.wait(deadline)
 
     def run(self, work: Callable[[], T], deadline: Deadline) -> T:
-        """Makes one call on a lane and returns its result. Raises what it raises, or DeadlinePassed."""
+        """Makes one call on a thread and returns its result. Raises what it raises, or DeadlinePassed."""
         results: list[T] = []
 
         def only(_: int) -> bool:
@@ -225,7 +225,7 @@ class Executor:
 
     @property
     def stalled(self) -> bool:
-        """True if every lane has been in one call for longer than ``stall_s``."""
+        """True if every thread has been in one call for longer than ``stall_s``."""
         limit = self._clock.monotonic_s() - self._stall_s
         return all(since is not None and since < limit for since in self._busy_since_s)
 
@@ -234,7 +234,7 @@ class Executor:
         return self._queue.qsize()
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Ends the idle lanes; a lane stuck in a call ends with the process."""
+        """Ends the idle threads; a thread stuck in a call ends with the process."""
         if self._closed or self._pid != os.getpid():
             return
         self._closed = True
@@ -244,24 +244,24 @@ class Executor:
         for thread in self._threads:
             thread.join(max(0.0, limit - self._clock.monotonic_s()))
 
-    def _tick(self, lane: int) -> None:
-        """Notes that this lane begins something new, so it is not stuck."""
-        self._busy_since_s[lane] = self._clock.monotonic_s()
+    def _tick(self, number: int) -> None:
+        """Notes that this thread begins something new, so it is not stuck."""
+        self._busy_since_s[number] = self._clock.monotonic_s()
 
-    def _serve(self, lane: int) -> None:
+    def _serve(self, number: int) -> None:
         while True:
             batch = self._queue.get()
             if batch is None:
                 return
-            batch.run(partial(self._tick, lane))
-            self._busy_since_s[lane] = None
-            del batch  # else a lane that waits for the next batch would keep the caller's arrays alive
+            batch.run(partial(self._tick, number))
+            self._busy_since_s[number] = None
+            del batch  # else a thread that waits for the next batch would keep the caller's arrays alive
 
 
 def group_size(chunks: int, chunk_bytes: int, width: int) -> int:
-    """Returns how many chunks one call does: enough that Python costs little, few enough that all lanes have work."""
+    """Returns how many chunks one call does: enough that Python costs little, few enough that all threads have work."""
     files_max = files_at_most(GROUP_FILES_MAX, LIMIT_PER_GROUP)
-    each = chunks * chunk_bytes // (GROUPS_PER_LANE * width)
+    each = chunks * chunk_bytes // (GROUPS_PER_THREAD * width)
     return max(1, min(min(max(each, GROUP_BYTES_MIN), GROUP_BYTES_MAX) // max(1, chunk_bytes), files_max))
 
 

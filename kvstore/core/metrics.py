@@ -200,7 +200,7 @@ NODE_GAUGES = {
     "holds": "holds that have not ended",
     "operations_running": "operations (prefetch, clear) that are running",
     "operations_waiting": "operations that wait for a thread",
-    "lane_queue": "reads and writes of the root that wait for a thread",
+    "root_queue": "reads and writes of the root that wait for a thread",
     "root_hangs": "1 while the root does not answer",
     "keys_known": "keys of tenants that this node has, old ones included",
     "native_path": "1 where the C library is in use",

@@ -39,7 +39,7 @@ AMOUNTS: dict[str, tuple[str, ...]] = {
 
 LEVELS: dict[str, tuple[str, ...]] = {
     "calls": ("calls_in_flight",),
-    "queue": ("lane_queue",),
+    "queue": ("root_queue",),
     "memory_held_bytes": ("memory_held_bytes",),
     "memory_size_bytes": ("memory_size_bytes",),
     "behind_bytes": ("behind_bytes",),

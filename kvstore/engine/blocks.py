@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LOOKED_MAX = 32
 """Blocks that native code looks for in one call. A root may take long for each: nothing that is found counts before the
-call ends, and a lane that is in one call for ``stall_s`` counts as hung.
+call ends, and a thread that is in one call for ``stall_s`` counts as hung.
 """
 
 
@@ -36,7 +36,7 @@ class Blocks:
         self._chunks = node.store
         self._reads = node.reader
         self._view = node.gc_view
-        self._lanes = node.lanes
+        self._executor = node.executor
         self._counters = node.counters
         self._holds = node.holds
         self._refresher = node.refresher
@@ -139,7 +139,7 @@ class Blocks:
         """
         count = len(wanted)
         run = self._chunks.run(wanted, 0, count)
-        parts = _parts(count, self._lanes.width, growing=prefix) if run is not None else _parts(count, count)
+        parts = _parts(count, self._executor.width, growing=prefix) if run is not None else _parts(count, count)
         found = [False] * count
 
         def look(number: int, _: BufferLoan) -> bool:
@@ -162,8 +162,8 @@ class Blocks:
                     break
             return all(found[part.start : part.stop])
 
-        ReadFuture(self._lanes, self._counters, len(parts), look, stop_at_miss=prefix).wait(deadline)
-        return found.copy()  # a lane past its deadline may go on
+        ReadFuture(self._executor, self._counters, len(parts), look, stop_at_miss=prefix).wait(deadline)
+        return found.copy()  # a thread past its deadline may go on
 
     def _is_on_root(self, address: Address, namespace: NamespaceId) -> bool:
         """True if the root has a block, whatever its size, that some node may be able to read."""
@@ -182,7 +182,7 @@ class Blocks:
 
 
 def _parts(count: int, width: int, *, growing: bool = False) -> list[range]:
-    """Returns the blocks that are looked for together, by ``width`` lanes.
+    """Returns the blocks that are looked for together, by ``width`` threads.
 
     If the parts are ``growing``, the first ones have a block each, because nothing behind a miss is worth a look.
     """

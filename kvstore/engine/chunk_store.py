@@ -1,9 +1,9 @@
 """The chunk files of one root, and what this node remembers of them. All bytes are verified.
 
 Files are found, read, mapped, staged, published and quarantined. Native code does the common case, many chunks in one
-call that needs no GIL (``StoredRun``). It reports failures, and ``ChunkStore`` redoes those one by one. Called on
-lanes only: a lane has its own part of a run, or takes turns at a shared one. A file that is corrupt, or that cannot be
-read, is renamed away from its name, so that the next put can repair it.
+call that needs no GIL (``StoredRun``). It reports failures, and ``ChunkStore`` redoes those one by one. Threads of the
+executor call it: each has its own part of a run, or takes turns at a shared one. A file that is corrupt, or that
+cannot be read, is renamed away from its name, so that the next put can repair it.
 
 ``PresenceCache`` remembers which chunks are present, so that a repeated match costs no file-system look-up: a memory,
 not the truth. An entry is trusted for the quantum it was made in and the next, and a reader that finds a chunk gone
@@ -285,7 +285,7 @@ _DAMAGE = {damage: NodeCount[f"DAMAGE_{damage.name}"] for damage in Damage}
 Places = npt.NDArray[np.int32]
 """Offsets of chunks in a run, counted from 0."""
 TURN_NS = 250_000_000
-"""Time after which a turn at a put ends, however little it did: a lane that is in one call for ``stall_s`` counts as
+"""Time after which a turn at a put ends, however little it did: a thread that is in one call for ``stall_s`` counts as
 hung.
 """
 
@@ -293,9 +293,9 @@ hung.
 class StoredRun(ChunkRun):
     """A run of a store's files, whose findings the store remembers and counts. Failures are left to ``ChunkStore``.
 
-    Several lanes do it together: each takes the next few chunks again and again, in one call. So all lanes end at about
+    Several threads do it together: each takes the next few chunks again and again, in one call. So all end at about
     the same time, with few calls. That matters because Python's own memory has left the processor's cache by the time
-    the next call needs it (benchmarks/NOTES.md).
+    the next call needs it (docs/performance-notes.md).
     """
 
     def __init__(
@@ -359,7 +359,7 @@ class StoredRun(ChunkRun):
     def begin_turns(self, step: int, most: int, files: int = 1) -> None:
         """Prepares turns of at least ``step`` and about ``most`` chunks. A step is taken at a time.
 
-        A lane that reads may have ``files`` files open at the same time; a step may need more.
+        A thread that reads may have ``files`` files open at the same time; a step may need more.
         """
         self._step, self._most, self._open_max = step, most, max(step, files)
         self._next = ctypes.c_int64(0)
@@ -384,7 +384,7 @@ class StoredRun(ChunkRun):
         return turn, reported
 
     def read_turn(self, borrowed: BufferLoan) -> tuple[list[int], bool]:
-        """Reads chunks that no other lane took. Raises Withdrawn.
+        """Reads chunks that no other thread took. Raises Withdrawn.
 
         Returns the offsets of the chunks that are left to ``ChunkStore.read``, and whether there may be more to read.
         """
@@ -402,7 +402,7 @@ class StoredRun(ChunkRun):
         return left.tolist(), bool(outcome)
 
     def end_read(self) -> Mask:
-        """Returns which chunks were read and verified. Call it once, when no lane writes into the memory any more."""
+        """Returns which chunks were read and verified. Call it once, when no thread writes into the memory any more."""
         self._note(self.first, self.first + self.count, self.epoch)
         done: Mask = self.items["status"] == native.DONE
         return done
@@ -440,7 +440,7 @@ class StoredRun(ChunkRun):
         self.items["mtime_ns"] = stamps_ns(stamped_s, depths, hints)
 
     def stage_turn(self) -> tuple[Places, bool]:
-        """Looks for chunks that no other lane took, and stages those that are missing.
+        """Looks for chunks that no other thread took, and stages those that are missing.
 
         Returns the offsets of the chunks that it took, and whether there may be more. Those that are then neither found
         nor staged left nothing behind, and are left to ``ChunkStore``; ``publish`` counts those that are PUBLISHED.
@@ -958,7 +958,7 @@ class TouchQueue:
             self._counters.add(NodeCount.REFRESH_DROPPED, len(wanted))
 
     def renew(self, chain: KeySet, hints: Hints, lacking: frozenset[int], start_s: float) -> None:
-        """Renews the leading chunks of a chain on the calling lane, before a child of theirs gets a fresh stamp."""
+        """Renews the leading chunks of a chain on the calling thread, before a child of theirs gets a fresh stamp."""
         if self._enabled and len(chain):
             self._renew(_Renewal(chain.namespace.id, chain.packed_addresses, None, hints, lacking, start_s))
 

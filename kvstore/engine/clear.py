@@ -199,7 +199,7 @@ class ClearsFollower:
 
 
 POLL_S = 0.2
-LANES = 2
+THREADS = 2
 PROGRESS_S = 0.5
 
 Pinned = Container[Address]
@@ -267,7 +267,7 @@ class NamespaceClear:
     def _sweep(self, order: ClearOrder, published: PublishedClear, progress: Progress) -> Cleared:
         """Follows rule P5: the order, then pins, then deletions.
 
-        If the sweep fails, a lane may still be in the middle of a deletion: then the order ends by itself.
+        If the sweep fails, a thread may still be in the middle of a deletion: then the order ends by itself.
         """
         done = _Sweep(self._node, order, self._pinned(), published).run(progress)
         published.check()
@@ -334,8 +334,8 @@ class _Sweep:
 
     def run(self, progress: Progress) -> Cleared:
         """Does the whole pass. Raises what ``progress`` raises; what was deleted by then stays deleted."""
-        # Use a few lanes however many shards there are: the others go on serving.
-        batch = self._node.lanes.start(min(LANES, len(self._shards)), lambda _: self._work())
+        # Use a few threads however many shards there are: the others go on serving.
+        batch = self._node.executor.start(min(THREADS, len(self._shards)), lambda _: self._work())
         try:
             while not batch.join(PROGRESS_S):
                 progress(self._done, len(self._shards))

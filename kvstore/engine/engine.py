@@ -70,14 +70,14 @@ class Staging:
     def leave(self, session: bytes) -> None:
         self._before.append(session)
 
-    def clear(self, lanes: Executor, timeout_s: float) -> None:
+    def clear(self, executor: Executor, timeout_s: float) -> None:
         """Removes, at the node's end, staged files that it will not publish, and its folders if they are empty.
 
         Waits for ``timeout_s``, and longer while files are being removed. Never raises KVStoreError: a collector or
         ``fsck`` later clears what stays on a root that hangs or refuses.
         """
         try:
-            batch = lanes.start(1, lambda _: self._clear())
+            batch = executor.start(1, lambda _: self._clear())
         except KVStoreError:
             return
         for _ in range(WAITS_MAX):
@@ -123,7 +123,7 @@ class Engine:
         limits: Limits | None = None,
         clock: Clock | None = None,
         ids: Ids | None = None,
-        lanes: Executor | None = None,
+        executor: Executor | None = None,
         arena: SealedArena | None = None,
         settings: TierSettings = NO_TIERS,
         keys: KeyFile | None = None,
@@ -145,7 +145,7 @@ class Engine:
         self.id = ids.fresh()
         self.durability = durability
         self.counters = Counters()
-        self.lanes = lanes or Executor(limits.lanes, limits.width, limits.queue_max, limits.stall_s, clock)
+        self.executor = executor or Executor(limits.io_threads, limits.width, limits.queue_max, limits.stall_s, clock)
         self.known = PresenceCache(limits.known_max, limits.quantum_s, clock)
         self.chains = RecentChains(limits.chains_bytes_max)
         if gc_state is None:
@@ -162,7 +162,7 @@ class Engine:
         self.tiers: TierStack | None = None
         """Memory and what goes with it; None where this node has none."""
         if arena is not None:
-            self.tiers = TierStack(self, arena, settings, lanes)
+            self.tiers = TierStack(self, arena, settings, executor)
         self.reader = Reader(self)
         self.blocks = Blocks(self)
         self.writer = Writer(self)
@@ -180,15 +180,15 @@ class Engine:
 
     def check_namespace(self, namespace: Namespace) -> None:
         """Raises LayoutMismatch where the root has the name with another layout; claims nothing."""
-        self.lanes.run(lambda: self._records.check(namespace), self._deadline(None, self.limits.read_deadline_s))
+        self.executor.run(lambda: self._records.check(namespace), self._deadline(None, self.limits.read_deadline_s))
 
     def find_namespace(self, digest: NamespaceDigest) -> Namespace | None:
         """The namespace with this digest, if it was ever used on this root."""
-        return self.lanes.run(lambda: self._records.find(digest), self._deadline(None, self.limits.read_deadline_s))
+        return self.executor.run(lambda: self._records.find(digest), self._deadline(None, self.limits.read_deadline_s))
 
     def namespaces(self, deadline_s: float | None = None) -> list[Namespace]:
         """All namespaces recorded on the root."""
-        return self.lanes.run(
+        return self.executor.run(
             lambda: read_namespaces(self.root), self._deadline(deadline_s, self.limits.read_deadline_s)
         )
 
@@ -362,12 +362,12 @@ class Engine:
     # Looking after it
 
     def on_root(self, work: Callable[[], T]) -> T:
-        """Does something with the root on a lane, within the deadline of a write. Raises what it raises."""
-        return self.lanes.run(work, self._deadline(None, self.limits.write_deadline_s))
+        """Does something with the root on a thread, within the deadline of a write. Raises what it raises."""
+        return self.executor.run(work, self._deadline(None, self.limits.write_deadline_s))
 
     def space(self, deadline_s: float) -> StorageSpace:
         """Returns the free space of the root. Raises Unavailable if the root is silent or gone."""
-        return self.lanes.run(self._space, self._deadline(None, deadline_s))
+        return self.executor.run(self._space, self._deadline(None, deadline_s))
 
     def _space(self) -> StorageSpace:
         found = read_identity(self.root)
@@ -403,8 +403,8 @@ class Engine:
             **self.counters.snapshot(),
             "known_chunks": len(self.known),
             "holds": len(self.holds),
-            "lane_queue": self.lanes.waiting_count,
-            "root_hangs": int(self.lanes.stalled),
+            "root_queue": self.executor.waiting_count,
+            "root_hangs": int(self.executor.stalled),
             "root_full": int(self.gc_view.is_full),
             "operations_running": self.operations.count(OperationState.RUNNING),
             "operations_waiting": self.operations.count(OperationState.WAITING),
@@ -429,8 +429,8 @@ class Engine:
         if self.tiers is not None:
             self.tiers.close(timeout_s)
         self.refresher.close(timeout_s)
-        self.staging.clear(self.lanes, timeout_s)
-        self.lanes.close(timeout_s)
+        self.staging.clear(self.executor, timeout_s)
+        self.executor.close(timeout_s)
         self.root.close()
 
     def _bring_foreign(self, hold: ChunkHold, deadline: Deadline) -> None:
@@ -438,7 +438,7 @@ class Engine:
         if self.tiers is not None and self.tiers.below and self.tiers.memory.leading(hold.chain, 0) < hold.count:
             chain, count, reads = hold.chain, hold.count, self.reader
             with suppress(KVStoreError):  # what does not come is missed by the reader
-                self.lanes.run(
+                self.executor.run(
                     lambda: reads.bring(chain, 0, count, deadline, even_once=True, even_root=False), deadline
                 )
 

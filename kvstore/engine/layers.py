@@ -37,11 +37,11 @@ LIMIT_PER_READ = 4
 
 
 AHEAD = 2
-"""Bands of layers that are read in parallel, ahead of the layer in use: lanes go on with the next while one ends."""
+"""Bands of layers that are read in parallel, ahead of the layer in use: threads go on with the next while one ends."""
 
 
 class _Group:
-    """The chunks that one lane reads at a time."""
+    """The chunks that one thread reads at a time."""
 
     def __init__(self) -> None:
         self.opening = threading.Lock()
@@ -51,7 +51,7 @@ class _Group:
 
 
 class LayerRun:
-    """The first chunks of a chain, read some layers at a time, in groups of ``size``: one lane reads each group.
+    """The first chunks of a chain, read some layers at a time, in groups of ``size``: one thread reads each group.
 
     ``images`` has the address of each chunk's image, valid until ``close``, or 0; ``files`` is None if the chunks have
     no files that native code reads. At most ``files_max`` files are open between two reads. ``at_once`` bands of layers
@@ -151,7 +151,7 @@ class LayerRun:
         return opened
 
     def close(self) -> None:
-        """Closes all files; a lane that still reads some closes those. Idempotent."""
+        """Closes all files; a thread that still reads some closes those. Idempotent."""
         with self._lock:
             self._closed = True
             idle = [start for start, group in self._groups.items() if not group.users]
@@ -197,9 +197,9 @@ class LayerReader:
         self._memory = node.memory
         # Keep them in memory as long as this reads: a chunk that only memory has must not vanish between two layers.
         self._slots = self._memory.refer(chain, 0, count) if self._memory is not None else None
-        # If memory has all of it, use lanes that work even if every other lane waits for a root that hangs.
+        # If memory has all of it, use threads that work even if every other thread waits for a root that hangs.
         is_near = self._slots is not None and None not in self._slots.entries
-        self._lanes = node.tiers.copiers if node.tiers is not None and is_near else node.lanes
+        self._executor = node.tiers.copiers if node.tiers is not None and is_near else node.executor
         self._counters = node.counters
         self._chain = chain
         self._count = count
@@ -207,7 +207,7 @@ class LayerReader:
         self._lock = threading.Lock()
         self._open: dict[int, tuple[FileReader, Header]] = {}
         self._closed = False
-        self._size = group_size(AHEAD * count, 2 * band * chain.namespace.layout.section_bytes, self._lanes.width)
+        self._size = group_size(AHEAD * count, 2 * band * chain.namespace.layout.section_bytes, self._executor.width)
         images = np.zeros(count, np.uint64)
         if self._slots is not None and self._slots.referred:
             present = [index for index, entry in enumerate(self._slots.entries) if entry is not None]
@@ -234,7 +234,7 @@ class LayerReader:
             self.close()
 
     def close(self) -> None:
-        """Closes all files; no lane writes into the memory afterwards. Idempotent."""
+        """Closes all files; no thread writes into the memory afterwards. Idempotent."""
         for reading in self._readings:
             reading.withdraw()
         with self._lock:
@@ -261,7 +261,7 @@ class LayerReader:
         if run is not None:
             run.begin(number, memories)
             groups = Groups(self._size, self._count, partial(self._read_group, run, number, layers))
-        self._readings.append(ReadFuture(self._lanes, self._counters, self._count, read, groups=groups))
+        self._readings.append(ReadFuture(self._executor, self._counters, self._count, read, groups=groups))
         return memories
 
     def _native_run(self, images: npt.NDArray[np.uint64]) -> LayerRun | None:
@@ -335,7 +335,7 @@ class LayerReader:
             return self._chunks.read_range(reader, header, expected, 2 * layer, sections, borrowed)
         finally:
             with self._lock:
-                # Two lanes may read layers of one chunk concurrently: the other lane's reader may be kept already.
+                # Two threads may read layers of one chunk concurrently: the other thread's reader may be kept already.
                 keep = not self._closed and index not in self._open and len(self._open) < self._files_max
                 if keep:
                     self._open[index] = opened

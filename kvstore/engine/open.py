@@ -83,12 +83,12 @@ def open_member(
             cluster = EtcdMetadata(etcd, tls=etcd_tls, user=etcd_user, timeout_s=limits.meta_deadline_s)
             undo.callback(cluster.close)
             bound_root(cluster, url)  # before the root: a cluster that does not answer must not leave an empty folder
-        root = _on_a_lane(lambda: open_root(url, root_options, create=create), limits, clock)
+        root = _on_a_thread(lambda: open_root(url, root_options, create=create), limits, clock)
         undo.callback(root.close)
         known = bound_root(cluster, root.url) if cluster else None
         expect = RootId(known) if known else None
         try:
-            identity = _on_a_lane(
+            identity = _on_a_thread(
                 lambda: create_or_open(root, ids, shard_bits=shard_bits, create=create, expect=expect), limits, clock
             )
         except RootMismatch as mismatch:
@@ -99,7 +99,7 @@ def open_member(
                 + forget_command(root.url, etcd or ())
             ) from mismatch
         if cluster:
-            _on_a_lane(lambda: check_left(root), limits, clock)
+            _on_a_thread(lambda: check_left(root), limits, clock)
             bind_root(cluster, root.url, identity.root)
         host, why = (None, None) if cluster else _host_of(root, asked, limits, clock, ids)
         if host is not None:
@@ -233,7 +233,7 @@ def _host_of(
                 raise
             return None, str(error)
 
-    host, why = _on_a_lane(join_host, limits, clock)
+    host, why = _on_a_thread(join_host, limits, clock)
     if why is not None:
         log.log(
             logging.WARNING if why == BESIDE_CLUSTER else logging.INFO,
@@ -244,10 +244,10 @@ def _host_of(
     return host, why
 
 
-def _on_a_lane(work: Callable[[], T], limits: Limits, clock: Clock) -> T:
-    """Does something with the root on a lane of its own, because even looking at a dead mount may never return."""
-    lanes = Executor(1, 1, 1, limits.stall_s, clock)
+def _on_a_thread(work: Callable[[], T], limits: Limits, clock: Clock) -> T:
+    """Does something with the root on a thread of its own, because even looking at a dead mount may never return."""
+    executor = Executor(1, 1, 1, limits.stall_s, clock)
     try:
-        return lanes.run(work, Deadline(clock, limits.write_deadline_s))
+        return executor.run(work, Deadline(clock, limits.write_deadline_s))
     finally:
-        lanes.close(timeout_s=0.0)
+        executor.close(timeout_s=0.0)

@@ -33,7 +33,7 @@ class Prefetcher:
         self._node = node
         self._tiers = tiers
         self._reads = node.reader
-        self._lanes = node.lanes
+        self._executor = node.executor
         self._writing = threading.Lock()
 
     def run(self, chain: ChunkKeys, tier: TierName, operation: OperationRun) -> str:
@@ -56,7 +56,7 @@ class Prefetcher:
             while steps.at < len(chain):
                 self._give_way(operation)
                 at, stop = steps.at, steps.stop
-                found = self._bring(chain, at, stop, self._lanes.width, operation)
+                found = self._bring(chain, at, stop, self._executor.width, operation)
                 if found < stop - at:
                     # If room is scarce, later chunks may have taken it: try once more, one after the other.
                     found += self._bring(chain, at + found, stop, 1, operation)
@@ -84,7 +84,7 @@ class Prefetcher:
             operation.pause(LEAD_S)
 
     def _bring(self, chain: ChunkKeys, first: int, stop: int, width: int, operation: OperationRun) -> int:
-        """Brings chunks into memory, on several lanes; returns how many leading ones are there then."""
+        """Brings chunks into memory, on several threads; returns how many leading ones are there then."""
         deadline = self._deadline(operation)
         size = -(-(stop - first) // width)
 
@@ -97,18 +97,17 @@ class Prefetcher:
         # A reference to the chunk before the first keeps all its ancestors: else a chunk that finds no room would take
         # the room of its own parents.
         with self._tiers.memory.refer(chain, first - 1, 1) if first else nullcontext():
-            self._lanes.each(-(-(stop - first) // size), bring, deadline)
+            self._executor.each(-(-(stop - first) // size), bring, deadline)
             return min(self._tiers.memory.leading(chain, first), stop - first)
 
     def _copy(self, chain: ChunkKeys, first: int, stop: int, disk: DiskTier, operation: OperationRun) -> None:
         """Copies chunks to the local disk, up to the first that is nowhere, or that finds no room there."""
         self._tiers.encodings.learn(chain.namespace)  # these chunks do not pass through memory, which would learn it
-        for start in range(first, stop, self._lanes.width):
-            end = min(stop, start + self._lanes.width)
+        for start in range(first, stop, self._executor.width):
+            end = min(stop, start + self._executor.width)
             images = self._read(chain, start, end, disk, self._deadline(operation))
             for index, image in images.items():
-                # One after the other, and in this thread: no other prefetch takes the room that one makes, and no lane
-                # waits.
+                # One after the other, in this thread: no other prefetch takes the room that one makes, and none waits.
                 with self._writing:
                     place = chain.place(index)
                     # Try twice: chunks that memory drops at this moment also go to the disk, and may take the room.
@@ -127,14 +126,14 @@ class Prefetcher:
             index = first + number
             if disk.leading(chain, index):
                 return True
-            # Each image has memory of its own: a lane of a root that hangs may still write there after the deadline.
+            # Each image has memory of its own: a thread of a root that hangs may still write there after the deadline.
             image = memoryview(bytearray(chain.image_bytes(index)))
             is_right = self._reads.read_image(chain, index, image, deadline)
             if is_right:
                 images[index] = image
             return is_right
 
-        self._lanes.each(stop - first, read, deadline)
+        self._executor.each(stop - first, read, deadline)
         return dict(sorted(images.items()))
 
     def _deadline(self, operation: OperationRun) -> Deadline:

@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 Mask = npt.NDArray[np.bool_]
 
 TURN_CHUNKS_MAX = 512
-"""Chunks that a lane reads in one call: opening takes a millisecond each on some roots, and a lane that is in one call
-for ``stall_s`` counts as hung.
+"""Chunks that a thread reads in one call: opening takes a millisecond each on some roots, and a thread in one call for
+``stall_s`` counts as hung.
 """
 
 
@@ -65,7 +65,7 @@ class Groups:
     read: Callable[[int, int, BufferLoan], Mask]
     """Reads the chunks from one index up to another; True for those that are right. Raises Withdrawn."""
     turns: StoredRun | None = None
-    """Reads the same chunks once, without fixed bounds between the lanes."""
+    """Reads the same chunks once, without fixed bounds between the threads."""
 
 
 def gaps(done: Mask) -> list[tuple[int, int]]:
@@ -81,7 +81,7 @@ class ReadFuture:
 
     def __init__(
         self,
-        lanes: Executor,
+        executor: Executor,
         counters: Counters,
         count: int,
         read: Callable[[int, BufferLoan], bool],
@@ -91,7 +91,7 @@ class ReadFuture:
         *,
         helps: bool = False,
     ) -> None:
-        """``ended`` is called once no lane reads into the memory any more; it may be called more than once.
+        """``ended`` is called once no thread reads into the memory any more; it may be called more than once.
 
         With ``helps`` the thread that waits does a share of the work: for work that never waits for a device.
         """
@@ -108,19 +108,19 @@ class ReadFuture:
         groups_count = -(-groups.chunks // groups.size) if groups is not None else 0
         try:
             if groups is None:
-                self._batch = lanes.start(count, self._work, helped=helps)
+                self._batch = executor.start(count, self._work, helped=helps)
             elif self._turns is None:
-                self._batch = lanes.start(groups_count, self._work_on_group, helped=helps)
+                self._batch = executor.start(groups_count, self._work_on_group, helped=helps)
             else:
                 work = partial(self._work_on_turns, self._turns)
-                self._batch = lanes.start(min(groups_count, lanes.width), work, helped=helps)
+                self._batch = executor.start(min(groups_count, executor.width), work, helped=helps)
         except KVStoreError:
             counters.add(NodeCount.MISS_SHED)
         self._running = self._batch.ended if self._batch is not None else None
 
     @property
     def is_running(self) -> bool:
-        """True while lanes work on it and its caller may wait."""
+        """True while threads work on it and its caller may wait."""
         running = self._running
         return running is not None and not running.is_set()
 
@@ -149,14 +149,14 @@ class ReadFuture:
         return self._done
 
     def withdraw(self) -> None:
-        """Gives the read up: returns when no lane writes into the memory any more. Idempotent."""
+        """Gives the read up: returns when no thread writes into the memory any more. Idempotent."""
         self._borrowed.withdraw()
         if self._batch is not None:
             self._batch.stop()
         self._end()
 
     def _end(self) -> None:
-        """Ends the read: no lane writes into the memory any more."""
+        """Ends the read: no thread writes into the memory any more."""
         self._running = None
         turns, self._turns = self._turns, None
         if turns is not None:
@@ -165,7 +165,7 @@ class ReadFuture:
             self._ended()
 
     def _work_on_turns(self, turns: StoredRun, _: int) -> bool:
-        """Reads what no other lane took, as ``_work_on_group`` does."""
+        """Reads what no other thread took, as ``_work_on_group`` does."""
         more = True
         while more:
             try:
@@ -204,7 +204,7 @@ class ReadFuture:
 
 
 def root_groups(
-    chunks: ChunkStore, lanes: Executor, wanted: KeySet, first: int, count: int, into: Sections
+    chunks: ChunkStore, executor: Executor, wanted: KeySet, first: int, count: int, into: Sections
 ) -> Groups | None:
     """Returns chunks from ``first`` on on the root in groups, counted from 0; None if they are read one by one."""
     run = chunks.run(wanted, first, count, into, fills=True)
@@ -215,7 +215,7 @@ def root_groups(
         return run.read(first + start, first + stop, borrowed)
 
     chunk_bytes = max(1, wanted.mean_bytes(first, count))
-    size = group_size(count, chunk_bytes, lanes.width)
+    size = group_size(count, chunk_bytes, executor.width)
     step = max(1, min(size, GROUP_BYTES_MIN // chunk_bytes))
     most = max(step, min(GROUP_BYTES_MAX // chunk_bytes, TURN_CHUNKS_MAX))
     run.begin_turns(step, most, size)
@@ -223,7 +223,7 @@ def root_groups(
 
 
 RECENT_MAX = 64
-"""Reads that are looked at to know whether lanes are busy with some."""
+"""Reads that are looked at to know whether threads are busy with some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +254,7 @@ class Reader:
 
     def __init__(self, node: Engine) -> None:
         self._chunks = node.store
-        self._lanes = node.lanes
+        self._executor = node.executor
         self._refresher = node.refresher
         self._counters = node.counters
         self._tiers = node.tiers
@@ -263,7 +263,7 @@ class Reader:
 
     @property
     def is_busy(self) -> bool:
-        """True while lanes work on what ``begin`` reads. Advice: of very many reads it sees the last ones."""
+        """True while threads work on what ``begin`` reads. Advice: of very many reads it sees the last ones."""
         return any(reading.is_running for each in tuple(self._recent) if (reading := each()) is not None)
 
     def has(self, wanted: KeySet) -> list[bool]:
@@ -284,7 +284,7 @@ class Reader:
         count = self.near(chain)
         try:
             while count < len(chain):
-                found = self._lanes.run(partial(self._bisect, chain, count), deadline)
+                found = self._executor.run(partial(self._bisect, chain, count), deadline)
                 if found == count or self._tiers is None:
                     return found
                 count = self.near(chain, found)
@@ -316,17 +316,17 @@ class Reader:
     def begin(self, wanted: KeySet, first: int, count: int, into: Sections, deadline: Deadline) -> ReadFuture:
         """Begins to read ``count`` chunks from index ``first`` on into ``into(index)``. A miss ends a prompt."""
         stop_at_miss = wanted.prefix_ordered
-        tiers, from_root = self._tiers, root_groups(self._chunks, self._lanes, wanted, first, count, into)
+        tiers, from_root = self._tiers, root_groups(self._chunks, self._executor, wanted, first, count, into)
 
         def read(at: int, borrowed: BufferLoan) -> bool:
             return self._chunks.read(wanted.expected(first + at), into(first + at), borrowed)
 
         if tiers is None or not count:
-            return ReadFuture(self._lanes, self._counters, count, read, stop_at_miss, from_root)
+            return ReadFuture(self._executor, self._counters, count, read, stop_at_miss, from_root)
         memory = tiers.memory
         slots = memory.refer(wanted, first, count)
-        # If memory has all of it, use lanes that work even if every other lane waits for a root that hangs.
-        lanes = tiers.copiers if None not in slots.entries else self._lanes
+        # If memory has all of it, use threads that work even if every other thread waits for a root that hangs.
+        executor = tiers.copiers if None not in slots.entries else self._executor
 
         def read_group(start: int, stop: int, borrowed: BufferLoan) -> Mask:
             done = memory.read(slots, first + start, first + stop, into, borrowed)
@@ -338,9 +338,9 @@ class Reader:
                     done[at:end] = from_root.read(start + at, start + end, borrowed)
             return done
 
-        groups = Groups(group_size(count, wanted.mean_bytes(first, count), lanes.width), count, read_group)
+        groups = Groups(group_size(count, wanted.mean_bytes(first, count), executor.width), count, read_group)
         # The caller does no share: a chunk that proves wrong in memory is fetched from devices, which may hang.
-        reading = ReadFuture(lanes, self._counters, count, read, stop_at_miss, groups, ended=slots.release)
+        reading = ReadFuture(executor, self._counters, count, read, stop_at_miss, groups, ended=slots.release)
         self._recent.append(ref(reading))
         return reading
 
@@ -387,7 +387,7 @@ class Reader:
     def bring(
         self, wanted: KeySet, first: int, stop: int, deadline: Deadline, *, even_once: bool, even_root: bool
     ) -> None:
-        """Brings chunks ``first`` to ``stop - 1`` into memory from below. Called on a lane.
+        """Brings chunks ``first`` to ``stop - 1`` into memory from below. Called on a thread.
 
         ``even_root`` includes chunks that only the root has; ``even_once`` includes those of them that were never asked
         for.
@@ -407,7 +407,7 @@ class Reader:
 
     def read_image(self, wanted: KeySet, index: int, image: memoryview, deadline: Deadline) -> bool:
         """Reads the whole image of one chunk from wherever it is, past memory; True if it came and is right. Called on
-        a lane.
+        a thread.
 
         If False, ``image`` is undefined.
         """
@@ -585,8 +585,8 @@ class Reader:
                     done[at:end] = [payload is not None for payload in payloads[part]]
                 return done
 
-            groups = Groups(group_size(count, layout.chunk_bytes, self._lanes.width), count, map_group)
-        done = ReadFuture(self._lanes, self._counters, count, read, groups=groups).wait(deadline)
+            groups = Groups(group_size(count, layout.chunk_bytes, self._executor.width), count, map_group)
+        done = ReadFuture(self._executor, self._counters, count, read, groups=groups).wait(deadline)
         arrays = {
             index: np.frombuffer(payload, np.uint8)
             for index, payload in enumerate(payloads)
@@ -621,7 +621,7 @@ class Reader:
             return slots
         slots.release()
         with suppress(KVStoreError):
-            self._lanes.run(
+            self._executor.run(
                 lambda: self.bring(part, first, first + len(indexes), deadline, even_once=False, even_root=True),
                 deadline,
             )
@@ -646,7 +646,7 @@ class Reader:
             if found is None:
                 return not stop_at_miss
             with lock:
-                # Opened after the caller gave up: only this lane can close it.
+                # Opened after the caller gave up: only this thread can close it.
                 keep = not given_up
                 if keep:
                     opened[at] = found
@@ -655,7 +655,7 @@ class Reader:
             return keep
 
         try:
-            self._lanes.each(len(indexes), work, deadline)
+            self._executor.each(len(indexes), work, deadline)
         except DeadlinePassed:
             self._counters.add(NodeCount.MISS_DEADLINE)
         except KVStoreError:
@@ -695,7 +695,7 @@ class Reader:
             self._counters.add_read(expected.payload_bytes)
             return True
 
-        return ReadFuture(self._lanes, self._counters, len(indexes), read, wanted.prefix_ordered)
+        return ReadFuture(self._executor, self._counters, len(indexes), read, wanted.prefix_ordered)
 
 
 def _leased(payload: memoryview, release: Callable[[], None]) -> npt.NDArray[np.uint8]:

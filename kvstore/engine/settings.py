@@ -19,7 +19,7 @@ from kvstore.meta.store import TIMEOUT_S_MAX
 # Every limit and timing of a node in one place, with their relations checked once.
 
 
-LANES_MAX = 4096
+IO_THREADS_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,13 @@ class Limits:
     meta_deadline_s: float = 5.0
     """Deadline of a call to etcd."""
     stall_s: float = STALL_S
-    """If every lane has been in one file-system call for this long, the root counts as hung: calls fail immediately."""
-    lanes: int = 16
+    """If every thread has been in one file-system call for this long, the root counts as hung: calls fail at once."""
+    io_threads: int = 16
     """Threads that make file-system calls."""
     width: int = WIDTH
-    """Lanes that one request may use at a time. One more than cores: while one waits for the GIL, the others copy."""
+    """Threads that one request may use at a time. One more than cores: while one waits for the GIL, the others copy."""
     queue_max: int = QUEUE_MAX
-    """Requests that may wait for a lane; more are refused with Overloaded."""
+    """Requests that may wait for a thread; more are refused with Overloaded."""
     known_max: int = 1 << 20
     """Addresses remembered as present (a power of two, rounded down), 12 bytes each, allocated at the start."""
     chains_bytes_max: int = 32 << 20
@@ -54,7 +54,7 @@ class Limits:
     """An announced hold is named for this long after its end as well. Otherwise the next sweep of the same round could
     delete the parents of chunks that the previous sweep skipped."""
     held_names_max: int = 8192
-    """The most chunks that one announcement names, 175 KB in etcd; sweeps of more held ones wait for their holds."""
+    """The most chunks that one announcement names, 175 KB in etcd; beyond it an announcement ends before a sweep."""
     announce_s: float = 0.05
     """At most one announcement to collectors in this time; they ask for fewer if there are many nodes."""
     announce_lag_max_s: float = 330.0
@@ -94,14 +94,14 @@ class Limits:
 
     def __post_init__(self) -> None:
         check_limits(self)
-        if self.lanes > LANES_MAX:
-            raise InvalidRequest(f"lanes={self.lanes}: expected at most {LANES_MAX} threads")
+        if self.io_threads > IO_THREADS_MAX:
+            raise InvalidRequest(f"io_threads={self.io_threads}: expected at most {IO_THREADS_MAX} threads")
         if self.behind_share > 1:
             raise InvalidRequest(f"behind_share={self.behind_share}: expected a share of memory, at most 1")
         if self.meta_deadline_s > TIMEOUT_S_MAX:
             raise InvalidRequest(f"meta_deadline_s={self.meta_deadline_s}: expected at most {TIMEOUT_S_MAX:g}")
-        if self.width > self.lanes:
-            raise InvalidRequest(f"width={self.width} is over lanes={self.lanes}: a request cannot use more")
+        if self.width > self.io_threads:
+            raise InvalidRequest(f"width={self.width} is over io_threads={self.io_threads}: a request cannot use more")
         if self.announce_lag_max_s <= self.hold_max_s + self.announce_s:
             raise InvalidRequest(
                 f"announce_lag_max_s={self.announce_lag_max_s} is not over the sum of hold_max_s={self.hold_max_s} and "

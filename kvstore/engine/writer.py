@@ -41,19 +41,19 @@ if TYPE_CHECKING:
     from kvstore.engine.engine import Engine
 
 LOOKED_MIN, LOOKED_MAX = 16, 512
-"""Chunks that native code looks for in one call. Each look may wait for a server, and a lane that is in one call for
+"""Chunks that native code looks for in one call. Each look may wait for a server, and a thread that is in one call for
 ``stall_s`` counts as hung.
 """
 STEP_BYTES = 1 << 20
-"""Bytes that a lane takes at a time."""
+"""Bytes that a thread takes at a time."""
 STEP_FILES_MAX = 64
-"""Files that a lane takes at a time: a turn that takes too long ends between two steps."""
+"""Files that a thread takes at a time: a turn that takes too long ends between two steps."""
 TURN_BYTES_MAX = 16 << 20
 """Bytes staged by one call. More than for reads, because publishing, which follows each call, runs faster in one go."""
 TURN_FILES_MAX = 256
 """Files staged by one call; one of them is open at a time."""
 TURN_SYNCED_MAX = 16
-"""Files staged by one call if each is synced: a lane that is in one call for ``stall_s`` counts as hung."""
+"""Files staged by one call if each is synced: a thread that is in one call for ``stall_s`` counts as hung."""
 TURN_PUBLISHED_MAX = 512
 TURN_PUBLISHED_BYTES_MAX = 64 << 20
 """Files and bytes staged and published by one call: more, because such a call publishes as it goes."""
@@ -106,7 +106,7 @@ class Writer:
         self.tiers = node.tiers
         self.counters = node.counters
         self.chunks = node.store
-        self.lanes = node.lanes
+        self.executor = node.executor
         self.view = node.gc_view
         self.refresher = node.refresher
         self.clock = node.clock
@@ -222,7 +222,7 @@ class Writer:
                 missing.append(index)
             return True
 
-        self.lanes.each(len(wanted), look, deadline)
+        self.executor.each(len(wanted), look, deadline)
         return min(missing)
 
     def _begin_blocks(self, keyed: KeySet, mode: WriteMode, hints: Hints, deadline: Deadline) -> WriteBatch:
@@ -528,10 +528,10 @@ def _reason(error: KVStoreError) -> str:
 
 
 class RootWrite:
-    """Chunks from index ``first`` on, on their way to the root. One thread adds and ends; lanes stage and publish.
+    """Chunks from index ``first`` on, on their way to the root. One thread adds and ends; threads stage and publish.
 
     The order matters because a match finds the end of a cached prefix by bisection: a chunk must never be visible
-    before its parent. So staging (the bytes) runs in parallel, and the lane that completes the next chunk of a chain
+    before its parent. So staging (the bytes) runs in parallel, and the thread that completes the next chunk of a chain
     publishes it and all that wait behind it. Engine-hashed blocks have no parents: each is published once it is staged.
     """
 
@@ -573,7 +573,7 @@ class RootWrite:
         """Chunks whose hints or time this put has to raise."""
         self._is_renewed = False
         self._room: SpaceReservation | None = None
-        """Ends with the write. A lane that hangs has this object, and so the room, until it is done."""
+        """Ends with the write. A thread that hangs has this object, and so the room, until it is done."""
         self._pending: deque[tuple[IndexedWork, Callable[[], None]]] = deque()
         self._changed = threading.Lock()  # guards what follows
         self._ready: dict[int, Ready] = {}
@@ -593,10 +593,10 @@ class RootWrite:
 
         Native code looks up many in one call.
         """
-        chain, lanes = self.wanted, self._writer.lanes
+        chain, executor = self.wanted, self._writer.executor
         count = min(self.first, len(chain))
         run = self._chunks.run(chain, 0, count)
-        size = min(max(-(-count // lanes.width), LOOKED_MIN), LOOKED_MAX) if run is not None else 1
+        size = min(max(-(-count // executor.width), LOOKED_MIN), LOOKED_MAX) if run is not None else 1
         missing = [count]
 
         def look_at(number: int) -> bool:
@@ -612,7 +612,7 @@ class RootWrite:
                     return False
             return True
 
-        lanes.each(-(-count // size), look_at, deadline)
+        executor.each(-(-count // size), look_at, deadline)
         return min(missing)
 
     def _look(self, index: int) -> bool:
@@ -659,7 +659,7 @@ class RootWrite:
     def abandon(self, wait_s: float = DISCARD_S) -> bool:
         """Publishes nothing more, and removes what is staged; waits at most ``wait_s`` for that. Idempotent.
 
-        Releases the memory of runs on their way. False if a lane may still read some of it, which is not released.
+        Releases the memory of runs on their way. False if a thread may still read some of it, which is not released.
         """
         if not self.abandoned.value:
             self._writer.counters.add(NodeCount.PUT_FAILED)
@@ -676,14 +676,14 @@ class RootWrite:
                 is_read = True
                 break
             release()
-        lanes, clock = self._writer.lanes, self._writer.clock
+        executor, clock = self._writer.executor, self._writer.clock
 
         def discard(at: int) -> bool:
             self._chunks.discard(staged[at].name)
             return True
 
         with suppress(KVStoreError):  # the root does not answer: fsck finds what is left
-            batch = lanes.start(len(staged), discard)
+            batch = executor.start(len(staged), discard)
             if wait_s:
                 batch.wait(Deadline(clock, wait_s))
         if wait_s:
@@ -711,7 +711,7 @@ class RootWrite:
         parents = guard.unlisted(self.fresh) if guard is not None else []
         if guard is not None and parents:
             with suppress(KVStoreError):  # a collector may take a parent then, and its children count as misses
-                self._writer.lanes.run(lambda: guard.renew(parents), deadline)
+                self._writer.executor.run(lambda: guard.renew(parents), deadline)
 
     def _end(self, *, releases: bool = True) -> None:
         if releases and self._room is not None:
@@ -734,7 +734,7 @@ class RootWrite:
             return True
 
         with suppress(KVStoreError):
-            self._writer.lanes.each(len(missing), look, Deadline(self._writer.clock, LOOK_S))
+            self._writer.executor.each(len(missing), look, Deadline(self._writer.clock, LOOK_S))
         return sum(self.wanted.image_sizes((first + np.flatnonzero(missing)).tolist()))
 
     def _wait(self, deadline: Deadline) -> None:
@@ -746,13 +746,13 @@ class RootWrite:
         self._pending.popleft()
         release()
 
-    # Staging, on lanes
+    # Staging, on threads
 
     def _begin(self, source: Sections, first: int, count: int) -> IndexedWork:
-        chunks, lanes = self._chunks, self._writer.lanes
+        chunks, executor = self._chunks, self._writer.executor
         run = chunks.run(self.wanted, first, count, source) if chunks.stages_natively else None
         if run is None:
-            return lanes.start(count, lambda at: self._store(source, first + at))
+            return executor.start(count, lambda at: self._store(source, first + at))
         self._begin_turns(run)
 
         def store(_: int) -> bool:
@@ -768,10 +768,10 @@ class RootWrite:
                 raise
             return True
 
-        return lanes.start(min(count, lanes.width), store)
+        return executor.start(min(count, executor.width), store)
 
     def _begin_turns(self, run: StoredRun) -> None:
-        """Prepares the turns in which lanes find, stage and publish the chunks."""
+        """Prepares the turns in which threads find, stage and publish the chunks."""
         durable, chunk_bytes = self._writer.durable, max(1, self.wanted.mean_bytes(run.first, run.count))
         # Blocks that the caller vouches for need no look between staging and publishing.
         at_once = not self._is_chain and not durable and not self._sources
@@ -790,14 +790,14 @@ class RootWrite:
         )
 
     def _add_turn(self, put: StoredRun) -> tuple[list[int], bool]:
-        """Takes one lane's turn: finds or stages chunks that no other lane took, and publishes what it can.
+        """Takes one thread's turn: finds or stages chunks that no other thread took, and publishes what it can.
 
         Returns the chunks to be added one by one, and whether there may be more.
         """
         if self.abandoned.value:
             put.stop()
         places, more = put.stage_turn()
-        if not len(places):  # other lanes took all there was
+        if not len(places):  # other threads took all there was
             return [], more
         published = put.items["status"][places] == native.PUBLISHED
         if published.any():
@@ -841,7 +841,7 @@ class RootWrite:
             self._completed({index: None})
         return True
 
-    # Publishing, on lanes
+    # Publishing, on threads
 
     def _completed(self, ready: Mapping[int, Ready]) -> None:
         """Decides under the lock who publishes; publishes outside it."""
@@ -852,7 +852,7 @@ class RootWrite:
             return
         with self._changed:
             if self._is_publishing:
-                return  # the lane that publishes now takes these too
+                return  # the thread that publishes now takes these too
             self._is_publishing = True
         self._publish_ready()
 
@@ -935,7 +935,7 @@ class RootWrite:
     def _claim(self) -> list[Ready]:
         """Takes what may be published next: one chunk, or consecutive chunks of a run.
 
-        Empty if the next chunk is not ready: then no lane publishes any more.
+        Empty if the next chunk is not ready: then no thread publishes any more.
         """
         with self._changed:
             claimed: list[Ready] = []

@@ -66,7 +66,7 @@ class FindingKind(enum.Enum):
     """The scratch folder of a ``check-root`` that was killed."""
 
 
-HOUSEKEEPING = frozenset(
+LEFTOVERS = frozenset(
     {
         FindingKind.ORPHAN_STAGING,
         FindingKind.QUARANTINED,
@@ -106,21 +106,21 @@ class Finding:
     action: Action | None = None
 
     @property
-    def is_housekeeping(self) -> bool:
+    def is_leftover(self) -> bool:
         """True if a sound root may have it."""
-        return self.kind in HOUSEKEEPING
+        return self.kind in LEFTOVERS
 
     @property
     def is_problem(self) -> bool:
         """True if it is damage, and was not gone when repair looked again."""
-        return not self.is_housekeeping and self.action is not Action.VANISHED
+        return not self.is_leftover and self.action is not Action.VANISHED
 
 
 @dataclass(slots=True)
 class FsckReport:
     """The whole outcome; the counts are of all findings.
 
-    ``findings`` keeps the first ``findings_max`` that are housekeeping, and as many that are not.
+    ``findings`` keeps the first ``findings_max`` that are leftovers, and as many that are not.
     """
 
     findings_max: int = FINDINGS_MAX
@@ -128,7 +128,7 @@ class FsckReport:
     counts: Counter[FindingKind] = field(default_factory=Counter)
     actions: Counter[Action] = field(default_factory=Counter)
     problems_count: int = 0
-    housekeeping_count: int = 0
+    leftovers_count: int = 0
     repaired_count: int = 0
     chunks_count: int = 0
     chunks_bytes: int = 0
@@ -137,7 +137,7 @@ class FsckReport:
 
     @property
     def is_clean(self) -> bool:
-        """True if nothing was wrong (housekeeping apart): exit code 0 of ``kvstore fsck``, else 1."""
+        """True if nothing was wrong (leftovers apart): exit code 0 of ``kvstore fsck``, else 1."""
         return self.problems_count == 0
 
     @property
@@ -153,12 +153,12 @@ class FsckReport:
         """Counts a finding, and keeps it while there is room."""
         self.counts[finding.kind] += 1
         self.problems_count += finding.is_problem
-        self.housekeeping_count += finding.is_housekeeping
+        self.leftovers_count += finding.is_leftover
         self.repaired_count += finding.is_problem and finding.action in REPAIRED
         if finding.action is not None:
             self.actions[finding.action] += 1
-        others_count = self.counts.total() - self.housekeeping_count
-        if (self.housekeeping_count if finding.is_housekeeping else others_count) <= self.findings_max:
+        others_count = self.counts.total() - self.leftovers_count
+        if (self.leftovers_count if finding.is_leftover else others_count) <= self.findings_max:
             self.findings.append(finding)
 
 

@@ -102,7 +102,7 @@ int kv_verify(const kv_chunk *chunk, const uint64_t *table, kv_verified *verifie
     return 1;
 }
 
-/* Takes the next chunks that no other lane took; returns how many from `first` on, 0 if none are left. */
+/* Takes the next chunks that no other thread took; returns how many from `first` on, 0 if none are left. */
 int64_t kv_take_step(const kv_turn *turn, int64_t count, int64_t *first) {
     *first = __atomic_fetch_add(turn->next, turn->step, __ATOMIC_RELAXED);
     int64_t rest = count - *first;

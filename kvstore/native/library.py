@@ -85,7 +85,7 @@ class WritePermit(ctypes.Structure):
 
 
 class Turn(ctypes.Structure):
-    """The ``kv_turn`` of C: one lane's turn at the chunks of a run."""
+    """The ``kv_turn`` of C: one thread's turn at the chunks of a run."""
 
     _fields_ = (
         ("next", ctypes.POINTER(ctypes.c_int64)),

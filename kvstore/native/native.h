@@ -73,9 +73,9 @@ typedef struct {
     int32_t users; /* threads that write into it now */
 } kv_borrowed;
 
-/* One lane's turn at the chunks of a run, which it shares with others. */
+/* One thread's turn at the chunks of a run, which it shares with others. */
 typedef struct {
-    int64_t *next;        /* shared by all: the first chunk that no lane took yet */
+    int64_t *next;        /* shared by all: the first chunk that no thread took yet */
     int64_t step;         /* chunks taken at a time */
     int64_t most;         /* chunks that end the turn, at least `step` */
     int64_t files;        /* files that may be open at the same time, at least `step` */
@@ -200,10 +200,10 @@ int kv_staged_path(const kv_run *run, const kv_chunk *chunk, char *path);
 
 /* A piece of a chunk on its way from a file or a socket into its sections. It lies in memory of ours that stays in L2,
  * where it is verified and copied on. It is aligned as files are, which makes the kernel's copying fast; the caller's
- * memory often is not (benchmarks/NOTES.md). */
+ * memory often is not (docs/performance-notes.md). */
 
 #ifndef PIECE_BYTES
-#define PIECE_BYTES (256 << 10) /* one read; it is still in L2 when it is hashed and copied on (benchmarks/NOTES.md) */
+#define PIECE_BYTES (256 << 10) /* one read; it is still in L2 when it is hashed and copied on (docs/performance-notes.md) */
 #endif
 #define PIECE_TAIL 2048 /* the end of a hash looks back a little, so a section's last piece is at least this large */
 

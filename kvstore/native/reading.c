@@ -195,7 +195,7 @@ KV_PUBLIC int64_t kv_read(const kv_run *run, kv_chunk *chunks, int64_t count, co
     return blocked_count;
 }
 
-/* Opens and reads chunks that no other lane took, a few at a time. Returns 0 when none is left, 1 when the turn is over
+/* Opens and reads chunks that no other thread took, a few at a time. Returns 0 when none is left, 1 when the turn is over
  * or a chunk needs Python, -1 once the caller wants its memory back.
  *
  * Opening may block, so each time it asks for permission to write after opening. */

@@ -137,7 +137,7 @@ static void stage_step(const kv_run *run, kv_chunk *chunks, int64_t first, int64
     }
 }
 
-/* Looks for chunks that no other lane took, a few at a time, and stages those that are KV_ABSENT. Complete ones get
+/* Looks for chunks that no other thread took, a few at a time, and stages those that are KV_ABSENT. Complete ones get
  * KV_DONE; the others leave nothing behind. A turn that may publishes each few before it takes the next: what was staged
  * before the put was abandoned has the bytes that the caller meant. Returns 0 once none is left to be done, 1 when the
  * turn is over. */

@@ -304,7 +304,7 @@ NAMESPACE_BYTES_MAX = 1 << 20
 
 
 class NamespaceRecords:
-    """The records of one root; called on lanes only."""
+    """The records of one root; called on threads only."""
 
     def __init__(self, root: Root, ids: Ids, clock: Clock) -> None:
         self._root = root

@@ -135,7 +135,7 @@ class FileReader(Protocol):
 
 
 class Root(Protocol):
-    """A shared root. Methods may block on the device for ever: only ``Lanes`` calls them, with a deadline."""
+    """A shared root. Methods may block on the device for ever: only ``Executor`` calls them, with a deadline."""
 
     url: str
     traits: Traits

@@ -160,14 +160,14 @@ def _refusal(path: str, what: str, cause: OSError) -> KVStoreError:
 
 # Leaves a failing local disk alone: for a while after repeated failures, and while reads hang.
 #
-# A dead disk must cost the node neither its lanes nor a wait in each request.
+# A dead disk must cost the node neither its threads nor a wait in each request.
 
 
 FAILURES_MAX = 3
 """Failures in a row before the disk is left alone for ``PAUSE_S``; each further one in a row starts another pause."""
 PAUSE_S = 30.0
 READERS_MAX = 8
-"""Lanes that a hanging disk can block: half of them."""
+"""Threads that a hanging disk can block: half of them."""
 WAIT_S = 0.25
 """The longest that a read waits for another one to end."""
 STALL_S = 2.0
@@ -369,7 +369,7 @@ class DiskTier:
     ) -> list[bool]:
         """Reads whole files; True for each that gave exactly its image. Verifies nothing but encryption (rule I1).
 
-        May block on the disk for longer than ``deadline``: called on lanes. Never raises KVStoreError.
+        May block on the disk for longer than ``deadline``: called on threads. Never raises KVStoreError.
         """
         came = [False] * len(indexes)
         with self._inside() as is_open:

@@ -59,7 +59,7 @@ class Tier(Protocol):
         """Fills ``images``, each of exactly the size of its chunk's file, with the chunks at ``indexes``.
 
         True for each that came whole; verifies nothing (rule I1). Never raises KVStoreError, and does not touch the
-        memory after it returned. Called on lanes: it may block until ``deadline``.
+        memory after it returned. Called on threads: it may block until ``deadline``.
         """
         ...
 
@@ -89,7 +89,7 @@ FREE_SHARE = 1 / 16
 COPY_S = 10.0
 PART_BYTES_MIN, PART_BYTES_MAX = 16 << 20, 32 << 20
 """Bytes that one thread copies in one part. For less than the smaller one it is not worth waking another."""
-PARTS_PER_LANE = 2
+PARTS_PER_THREAD = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,8 +398,8 @@ class Reservation:
 class TierStack:
     """Takes ``arena`` over. Thread-safe."""
 
-    def __init__(self, node: Engine, arena: SealedArena, settings: TierSettings, lanes: Executor | None) -> None:
-        """``lanes`` are for copying; None makes some."""
+    def __init__(self, node: Engine, arena: SealedArena, settings: TierSettings, executor: Executor | None) -> None:
+        """``executor`` is for copying; None makes one."""
         limits = node.limits
         self.node = node
         self.settings = settings
@@ -410,8 +410,8 @@ class TierStack:
         self._clock = node.clock
         self._counters = node.counters
         self.encodings = node.encodings
-        self.copiers = lanes or Executor(limits.width, limits.width, limits.queue_max, limits.stall_s, node.clock)
-        """Lanes that never wait for a device: so memory is read while the root hangs."""
+        self.copiers = executor or Executor(limits.width, limits.width, limits.queue_max, limits.stall_s, node.clock)
+        """Threads that never wait for a device: so memory is read while the root hangs."""
         self.behind = WriteBehind(node, self.memory)
         self._changed = threading.Condition()  # guards that chunks came into memory, and the bytes on their way there
         self._is_filled = False
@@ -545,7 +545,7 @@ class TierStack:
         if not slots:
             return
         size_bytes = sum(slot.entry.size_bytes for _, slot in slots)
-        most = PARTS_PER_LANE * self.copiers.width
+        most = PARTS_PER_THREAD * self.copiers.width
         parts = max(min(size_bytes // PART_BYTES_MIN, most), size_bytes // PART_BYTES_MAX, 1)
         size = -(-len(slots) // parts)
 
@@ -565,7 +565,7 @@ class TierStack:
                 batch.wait(put.deadline)
         except BaseException:
             # Copying never waits for a device, so this is short. If it takes too long, the room is lost: given back, a
-            # lane would write into it while it belongs to another chunk.
+            # thread would write into it while it belongs to another chunk.
             if batch is None or batch.join(COPY_S):
                 self.memory.drop([slot for _, slot in slots])
             raise

@@ -408,7 +408,7 @@ class ImageSender:
         self._count_hot(window.hot)
         window.close()
         if window.buffer is not None and window.is_whole:
-            # A lane past its deadline may still be reading into the others: such a buffer is never reused.
+            # A thread past its deadline may still be reading into the others: such a buffer is never reused.
             self._worker.buffers.give(window.buffer)
 
     def _send(self, images: dict[int, memoryview]) -> None:
@@ -498,7 +498,7 @@ def _images(worker: WorkerContext, asked: ExportRequest, first: int, stop: int, 
                     elif is_chain:
                         return
         finally:
-            # Before the memory is freed: a lane may be reading into it for a client that is gone.
+            # Before the memory is freed: a thread may be reading into it for a client that is gone.
             for window in begun:
                 window.reading.withdraw()
             _note_use(worker, asked, first, sent)

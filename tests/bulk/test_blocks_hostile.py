@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore.client.failover import FileLanes
+from kvstore.client.failover import FileExecutor
 from kvstore.client.limits import ClientLimits
 from kvstore.client.pool import DataConnection, WorkerMemory
 from kvstore.client.remote import Ask, ImageReceiver
@@ -164,7 +164,7 @@ LIES = [
 
 def test_worker_with_wrong_frames_is_left() -> None:
     """And none of the files that it gave stays open."""
-    lanes = FileLanes(SystemClock())
+    executor = FileExecutor(SystemClock())
     for kind, payload, files in LIES:
         before = open_before()
         memory = object.__new__(WorkerMemory)
@@ -174,14 +174,14 @@ def test_worker_with_wrong_frames_is_left() -> None:
         worker.send(kind, 1, [payload], [writing] * files)
         os.close(reading)
         os.close(writing)
-        receiver = stream_to(link, Namespace("m", MEDIUM), buffers_for([BLOCKS[0]] * 10), bytearray(10), lanes)
+        receiver = stream_to(link, Namespace("m", MEDIUM), buffers_for([BLOCKS[0]] * 10), bytearray(10), executor)
         with pytest.raises((LinkBroken, InvalidRequest)):
             receiver.receive(LentSlots(10, 0, ()))
         del receiver
         worker.close()
         link.close()
         assert open_now() <= before, (kind, payload)
-    lanes.close()
+    executor.close()
 
 
 def image_of(namespace: Namespace, at: int) -> bytes:
@@ -198,14 +198,14 @@ def stream_to(
     namespace: Namespace,
     buffers: list[npt.NDArray[np.uint8]],
     done: bytearray,
-    lanes: FileLanes | None = None,
+    executor: FileExecutor | None = None,
 ) -> ImageReceiver:
     """The first blocks on their way into ``buffers``."""
     clock = SystemClock()
     count = len(buffers)
     wanted = BlockKeys.of(namespace, keys_of(1, count), list(map(len, buffers)))
     asked = Ask(1, wanted, 0, count, BlockBuffers([each.data for each in buffers]), range(count))
-    return ImageReceiver(link, asked, done, lanes or FileLanes(clock), Deadline(clock, WAIT_S))
+    return ImageReceiver(link, asked, done, executor or FileExecutor(clock), Deadline(clock, WAIT_S))
 
 
 def test_an_image_that_is_not_right_is_no_hit() -> None:

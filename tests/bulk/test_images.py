@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore.client.failover import FileLanes
+from kvstore.client.failover import FileExecutor
 from kvstore.client.pool import DataConnection
 from kvstore.client.remote import Ask, ChunkFetch, ImageReceiver, RemoteTransport
 from kvstore.codec.image import make_images
@@ -49,7 +49,9 @@ def planes(array: npt.NDArray[Any]) -> Planes:
 def received(link: DataConnection, first: int, stop: int, out: npt.NDArray[Any], done: bytearray) -> bool:
     clock = SystemClock()
     asked = Ask(NUMBER, CHAIN, first, stop, planes(out), range(stop))
-    return ImageReceiver(link, asked, done, FileLanes(clock), Deadline(clock, 10.0)).receive(LentSlots(stop, first, ()))
+    return ImageReceiver(link, asked, done, FileExecutor(clock), Deadline(clock, 10.0)).receive(
+        LentSlots(stop, first, ())
+    )
 
 
 @contextmanager

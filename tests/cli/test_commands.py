@@ -193,7 +193,7 @@ def test_a_mistyped_root_is_an_error_and_no_new_folder(run: Run, tmp_path: Path,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_fsck_tells_housekeeping_from_damage_by_its_exit_code(run: Run, root: str) -> None:
+def test_fsck_tells_leftovers_from_damage_by_its_exit_code(run: Run, root: str) -> None:
     staged = Path(root) / "staging" / ("dd" * 16) / "1.part"
     staged.parent.mkdir(parents=True)
     staged.write_bytes(b"of a writer that died")
@@ -201,9 +201,9 @@ def test_fsck_tells_housekeeping_from_damage_by_its_exit_code(run: Run, root: st
     found = run("fsck", root, "--json")
     said = json.loads(found.stdout)
     assert found.exit_code == 0 and said["clean"] and said["problems"] == 0 and said["findings"] == []
-    assert said["housekeeping_count"] == len(said["housekeeping"]) >= 1
-    assert {each["kind"] for each in said["housekeeping"]} == {"orphan_staging"}
+    assert said["leftovers_count"] == len(said["leftovers"]) >= 1
+    assert {each["kind"] for each in said["leftovers"]} == {"orphan_staging"}
     text = run("fsck", root)
-    assert text.exit_code == 0 and "housekeeping (not damage):\norphan_staging" in text.stdout
+    assert text.exit_code == 0 and "leftovers (not damage):\norphan_staging" in text.stdout
     assert run("fsck", root, "--repair").exit_code == 0
     assert not staged.exists()

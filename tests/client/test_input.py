@@ -221,9 +221,9 @@ def test_a_folder_that_is_no_root_is_refused(tmp_path: Path) -> None:
 
 def test_limits_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="more than 0"):
-        Limits(lanes=0)
-    with pytest.raises(InvalidRequest, match="over lanes"):
-        Limits(lanes=2, width=3)
+        Limits(io_threads=0)
+    with pytest.raises(InvalidRequest, match="over io_threads"):
+        Limits(io_threads=2, width=3)
     with pytest.raises(InvalidRequest, match="outlast"):
         Limits(hold_max_s=1.0)
     with pytest.raises(InvalidRequest, match="durability"):

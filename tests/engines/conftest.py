@@ -15,7 +15,7 @@ from tests.kit.faulty_root import FaultyRoot
 from tests.kit.stores import store_on
 
 QUICK = {"lookup_timeout_s": 0.5, "load_timeout_s": 0.5, "store_timeout_s": 0.8}
-LIMITS = Limits(match_deadline_s=0.5, read_deadline_s=0.5, write_deadline_s=0.8, stall_s=1.0, lanes=4, width=2)
+LIMITS = Limits(match_deadline_s=0.5, read_deadline_s=0.5, write_deadline_s=0.8, stall_s=1.0, io_threads=4, width=2)
 
 
 @pytest.fixture

@@ -138,12 +138,12 @@ def test_quick_check_reads_quarantined_payload(memory: Filled) -> None:
     assert report.actions == {Action.REMOVED: 1} and memory.root.stat(memory.name(5)) is None
 
 
-def test_housekeeping_never_crowds_out_damage(memory: Filled) -> None:
+def test_leftovers_never_crowds_out_damage(memory: Filled) -> None:
     for number in range(5):
         write(memory.root, places.staged(SESSION, number), b"part", age_s=OLD)
     write(memory.root, places.quarantined(memory.chain.addresses[5], SESSION, 1), b"damaged")
     report = check(memory, live_sessions=set(), findings_max=3)
-    assert report.is_clean and report.problems_count == 0 and report.housekeeping_count == 6
+    assert report.is_clean and report.problems_count == 0 and report.leftovers_count == 6
     assert len(report.findings) == 3 and report.is_truncated
     write(memory.root, memory.name(5), b"damaged")
     write(memory.root, Name("holiday.jpg"), b"mine")

@@ -74,12 +74,12 @@ def check(store: kvstore.Store, folder: Path) -> dict[str, float]:
 
 
 def repaired(root: str) -> dict[str, int]:
-    """Checks and repairs the root, and checks it again; returns what each check found that is no housekeeping."""
+    """Checks and repairs the root, and checks it again; returns what each check found that is no leftover."""
     found = {}
     with identified(root, {}) as (opened, identity):
         for name in ("damaged", "after_repair"):
             report = fsck(opened, identity, Options(repair=name == "damaged"))
-            found[name] = sum(not finding.is_housekeeping for finding in report.findings)
+            found[name] = sum(not finding.is_leftover for finding in report.findings)
     return found
 
 

@@ -52,12 +52,12 @@ WAYS = ("embedded", "memory", "disk", "shared", "tcp", "grpc")
 """A node in this process without tiers, with memory, with memory and a local disk; a worker by each transport."""
 REMOTE = ("shared", "tcp", "grpc")
 TENANT = "acme"
-LIMITS = Limits(announce_s=0.01, follow_s=0.01, lanes=4, width=2)
+LIMITS = Limits(announce_s=0.01, follow_s=0.01, io_threads=4, width=2)
 TIMINGS = Timings(poll_s_min=0.01, poll_s_max=0.02, announce_lag_max_s=330.0, grace_max_s=400.0)
 MEMORY_BYTES = 16 << 20
 LEFT = (
     "holds client_holds leases memory_referenced_bytes memory_leased_bytes memory_dirty_bytes "
-    "behind_bytes bytes_in_flight lane_queue"
+    "behind_bytes bytes_in_flight root_queue"
 ).split()
 """Gauges that are 0 when nothing is in progress, held or pinned."""
 

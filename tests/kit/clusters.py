@@ -33,7 +33,7 @@ from tests.kit.patience import eventually as eventually
 from tests.kit.stores import TINY, kv_of
 from tests.kit.sweeping import WholeSweeper, plans_of
 
-NODE_LIMITS = Limits(announce_s=0.01, follow_s=0.01, lanes=2, width=2)
+NODE_LIMITS = Limits(announce_s=0.01, follow_s=0.01, io_threads=2, width=2)
 NOT_LINGERING = replace(NODE_LIMITS, hold_linger_s=1e-9)
 """A hold is not named after its end, as where its node has died."""
 TIMINGS = Timings(poll_s_min=0.01, poll_s_max=0.02, announce_lag_max_s=60.0, grace_max_s=100.0)

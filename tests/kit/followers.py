@@ -21,7 +21,7 @@ from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 
 SWEEP = b"s" * 16
-ALONE_LIMITS = Limits(lanes=1, width=1, announce_s=1e-9)
+ALONE_LIMITS = Limits(io_threads=1, width=1, announce_s=1e-9)
 
 
 class Hooked:

@@ -37,7 +37,7 @@ SMALL = Layout(layers=3, kv_heads=2, head_dim=8, dtype="float16", chunk_tokens=1
 
 
 class SetClock:
-    """Wall time that a test sets; monotonic time is real, since lanes wait on it."""
+    """Wall time that a test sets; monotonic time is real, since threads wait on it."""
 
     def __init__(self, now_s: float) -> None:
         self.wall_s = now_s

@@ -174,7 +174,7 @@ def pause(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Paused]:
     return paused_at
 
 
-def wait_for_lanes(root: Path) -> None:
+def wait_for_threads(root: Path) -> None:
     time.sleep(0.1)  # they may not have begun to write
     eventually(lambda: not list(root.glob("staging/*/*")), "no file stays in staging")
 
@@ -188,7 +188,7 @@ def test_interrupted_get_writes_nothing_afterwards(tmp_root: Path, pause: Callab
         with interrupted_at(paused.reached):
             cache.get(FEW, out)
         paused.release.set()
-        assert cache.get(FEW)[0] == len(FEW), "by then the lanes are done with the other"
+        assert cache.get(FEW)[0] == len(FEW), "by then the threads are done with the other"
         assert (out == 7).all()
 
 
@@ -202,7 +202,7 @@ def test_interrupted_put_stores_nothing_written_later(tmp_root: Path, pause: Cal
             cache.put(FEW, changing)
         changing[:] = 99
         paused.release.set()
-        wait_for_lanes(tmp_root)
+        wait_for_threads(tmp_root)
         count, found = cache.get(FEW)
         assert same(found, kv[:, :, :count])
 
@@ -218,5 +218,5 @@ def test_interrupted_put_of_blocks_stores_nothing_written_later(tmp_root: Path, 
         for buffer in buffers:
             buffer[:] = 99
         paused.release.set()
-        wait_for_lanes(tmp_root)
+        wait_for_threads(tmp_root)
         assert blocks.get(keys, [np.zeros(5000, np.uint8) for _ in keys]) == [False] * len(keys)

@@ -115,7 +115,7 @@ def test_a_forked_child_has_no_threads_and_never_waits_for_the_lock() -> None:
 def test_shared_work_begins_nothing_after_the_deadline() -> None:
     """It raises what the work raises."""
     clock = SystemClock()
-    lanes = Executor(1, 1, 8, 5, clock)
+    executor = Executor(1, 1, 8, 5, clock)
     done: list[int] = []
 
     def work(number: int) -> bool:
@@ -126,27 +126,27 @@ def test_shared_work_begins_nothing_after_the_deadline() -> None:
 
     try:
         with pytest.raises(DeadlinePassed):
-            lanes.share(9, work, Deadline(clock, 0))
+            executor.share(9, work, Deadline(clock, 0))
         assert not done
         with pytest.raises(ValueError, match="its own"):
-            lanes.share(9, work, Deadline(clock, 30))
+            executor.share(9, work, Deadline(clock, 30))
         assert done == [0, 1, 2]
     finally:
-        lanes.close()
+        executor.close()
 
 
 def test_source_of_a_copy_lives_as_long_as_the_copy() -> None:
-    """A late lane writes into memory that still exists, even if the arena was closed meanwhile."""
+    """A late thread writes into memory that still exists, even if the arena was closed meanwhile."""
     clock, alive = SystemClock(), np.zeros(8, np.uint8)
     kept = weakref.ref(alive)
-    lanes = Executor(1, 2, 8, 5, clock)
+    executor = Executor(1, 2, 8, 5, clock)
     at = np.array([alive.ctypes.data], np.uint64)
     try:
-        batch = lanes.start(1, partial(remote._copy_step, alive, at, at, [(0, 8)]), helped=True)
+        batch = executor.start(1, partial(remote._copy_step, alive, at, at, [(0, 8)]), helped=True)
         del alive
         assert kept() is not None
         batch.help(Deadline(clock, 30))
         batch.wait(Deadline(clock, 30))
         assert kept() is None
     finally:
-        lanes.close()
+        executor.close()

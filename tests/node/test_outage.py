@@ -19,7 +19,7 @@ from tests.kit.patience import eventually, stretched
 from tests.kit.stores import SMALL, chunk_files, flip, hasty_while_faulty, in_turn, kv_of, member_of, same, store_on
 
 QUICK = Limits(
-    match_deadline_s=0.4, read_deadline_s=0.4, write_deadline_s=0.6, hold_max_s=30.0, stall_s=0.5, lanes=4, width=2
+    match_deadline_s=0.4, read_deadline_s=0.4, write_deadline_s=0.6, hold_max_s=30.0, stall_s=0.5, io_threads=4, width=2
 )
 
 TOKENS = np.arange(6 * SMALL.chunk_tokens)
@@ -82,7 +82,7 @@ def test_a_put_that_hangs_is_shed_and_publishes_nothing_wrong(
     assert (store.stats()["miss_damaged"], store.stats()["put_failed"]) == (0, 1)
 
 
-def test_when_every_lane_hangs_calls_fail_at_once_until_the_root_is_back(store: Store, root: FaultyRoot) -> None:
+def test_when_every_thread_hangs_calls_fail_at_once_until_the_root_is_back(store: Store, root: FaultyRoot) -> None:
     cache = store.namespace("m", SMALL)
     cache.put(TOKENS[:32], KV[:, :, :32])
     hang = Hang()
@@ -113,12 +113,12 @@ def test_a_failed_put_does_not_wait_for_its_staged_files_to_be_removed(store: St
 
 
 def test_a_busy_root_is_not_taken_for_one_that_hangs(tmp_root: Path) -> None:
-    limits = Limits(lanes=2, width=2, stall_s=3.0)  # a step of 0.1 s ends before that on any machine
+    limits = Limits(io_threads=2, width=2, stall_s=3.0)  # a step of 0.1 s ends before that on any machine
     root = FaultyRoot(PosixRoot(tmp_root))
     with store_on(root, limits) as store:
         cache = store.namespace("m", SMALL)
         root.set_rules([Rule("stage", Delay(0.1))])
-        many = np.arange(80 * SMALL.chunk_tokens)  # 4 s of two lanes: longer than ``stall_s``
+        many = np.arange(80 * SMALL.chunk_tokens)  # 4 s of two threads: longer than ``stall_s``
         seen: list[float] = []
         root_hangs = threading.Thread(target=lambda: cache.put(many, kv_of(SMALL, many)))
         root_hangs.start()

@@ -80,7 +80,7 @@ class FolderWorld:
         pause, aim = source.choice((0.0, 0.002, 0.02)), source.choice((0.0, 0.05, 0.3))
         self.files = Files(kernel, self.path, self._linked, self._left, pause, aim)
         self.limit_bytes = source.choice((8, 10, 14)) * FILE_BYTES
-        self.limits = Limits(lanes=2, width=2, known_max=64, stall_s=1000.0)
+        self.limits = Limits(io_threads=2, width=2, known_max=64, stall_s=1000.0)
         self.chains = [
             ChunkKeys.of(namespace, np.array([2 * chunk + at for chunk in prompt for at in (0, 1)], "<u4"))
             for namespace in NAMESPACES
@@ -232,7 +232,7 @@ class FolderWorld:
             kernel.sleep(0.1)
         kernel.sleep(max(PIN_TTLS_S) + 5.0)  # the last pins end
         with opened(f"file://{self.path}", Config(max_bytes=self.limit_bytes), {}) as collector:
-            gc.collect()  # what lanes that were late have reserved
+            gc.collect()  # what threads that were late have reserved
             reserved = sum(table.numbers[Own.RESERVED] for table in live_tables(self.path, collector._shared))
             if reserved:
                 kernel.fail(f"S2: {reserved} bytes are reserved, and nothing is put")
@@ -276,8 +276,8 @@ class FolderWorld:
     def _kill(self) -> None:
         victim = self.kernel.source.choice(self.programs)
         self._excused |= victim.putting
-        # Each of its lanes may have linked a file that it did not count yet.
-        self._slack_bytes += self.limits.lanes * FILE_BYTES if victim.putting else 0
+        # Each of its threads may have linked a file that it did not count yet.
+        self._slack_bytes += self.limits.io_threads * FILE_BYTES if victim.putting else 0
         self._killed(victim.process)
         self.programs.remove(victim)
         self.programs.append(self._program())

@@ -68,7 +68,7 @@ class Profile:
     """How likely all watches are lost at the moment at which a sweep begins or ends."""
     ambushes: tuple[Ambush, ...] = ()
     stall_s: float = 10.0
-    """After so long a lane of a node counts as hanging."""
+    """After so long a thread of a node counts as hanging."""
     share: float = 0.7
     """How likely a sweep takes each shard."""
     stops: float = 0.0

@@ -89,7 +89,7 @@ class World:
         self.oracle.read_plan = self._plan_of
         self.pace_s = source.choice((0.1, 0.3, 1.0))
         self.limits = Limits(
-            lanes=2,
+            io_threads=2,
             width=2,
             known_max=64,
             quantum_s=source.choice((5, 30)),

@@ -54,7 +54,7 @@ def test_puts_go_on_until_the_queue_is_full_and_all_is_written_after_the_hang(no
     node.assert_settled()
 
 
-def test_memory_is_served_while_every_lane_hangs(node: Acting, root: FaultyRoot) -> None:
+def test_memory_is_served_while_every_thread_hangs(node: Acting, root: FaultyRoot) -> None:
     node.put(1, 6)
     node.put(2, 2, write=WriteMode.UNCACHED)
     node.drain()
@@ -107,7 +107,7 @@ def test_a_get_with_a_slow_root_returns_in_time_and_leaves_the_memory_alone(
     out[:, :, count:] = 7
     marked = out.copy()
     hang.release.set()
-    eventually(lambda: not any(node.node.lanes._busy_since_s))
+    eventually(lambda: not any(node.node.executor._busy_since_s))
     assert same(out, marked), "written into after the return"
     root.set_rules([])
     eventually(lambda: node.get(1, 8) == 8)
@@ -129,7 +129,7 @@ def test_i2_bytes_that_hang_on_their_way_to_the_root_get_no_name_once_their_room
                 deadline = Deadline(SystemClock(), PATIENCE_S)
                 node.tiers.keep(MemoryPut(node.chain(number, 20), 0, 20, sections, Hints(), deadline))
                 assert node.memory.leading(node.chain(number, 20)) == 20
-        eventually(lambda: not any(node.node.lanes._busy_since_s))
+        eventually(lambda: not any(node.node.executor._busy_since_s))
         node.drain()
         assert node.on_root(1, 6) == [False] * 6 and node.stat("behind_lost") == 6
         with Acting(root.inner) as other:
@@ -217,8 +217,8 @@ def test_w3_a_root_that_refuses_at_the_end_loses_chunks(caplog: pytest.LogCaptur
 
 
 def stall(node: Acting) -> None:
-    """Has every lane wait for the root."""
-    lanes = node.node.limits.lanes
+    """Has every thread wait for the root."""
+    executor = node.node.limits.io_threads
 
     def ask(number: int) -> None:
         try:
@@ -226,7 +226,7 @@ def stall(node: Acting) -> None:
         except KVStoreError:
             pass
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(lanes)]
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(executor)]
     for thread in threads:
         thread.start()
     eventually(lambda: node.stat("root_hangs"))

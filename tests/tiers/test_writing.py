@@ -209,7 +209,7 @@ def test_i1_what_goes_wrong_between_verifying_and_staging_gets_no_name(root: Fau
             node.lose(1, 4)
 
         def turn(name: object) -> bool:
-            """At the look before its bytes are staged: one lane comes to it in no other."""
+            """At the look before its bytes are staged: one thread comes to it in no other."""
             if name == node.name(1, 2) and node.in_memory(1, 4)[2] and not turned:
                 node.damage(1, 2)
                 turned.append(True)

@@ -18,7 +18,7 @@ LAYOUT = Layout(layers=2, kv_heads=1, head_dim=8, dtype="float16", chunk_tokens=
 
 
 def opened(folder: Path) -> Store:
-    return kvstore.open(str(folder), memory=1 << 20, limits=kvstore.Limits(lanes=2))
+    return kvstore.open(str(folder), memory=1 << 20, limits=kvstore.Limits(io_threads=2))
 
 
 def typed(arguments: dict[str, str]) -> Layout:

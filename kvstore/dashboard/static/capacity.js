@@ -7,7 +7,6 @@ export function capacity({ doc, state }) {
   return [
     el("div", { class: "columns" }, room(doc), next(doc)),
     plan ? perNamespace(plan, state) : null,
-    plan?.examples?.length ? examples(plan, state) : null,
     sweeps(doc),
     freshness(doc.sources),
     space ? null : el("p", { class: "muted" }, "The root did not say yet how much room it has."),
@@ -17,11 +16,11 @@ export function capacity({ doc, state }) {
 function room({ plan, space, is_full }) {
   const rows = [];
   if (plan?.capacity_bytes) {
-    const { used_bytes_before: used, capacity_bytes: most, high_bytes: high, low_bytes: low } = plan;
+    const { used_bytes_before: used, capacity_bytes: most, target_bytes: target } = plan;
     rows.push(el("div", { class: "gauge" },
       el("p", {}, el("strong", {}, bytes(used)), ` of ${bytes(most)} that chunks may take (${percent(used / most)})`),
-      bar(used / most, `chunks take ${bytes(used)} of ${bytes(most)}`, used > high ? "bad" : used > low ? "warn" : "", [{ at: low / most, text: `collecting ends at ${bytes(low)}` }, { at: high / most, text: `collecting begins at ${bytes(high)}` }]),
-      el("p", { class: "muted" }, `Collecting begins at ${bytes(high)} and ends at ${bytes(low)}.`)));
+      bar(used / most, `chunks take ${bytes(used)} of ${bytes(most)}`, used > most ? "bad" : used > target ? "warn" : "", [{ at: target / most, text: `eviction keeps them below ${bytes(target)}` }]),
+      el("p", { class: "muted" }, `Eviction keeps them below ${bytes(target)}.`)));
   } else if (plan) {
     rows.push(el("p", {}, el("strong", {}, bytes(plan.used_bytes_before)), " in chunks; the root does not say how much room there is."));
   }
@@ -67,19 +66,6 @@ function perNamespace(plan, state) {
     { name: "Would go", right: true, sort: (row) => taken(row, "bytes"), cell: (row) => (taken(row, "chunks") ? bytes(taken(row, "bytes")) : "–") },
     { name: "Why", cell: (row) => Object.keys(row.chosen).join(", ") || "–" },
   ], rows, { key: (row) => row.id, sort: state.sort["What namespaces have, and what would go of it"] ?? { column: "Size", down: true }, empty: "nothing that matches" }));
-}
-
-function examples(plan, state) {
-  const known = new Map(plan.namespaces.map((one) => [one.id, one.name ?? one.id]));
-  const called = (row) => known.get(row.namespace) ?? row.namespace;
-  const rows = plan.examples.filter((row) => matches(state.filter, row.address, called(row), row.reason));
-  return card("First to go", {}, table("The longest unused of what would go", [
-    { name: "Chunk", cell: (row) => id(row.address, 12) },
-    { name: "Namespace", cell: (row) => name(called(row)) },
-    { name: "Why", cell: (row) => row.reason },
-    { name: "Size", right: true, sort: (row) => row.size_bytes, cell: (row) => bytes(row.size_bytes) },
-    { name: "Unused for", right: true, sort: (row) => row.idle_s, cell: (row) => span(row.idle_s) },
-  ], rows, { key: (row) => row.address, sort: state.sort["The longest unused of what would go"], empty: "nothing that matches" }));
 }
 
 function sweeps({ sweeps: list, collectors }) {

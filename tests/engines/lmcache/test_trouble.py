@@ -55,7 +55,7 @@ def test_a_load_of_what_many_look_ups_locked_is_one_load_and_look_ups_do_not_wai
     root: FaultyRoot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Enough threads that the root never counts as hung, and each read has its whole deadline.
-    patient = replace(LIMITS, stall_s=60.0, lanes=256)
+    patient = replace(LIMITS, stall_s=60.0, io_threads=256)
     monkeypatch.setattr(EngineSettings, "open", lambda _: store_on(root, patient))
     many = [key(number) for number in range(24)]
     with adapter(root="faulty", **QUICK) as l2:

@@ -90,7 +90,7 @@ def test_damage_ends_a_prefetch_and_is_not_found_again(tmp_root: Path, layout: s
 @pytest.fixture
 def faulty(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyRoot]:
     root = FaultyRoot(PosixRoot(tmp_root))
-    monkeypatch.setattr(EngineSettings, "open", lambda _: store_on(root, Limits(lanes=4, width=2)))
+    monkeypatch.setattr(EngineSettings, "open", lambda _: store_on(root, Limits(io_threads=4, width=2)))
     yield root
     root.set_rules([])
 

@@ -18,7 +18,7 @@ from tests.kit.faulty_root import EIO, ENOSPC, EROFS, Fails, FaultyRoot, Hang, R
 from tests.kit.patience import returns
 from tests.kit.stores import chunk_files, flip, store_on
 
-QUICK = Limits(match_deadline_s=0.4, read_deadline_s=0.4, write_deadline_s=0.6, stall_s=0.5, lanes=4, width=2)
+QUICK = Limits(match_deadline_s=0.4, read_deadline_s=0.4, write_deadline_s=0.6, stall_s=0.5, io_threads=4, width=2)
 MODEL = llama()
 IDS = prompt(100)
 EXPECTED = logits_without_store(MODEL, IDS, 96)
