@@ -29,7 +29,7 @@ from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch
 from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.host import tables as shared_file
-from kvstore.host.eviction import Evicted, Eviction, file_system_now_ns, settled
+from kvstore.host.eviction import Evicted, Eviction, begin_listing, settled
 from kvstore.host.tables import (
     BATCH_MAX,
     COLLECTOR,
@@ -140,8 +140,7 @@ class HostCollector:
         # A put that began or ended between the two looks at the tables may count in the sum.
         reserved = sum((reserved_by | self._reserved_by()).values())
         goals = self._goals(ttl_s)
-        shared.add(Number.LISTINGS, 1)  # before the time is read: a put that sees no new listing is in this one
-        since_ns = file_system_now_ns(self._root.path)
+        since_ns = begin_listing(self._root.path, shared)
         ranking = Ranking(goals, self._clock.now_s(), self._shard_bits)
         others = self._leftovers()
 

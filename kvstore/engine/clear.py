@@ -27,7 +27,7 @@ from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.format import places
 from kvstore.format.places import Name
 from kvstore.host.clears import HostClears
-from kvstore.host.eviction import Evicted, Eviction, EvictionVictim, file_system_now_ns
+from kvstore.host.eviction import Evicted, Eviction, EvictionVictim, begin_listing
 from kvstore.meta.clears import Clears, PublishedClear, PublishedOrder
 from kvstore.meta.keys import SessionId
 from kvstore.meta.session import Session
@@ -432,7 +432,7 @@ class HostClearing:
         ends_s = time.monotonic() + HELD_S
         while True:
             # What is put or used during the walk is for the next one: a child that this walk lacks keeps its parent.
-            since_ns = file_system_now_ns(self._host.folder)
+            since_ns = begin_listing(self._host.folder, self._host.shared)
             eviction = Eviction(
                 self._root, self._node.identity.shard_bits, self._host.shared, self._node.clock, since_ns
             )

@@ -69,8 +69,12 @@ class Evicted:
         return self
 
 
-def file_system_now_ns(folder: str) -> int:
-    """Returns the time by the clock that stamps files of the root, which is behind ``time.time`` by a tick."""
+def begin_listing(folder: str, shared: Shared) -> int:
+    """Returns when a listing for an eviction begins, by the clock that stamps files: ``time.time`` is ahead by a tick.
+
+    A put that sees no new listing at its end is in this one, so the listing counts before the time is read.
+    """
+    shared.add(Number.LISTINGS, 1)
     path = f"{folder}/{SHARED}"
     with translated("touch", path):
         os.utime(path)

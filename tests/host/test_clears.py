@@ -5,15 +5,22 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import kvstore
 from kvstore.census.selection import Selection
-from tests.kit.host_parts import SPACE
+from kvstore.core.buffers import Planes
+from kvstore.core.clock import SystemClock
+from kvstore.core.executor import Deadline
+from kvstore.format.keyset import ChunkKeys
+from kvstore.host.eviction import Eviction
+from tests.kit.host_parts import CHUNKS, SPACE
 from tests.kit.host_process import LAYOUT, TOKENS_COUNT, kv, tokens
-from tests.kit.patience import eventually
+from tests.kit.patience import NEVER_S, eventually
+from tests.kit.stores import member_of
 
 OTHER = """
 import sys, kvstore
@@ -65,3 +72,26 @@ def test_a_disk_that_was_away_serves_nothing_of_what_was_cleared(tmp_path: Path)
         eventually(lambda: not store.stats()["disk_refilling"])
         cache = store.namespace("model", LAYOUT)
         assert cache.match(tokens(1)) == cache.get(tokens(1))[0] == store.stats()["disk_entries"] == 0
+
+
+def test_a_put_that_ends_after_the_listing_of_a_clear_loses_no_parents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain, soon = ChunkKeys.of(SPACE, np.array(tokens(1), np.uint32)), Deadline(SystemClock(), NEVER_S)
+    with kvstore.open(tmp_path / "root", max_bytes=None) as store:
+        cache, write = store.namespace("model", LAYOUT), member_of(store).node.writer.begin(chain, 0, soon)
+        source, evict, calls = Planes(kv(1).view(np.uint8), LAYOUT.section_bytes), Eviction.evict, list[int]()
+        write.add(source, 0, CHUNKS - 1, soon)
+        eventually(lambda: cache.match(tokens(1)) == TOKENS_COUNT - LAYOUT.chunk_tokens)
+
+        def after_the_put(*arguments: Any, **named: Any) -> Any:
+            if not calls:
+                write.add(source, CHUNKS - 1, 1, soon)
+                write.commit(soon)
+            done = evict(*arguments, **named)
+            calls.append(cache.match(tokens(1)))
+            return done
+
+        monkeypatch.setattr(Eviction, "evict", after_the_put)
+        assert store.clear(Selection(namespace=SPACE.digest)).wait()
+        assert calls == [TOKENS_COUNT, 0], "the first listing lacked the last chunk"

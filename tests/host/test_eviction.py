@@ -14,7 +14,7 @@ import pytest
 import kvstore
 from kvstore.engine.gc_state import HostGcState
 from kvstore.host import eviction
-from kvstore.host.eviction import file_system_now_ns
+from kvstore.host.eviction import begin_listing
 from kvstore.host.pins import PinnedPrints
 from kvstore.host.tables import HoldTable, Number, Shared
 from kvstore_gc.host import opened
@@ -95,7 +95,7 @@ def test_an_eviction_between_two_steps_of_a_hold_is_seen(
 
 def test_a_put_after_a_listing_keeps_its_parents(parts: Parts) -> None:
     parts.chain(1)
-    since_ns = file_system_now_ns(str(parts.folder))
+    since_ns = begin_listing(str(parts.folder), parts.shared)
     ranking = parts.collector().list()
     longer = [*tokens(1), *tokens(2)]
     with kvstore.open(parts.folder, max_bytes=None) as store:
@@ -152,7 +152,7 @@ def test_a_held_child_keeps_its_ancestors(parts: Parts) -> None:
 
 def test_a_used_child_keeps_its_ancestors(parts: Parts) -> None:
     chain = parts.chain(1)
-    since_ns = file_system_now_ns(str(parts.folder))
+    since_ns = begin_listing(str(parts.folder), parts.shared)
     (path,) = (parts.folder / "chunks").glob(f"*/{chain.addresses[1].hex()}.*")
     os.utime(path)
     done = parts.eviction(since_ns).evict(parts.victims(chain))
