@@ -1,6 +1,6 @@
 """Prometheus metrics of a collector, over HTTP at ``/metrics``.
 
-Their names are part of the interface: kvstore/worker/METRICS.md lists them.
+Their names are part of the interface: docs/metrics.md lists them.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class Metrics:
         )
         self._success = self._gauge("last_success_timestamp_seconds", "when a round last did everything it had to")
         self._chosen = self._counter("chosen_chunks", "chunks chosen to be deleted", "reason")
-        self._chosen_bytes = self._counter("chosen_bytes", "their bytes", "reason")
+        self._chosen_bytes = self._counter("chosen_bytes", "bytes of chunks chosen to be deleted", "reason")
         self._reaped = self._counter("reaped_chunks", "chunks deleted")
-        self._reaped_bytes = self._counter("reaped_bytes", "their bytes")
+        self._reaped_bytes = self._counter("reaped_bytes", "bytes of chunks deleted")
         self._spared = self._counter("spared_chunks", "chunks chosen and spared after all", "why")
         self._orphans = self._counter("orphans", "leftovers removed or put back", "kind")
         self._sweeps = self._counter("sweeps", "sweeps", "outcome")

@@ -1,6 +1,6 @@
 """Every counter and every gauge of a node, a worker or a client of workers, with its meaning.
 
-A new one is a new line here: ``stats()``, the metrics and the check of METRICS.md follow from it.  A name that is not
+A new one is a new line here: ``stats()``, the metrics and docs/metrics.md follow from it.  A name that is not
 declared is an error of the type checker.
 """
 
@@ -28,7 +28,7 @@ class Family(NamedTuple):
 
 
 MISSES = Family("misses", "reason", "chunks or requests that were a miss, by why")
-DAMAGE = Family("damage", "kind", "damaged chunks found, by what is wrong with them")
+DAMAGE = Family("damage", "kind", "corrupt chunks found, by what is wrong with them")
 DENIED = Family("denied", "reason", "calls denied, by why")
 OPERATIONS = Family("operations", "outcome", "operations (prefetch, clear) that ended")
 QUOTA_REFUSED = Family("quota_refused", "limit", "calls refused by a tenant's quota, by which limit")
@@ -69,7 +69,7 @@ class NodeCount(Counter):
     BYTES_READ = "payload bytes that callers got from the root; with memory_bytes, all that they got"
     BYTES_WRITTEN = "payload bytes published"
     MISS_ABSENT = "chunks that were not there when read", MISSES, "absent"
-    MISS_DAMAGED = "chunks that failed verification (each is set aside)", MISSES, "damaged"
+    MISS_DAMAGED = "chunks that failed verification (each is quarantined)", MISSES, "damaged"
     MISS_OTHER_SIZE = "engine-hashed blocks asked for with another size than they have", MISSES, "other_size"
     MISS_KEY = "chunks encrypted with a key that this node does not have", MISSES, "key"
     MISS_ENCODING = "compressed chunks on a node without zstandard", MISSES, "encoding"
@@ -86,9 +86,9 @@ class NodeCount(Counter):
     DAMAGE_SECTION_CHECKSUM = "chunks with a section that does not match its checksum", DAMAGE, "section_checksum"
     DAMAGE_SEAL = "encrypted chunks that their key does not open", DAMAGE, "seal"
     DAMAGE_ENCODING = "compressed chunks that do not give their sections", DAMAGE, "encoding"
-    QUARANTINED = "damaged files set aside"
-    QUARANTINE_FAILED = "damaged files that could not be set aside"
-    QUARANTINE_RESTORED = "files set aside by mistake in a race, and put back"
+    QUARANTINED = "corrupt files moved to quarantine"
+    QUARANTINE_FAILED = "corrupt files that could not be moved to quarantine"
+    QUARANTINE_RESTORED = "files quarantined by mistake in a race, and put back"
     KEYS_RELOADED = "times that a changed key file was taken over"
     KEYS_REFUSED = "times that a changed key file was refused, and the keys from before kept"
     BYTES_ENCRYPTED = "payload bytes encrypted, on their way to the root or the local disk"
@@ -107,18 +107,18 @@ class NodeCount(Counter):
     MEMORY_HITS = "chunks that callers got from memory, those that were just brought there included"
     MEMORY_BYTES = "payload bytes that callers got from memory: copied, sent or mapped"
     MEMORY_MISSES = "chunks that a read looked for in memory, and that were not there, or wrong"
-    MEMORY_EVICTED = "chunks that left memory because their room was needed"
-    MEMORY_FULL = "chunks that memory had no room for"
-    MEMORY_DAMAGED = "chunks that went wrong in memory (each is dropped); not those that came there damaged"
+    MEMORY_EVICTED = "chunks evicted from memory because space was needed"
+    MEMORY_FULL = "chunks that memory had no space for"
+    MEMORY_DAMAGED = "chunks that were corrupted in memory (each is dropped); not those that arrived corrupt"
     MEMORY_DEMOTED = "chunks that memory gave up, kept on the local disk"
     BEHIND_WRITTEN = "chunks written to the root after their put was acknowledged"
     BEHIND_LOST = "chunks acknowledged that could not be written to the root in time"
-    BEHIND_SHED = "chunks of puts for which memory, or the queue behind it, had no room"
+    BEHIND_SHED = "chunks of puts for which memory, or the queue behind it, had no space"
     DISK_HITS = "chunks read from the local disk"
     DISK_BYTES = "bytes of chunks read from the local disk, headers included"
     DISK_WRITES = "chunks that memory gave up, written to the local disk"
     DISK_WRITE_BYTES = "bytes of chunks written to the local disk, headers included"
-    DISK_EVICTED = "chunks that left the local disk because their room was needed"
+    DISK_EVICTED = "chunks evicted from the local disk because space was needed"
     DISK_FAILED = "errors of the local disk; after some in a row it is left alone for a while"
     DISK_DAMAGED = "chunks from the local disk that failed verification (each is removed)"
     PEERS_HITS = "chunks read from peers' memory"
@@ -178,7 +178,7 @@ class ClientCount(Counter):
     MISSES_UNREACHABLE = "reads answered as a miss because no worker could be reached or answered in time"
     MISSES_DAMAGED = "reads cut short because bytes changed on the way"
     RETRIES = "calls sent again to another worker"
-    SET_ASIDE = "times a worker was set aside"
+    SET_ASIDE = "times a worker was skipped for a while after failures"
     GETS_SHARED = "reads from memory of a worker of this host, or files that it handed over"
     GETS_TCP = "reads over a bulk connection"
     GETS_GRPC = "reads over gRPC"
@@ -208,9 +208,9 @@ NODE_GAUGES = {
     "protected": "1 while collectors respect what is held here",
     "etcd_silent_seconds": "since etcd last acknowledged a keepalive or a new session of this node",
     "lease_margin_seconds": "until the session ends unless etcd acknowledges a keepalive; 0 without one",
-    "bound_bytes": "bytes that the root's files may take, as this process asks; 0 where it asks for no bound. The "
+    "bound_bytes": "bytes that the root's files may take, as this process asks; 0 without a limit. The "
     "smallest of all living processes that have put something is in force, which may be less",
-    "bound_used_bytes": "bytes that they take now",
+    "bound_used_bytes": "bytes that the root's files take now",
     "collecting": "1 while this process runs the collector of a root without etcd",
     "root_full": "1 while a collector says that the root is full, and puts are refused",
     "memory_size_bytes": "shared memory for hot chunks, all of it",
@@ -221,7 +221,7 @@ NODE_GAUGES = {
     "memory_leased_bytes": "bytes in memory that clients of this host map and may read",
     "leases": "runs of chunks in memory that clients of this host may read",
     "behind_bytes": "bytes acknowledged that wait to be written to the root",
-    "behind_bytes_max": "bytes that may wait so; puts that find no room are written through or shed",
+    "behind_bytes_max": "bytes that may wait to be written to the root; further puts are written through or shed",
     "disk_entries": "chunks on the local disk",
     "disk_held_bytes": "bytes that files on the local disk take",
     "disk_bytes_max": "bytes that files on the local disk may take",
@@ -242,8 +242,8 @@ WORKER_GAUGES = {
     "bytes_in_flight": "payload bytes of calls under way",
     "client_holds": "holds of clients that have not ended",
     "bulk_connections_open": "bulk connections of clients that are open",
-    "root_free_bytes": "room left on what holds the root; absent where it is unknown",
-    "root_total_bytes": "all of its room",
+    "root_free_bytes": "free bytes of what holds the root; absent if unknown",
+    "root_total_bytes": "size of what holds the root; absent if unknown",
     "certificate_expires_seconds": "until the worker's certificate ends; only with TLS",
     "root_gone": "1 while the worker's URL does not lead to the root that it opened: unmounted, deleted or silent",
     "draining": "1 while the worker finishes what it accepted and takes no more",

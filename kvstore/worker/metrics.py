@@ -1,7 +1,7 @@
 """What a worker serves over HTTP: its metrics for Prometheus, and its health for probes.
 
-A new counter or gauge is a line in kvstore/core/metrics.py; METRICS.md lists them. ``stats()`` returns them under flat
-names.
+A new counter or gauge is a line in kvstore/core/metrics.py; docs/metrics.md lists them, ``stats()`` returns them under
+flat names.
 """
 
 from __future__ import annotations

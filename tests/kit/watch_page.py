@@ -1,4 +1,4 @@
-"""METRICS.md as data: each metric with its type and labels."""
+"""docs/metrics.md as data: each metric with its type and labels."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-PAGE = Path(__file__).parents[2] / "kvstore/worker/METRICS.md"
-_ROW = re.compile(r"\| `(kvstore_\w+)`(?: \*)? \| (counter|gauge|histogram) \|([^|]*)\| [^|]+ \|")
+PAGE = Path(__file__).parents[2] / "docs/metrics.md"
+_ROW = re.compile(r"\| `(kvstore_\w+)` \| (counter|gauge|histogram) \|([^|]*)\| [^|]+ \|")
 
 
 class Documented(NamedTuple):

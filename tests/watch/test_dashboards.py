@@ -1,4 +1,4 @@
-"""Dashboards: every query is valid in Prometheus, and uses only metrics and labels in METRICS.md."""
+"""Dashboards: every query is valid in Prometheus, and uses only metrics and labels in docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_metric_and_label_of_a_dashboard_is_documented(dashboard: Path) ->
         metrics = used(query)
         assert metrics, f"asks for nothing: {query}"
         for name, labels in metrics.items():
-            assert name in known or name.startswith("process_"), f"METRICS.md has no {name}: {query}"
+            assert name in known or name.startswith("process_"), f"docs/metrics.md has no {name}: {query}"
             assert labels <= labels_of(name), f"{name} has no {labels - labels_of(name)}: {query}"
         there = set().union(*map(labels_of, metrics))
         assert grouped(query) <= there, f"groups by {grouped(query) - there}: {query}"
