@@ -111,7 +111,9 @@ def test_client_with_few_descriptors_keeps_its_hits(tmp_root: Path, holding: obj
         for turn in fds:
             connections = sum("kvstore-ledger" in each for each in turn)
             arenas, sockets = (sum(kind in each for each in turn) for kind in ("kvstore-arena", "socket:"))
-            assert connections <= 6 and arenas <= 2 * connections and sockets <= connections + 2, turn
+            assert connections <= 6 and arenas <= 2 * connections and sockets <= connections + 4, (
+                turn
+            )  # gRPC may have a second connection while it replaces one
             assert not [each for each in turn if "/chunks/" in each], turn
         others = [[each for each in turn if "kvstore-" not in each and "socket:" not in each] for turn in fds]
         assert len(others[1]) <= len(others[0]), others

@@ -44,7 +44,9 @@ class Place:
         return Cycle(site, config, pressure or Pressure(site, config.max_bytes), collectors)
 
     def age(self, chain: ChunkKeys, age_s: float = LONG_S) -> None:
-        """Sets the last use back by this long."""
+        """Sets the last use back by this long, after nodes have renewed it."""
+        for member in self.cluster.members:
+            member.node.refresher.drain()
         for depth, address in enumerate(chain.addresses):
             start_s = int(SystemClock().now_s() - age_s) // 60 * 60
             assert self.cluster.root.touch(self.cluster.name(address), stamp_ns(start_s, depth))
