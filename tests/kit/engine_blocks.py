@@ -27,7 +27,8 @@ def keys_of(seed: int, count: int = COUNT) -> list[bytes]:
 def blocks_of(seed: int, count: int = COUNT, sizes: tuple[int, ...] = SIZES) -> list[Bytes]:
     lengths = [sizes[at % len(sizes)] for at in range(count)]
     content = np.frombuffer(np.random.default_rng(seed).bytes(sum(lengths)), np.uint8)
-    return np.split(content, np.cumsum(lengths)[:-1])
+    # Each in memory of its own: what is copied past the end of one is not the beginning of the next.
+    return [block.copy() for block in np.split(content, np.cumsum(lengths)[:-1])]
 
 
 def buffers_for(blocks: list[Bytes]) -> list[Bytes]:
