@@ -586,7 +586,11 @@ class RootWrite:
     def reserve(self, deadline: Deadline) -> None:
         """Reserves space for all chunks; waits for it a moment. Raises Overloaded if there is none then."""
         size_bytes = self.wanted.file_bytes(self.first)
+        began_s = self._chunks.known.tick()
         self._room = self._chunks.usage.reserve(size_bytes, self._missing_bytes, deadline.left_s())
+        if (now_s := self._chunks.known.tick()) > began_s:  # with the older time its chunks would soon count as reused
+            self._stamped_s = now_s
+            self._lacking.update(range(min(self.first, len(self.wanted))))
 
     def present_before(self, deadline: Deadline) -> int:
         """Looks at each chunk before ``first``; returns how many leading ones are there.
