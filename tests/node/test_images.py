@@ -136,8 +136,8 @@ def test_nothing_is_written_beside_sections_and_images(way: bool) -> None:
         plane_bytes = 2 * section_bytes + gap
         source = generator.integers(0, 256, 4 * plane_bytes + shift + 64, np.uint8)
         target = np.full(source.size, 0xEE, np.uint8)
-        memory = np.full(2 * (chain.image_bytes(0) + 8192), 0xEE, np.uint8)
-        stride = memory.size // 2
+        stride = -(-(chain.image_bytes(0) + 4096) // 4096) * 4096  # as in slots of memory: the header's table is aligned
+        memory = np.full(2 * stride, 0xEE, np.uint8)
         images = [memory[at * stride : at * stride + chain.image_bytes(0)].data for at in range(2)]
         make_images(chain, [0, 1], planes_in(source), images, CountingIds())
         assert (memory.reshape(2, -1)[:, chain.image_bytes(0) :] == 0xEE).all()
