@@ -9,7 +9,7 @@ import numpy as np
 from kvstore.core.address import ADDRESS_BYTES
 from kvstore.engine.gc_state import HostGcState
 from kvstore.format.keyset import ChunkKeys
-from kvstore.host.tables import BATCH_MAX, Number
+from kvstore.host.tables import BATCH_MAX, RING, Number
 from tests.kit.host_parts import CHUNKS, SPACE, Parts, address
 from tests.kit.host_process import tokens
 from tests.kit.patience import PATIENCE_S
@@ -59,6 +59,19 @@ def test_a_look_during_a_batch_brings_nothing_back(parts: Parts) -> None:
     remember(parts)  # it has found files that are deleted later
     settle(parts)
     assert remembered(parts, view) == 1
+
+
+def test_a_process_that_is_a_whole_log_behind_forgets_everything(parts: Parts) -> None:
+    view = parts.view()
+    remember(parts)
+    assert remembered(parts, view) == CHUNKS
+    begin(parts)
+    settle(parts)
+    others = b"".join(address(number) for number in range(BATCH_MAX))
+    for _ in range(RING // BATCH_MAX):  # what the log had of the prompt is overwritten
+        parts.shared.append(others)
+        settle(parts)
+    assert remembered(parts, view) == 0
 
 
 def test_a_put_waits_for_the_batch_that_has_its_chunks(parts: Parts) -> None:
