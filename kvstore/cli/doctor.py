@@ -193,7 +193,7 @@ def _move_block(store: Store) -> bool:
     cache = store.namespace(f"{NAMESPACE}-blocks", Layout(1, 1, 1, "int8", 1))
     key, block, out = os.urandom(32), os.urandom(BLOCK_BYTES), bytearray(BLOCK_BYTES)
     try:
-        return cache.blocks.put([key], [block]) == [True] and cache.blocks.get([key], [out]) == [True] and out == block
+        return cache.blocks.put([key], [block], write="through") == [True] and cache.blocks.get([key], [out]) == [True] and out == block
     finally:
         with suppress(KVStoreError):
             cache.clear()
@@ -209,7 +209,7 @@ def _move_prompt(store: Store) -> bool:
     kv = np.frombuffer(os.urandom(BLOCK_BYTES), np.float16).reshape(layout.shape(len(tokens)))
     cache = store.namespace(f"{NAMESPACE}-prompts", layout)
     try:
-        stored = cache.put(tokens, kv).tokens_present
+        stored = cache.put(tokens, kv, write="through").tokens_present
         count, found = cache.get(tokens)
         return stored == count == len(tokens) and found.tobytes() == kv.tobytes()
     finally:

@@ -44,7 +44,7 @@ class Scaled(click.ParamType):  # type: ignore[type-arg]  # generic only in the 
         if found is None:
             self.fail(f"{value!r} is not a {self.name}: write {self._example}", param, ctx)
         if found < self.least:
-            self.fail(f"{value!r} is under {size(self.least)}: give a unit, such as {self._example}", param, ctx)
+            self.fail(f"{value!r} is less than {size(self.least)}: write for example {self._example}", param, ctx)
         return found
 
 
@@ -94,6 +94,8 @@ def split(address: str) -> tuple[str, int]:
 DURATION = Scaled("time", _DURATION_S, "30s, 5m, 1h or 2d")
 COUNT = Scaled("count", _COUNTS, "400000, 400k or 1.6M")
 SIZE = Scaled("size", SIZE_UNITS, "512MiB, 8GiB or a number of bytes")
+TTL = Scaled("time", {unit: each for unit, each in _DURATION_S.items() if unit}, "7d, 12h, or 0s to delete all")
+"""A bare number could mean days, and seconds would delete everything."""
 BOUND = Scaled("size", SIZE_UNITS, "200GiB", least=BOUND_BYTES_MIN)
 """A size of 1 MiB or more: less is one whose unit was forgotten."""
 HOST_PORT, LISTEN, BULK_PORT = HostPort(), Listen(), BulkPort()
@@ -312,5 +314,5 @@ class StorageLimits:
         "--max-bytes", type=BOUND, help="Maximum size of all chunks, such as 200GiB; by default all the room there is."
     )
     ttl_s: float | None = option(
-        "--ttl", type=DURATION, help="Delete chunks unused for this long; 0s: all that are neither held nor pinned."
+        "--ttl", type=TTL, help="Delete chunks unused for this long; 0s: all that are neither held nor pinned."
     )

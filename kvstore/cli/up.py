@@ -31,7 +31,7 @@ from kvstore.meta.cluster import bound_root
 from kvstore.meta.keys import Keys, root_binding
 from kvstore.meta.usage import Capacity
 from kvstore.root.identity import read_identity
-from kvstore.root.open import open_root
+from kvstore.root.open import make_root_folder, open_root
 from kvstore.security.tls import is_loopback, joined
 from kvstore.tiers.arena import memory_most_bytes
 
@@ -213,14 +213,15 @@ def _metadata(
     log.info("up.starting name=etcd folder=%s", path)
     with ExitStack() as undo:
         try:
+            if (root := local_path(serving.cluster.root)) is not None:
+                make_root_folder(root)
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
             _lock(path, undo)
         except OSError as cause:
             raise InvalidRequest(
                 f"cannot use {path} for etcd's files ({cause.strerror}): give --etcd-folder"
             ) from cause
-        if (root := local_path(serving.cluster.root)) is not None:
-            Path(root).mkdir(parents=True, exist_ok=True)
+        if root is not None:
             _lock(Path(root), undo)
         server = undo.enter_context(EmbeddedEtcd(path, port, binary=binary))
         log.info("up.etcd endpoints=%s folder=%s", server.endpoints, path)

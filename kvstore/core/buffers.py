@@ -328,9 +328,12 @@ def token_array(tokens: Tokens) -> TokenArray:
     return np.ascontiguousarray(array, dtype="<u4")
 
 
+_BOOLS = {bool, np.bool_}
+
+
 def _packed_ints(tokens: list[int] | tuple[int, ...]) -> TokenArray | None:
     """A list of valid ids as an array, some times faster than numpy makes one; None where numpy has to judge."""
-    if isinstance(tokens[0], bool | np.bool_):
+    if not _BOOLS.isdisjoint(map(type, tokens)):
         return None
     try:
         return np.frombuffer(packed_array("I", tokens), np.uintc).astype("<u4", copy=False)

@@ -652,7 +652,7 @@ def open_object_root(url: str, options: Mapping[str, Any] | None = None) -> Obje
 def tried_object_root(url: str, remote: Remote, path: str) -> ObjectRoot:
     """Tries whether writes and deletes of a store can be conditional. Takes ``remote`` over."""
     if not path.strip("/"):
-        raise InvalidRequest(f"root {url} names no bucket or folder: expected {url.rstrip('/')}/NAME")
+        raise InvalidRequest(f"root {url} names no bucket or folder: expected {url.partition(':')[0]}://BUCKET/PREFIX")
     try:
         conditions = try_conditions(remote, path, RandomIds())
     except BaseException:

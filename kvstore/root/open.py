@@ -70,9 +70,8 @@ def _file_path(url: str, rest: str) -> str:
     return os.path.abspath(path)
 
 
-def _open_folder(path: str, create: bool, options: Mapping[str, Any] | None) -> PosixRoot:
-    if not create and not os.path.lexists(path):
-        raise RootMismatch(f"root {path} does not exist: is the path right, and the file system mounted?")
+def make_root_folder(path: str) -> None:
+    """Makes the folder of a root if it is not there; its parent must be. Raises RootMismatch, InvalidRequest."""
     try:
         os.mkdir(path, FOLDER_MODE)
     except FileExistsError:
@@ -91,6 +90,12 @@ def _open_folder(path: str, create: bool, options: Mapping[str, Any] | None) -> 
         raise PermissionDenied(f"root {path}: not allowed to make that folder; make it, owned by this user") from cause
     except OSError as cause:
         raise Unavailable(f"root {path}: could not make that folder: {cause.strerror}; check the mount") from cause
+
+
+def _open_folder(path: str, create: bool, options: Mapping[str, Any] | None) -> PosixRoot:
+    if not create and not os.path.lexists(path):
+        raise RootMismatch(f"root {path} does not exist: is the path right, and the file system mounted?")
+    make_root_folder(path)
     _check_own(path)
     return PosixRoot(path, direct=bool((options or {}).get("direct")))
 

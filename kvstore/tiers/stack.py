@@ -342,7 +342,7 @@ class WriteBehind:
             self._lost_chunks += job.count
             is_said_by_close = self._loop.closed and not self._close_said
         if not is_said_by_close:
-            log.info("behind.lost chunks=%d why=%s", job.count, why)
+            log.warning("behind.lost chunks=%d why=%s", job.count, why)
 
     def _done(self, job: FlushJob) -> None:
         with self._changed:

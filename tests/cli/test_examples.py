@@ -47,7 +47,7 @@ def test_the_python_blocks_run_one_after_the_other(page: Path, up: Running, modu
     for block in PYTHON[page]:
         # A block that names etcd or a worker is about the cluster; the others are about one host alone.
         folder = module_root / "root" if "10.0.0." in block else tmp_path / "alone"
-        program = block.replace('"/mnt/kv"', repr(str(folder))).replace('"/data/kv"', repr(str(folder)))
+        program = block.replace('"/mnt/kv"', repr(str(folder))).replace('"/tmp/kv-python"', repr(str(folder)))
         for made_up, real in places.items():
             program = program.replace(made_up, real)
         done = subprocess.run(

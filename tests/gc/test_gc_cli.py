@@ -52,7 +52,7 @@ def called(*arguments: str) -> Result:
         ((*ENOUGH, "--once", "--policy", "/nowhere"), "cannot read the policy"),
         ((*ENOUGH, "--once", "--ttl", "soon"), "is not a time"),
         ((*ENOUGH, "--once", "--max-bytes", "lots"), "is not a size"),
-        ((*ENOUGH, "--once", "--max-bytes", "200"), "'200' is under 1.00 MiB: give a unit, such as 200GiB"),
+        ((*ENOUGH, "--once", "--max-bytes", "200"), "'200' is less than 1.00 MiB: write for example 200GiB"),
     ],
 )
 def test_wrong_use_is_said_in_one_line(arguments: tuple[str, ...], says: str) -> None:

@@ -136,7 +136,7 @@ def test_nothing_is_written_beside_sections_and_images(way: bool) -> None:
         plane_bytes = 2 * section_bytes + gap
         source = generator.integers(0, 256, 4 * plane_bytes + shift + 64, np.uint8)
         target = np.full(source.size, 0xEE, np.uint8)
-        stride = -(-(chain.image_bytes(0) + 4096) // 4096) * 4096  # as in slots of memory: the header's table is aligned
+        stride = -(-(chain.image_bytes(0) + 4096) // 4096) * 4096  # aligned, as slots of memory are
         memory = np.full(2 * stride, 0xEE, np.uint8)
         images = [memory[at * stride : at * stride + chain.image_bytes(0)].data for at in range(2)]
         make_images(chain, [0, 1], planes_in(source), images, CountingIds())

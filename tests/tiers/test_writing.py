@@ -230,6 +230,8 @@ def test_i1_what_goes_wrong_before_native_code_stages_it_gets_no_name(tmp_root: 
     root = on_posix(tmp_root / "root")
     longer = slowness()
     with Acting(root, limits=quick(behind_after_s=0.5 * longer, behind_give_up_s=1.0 * longer)) as node:
+        node.put(2, 1)
+        node.drain()  # Python makes the folder in which native code stages
         node.put(1, 6)
         node.damage(1, 2, at)
         eventually(lambda: not node.stat("behind_bytes"))
