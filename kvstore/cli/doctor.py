@@ -193,7 +193,8 @@ def _move_block(store: Store) -> bool:
     cache = store.namespace(f"{NAMESPACE}-blocks", Layout(1, 1, 1, "int8", 1))
     key, block, out = os.urandom(32), os.urandom(BLOCK_BYTES), bytearray(BLOCK_BYTES)
     try:
-        return cache.blocks.put([key], [block], write="through") == [True] and cache.blocks.get([key], [out]) == [True] and out == block
+        stored = cache.blocks.put([key], [block], write="through") == [True]
+        return stored and cache.blocks.get([key], [out]) == [True] and out == block
     finally:
         with suppress(KVStoreError):
             cache.clear()
