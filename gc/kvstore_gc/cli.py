@@ -170,7 +170,9 @@ def collect_host(cluster: ClusterAccess, config: Config, rounds: Rounds) -> None
     from kvstore_gc import host
 
     if rounds.metrics is not None or rounds.dry_run:
-        raise InvalidRequest("metrics and a dry run are for a cluster: give --etcd ENDPOINTS")
+        raise InvalidRequest(
+            "--metrics and --dry-run need the etcd of a cluster: give --etcd ENDPOINTS, or leave them out"
+        )
     with Stopper() as stopper, host.opened(cluster.root, config, cluster.root_options.read()) as collector:
         if rounds.interval_s is not None:
             collector.serve(stopper.wait)

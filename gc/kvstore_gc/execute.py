@@ -345,7 +345,8 @@ class Sweeper:
                 closing.append(sweep)
         self._ledger.abandon(closing)
         ended_count = self._remove_plans(closing)
-        log.warning("sweep.abandoned count=%d left=%d: %s", ended_count, len(sweeps) - ended_count, why)
+        if sweeps:
+            log.warning("sweep.abandoned count=%d left=%d: %s", ended_count, len(sweeps) - ended_count, why)
         report.sweeps["abandoned"] += ended_count
         report.sweeps["left"] += len(sweeps) - ended_count
 

@@ -90,7 +90,9 @@ class Prompt:
         text, file = self.tokens, self.tokens_file
         if (text is None) == (file is None):
             raise InvalidRequest(
-                "no tokens are given, or twice: give TOKENS, or --tokens-file FILE (- for standard input)"
+                "no tokens are given: give TOKENS, or --tokens-file FILE (- for standard input)"
+                if text is None
+                else "give TOKENS or --tokens-file, not both"
             )
         if file is not None:
             try:

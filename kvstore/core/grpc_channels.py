@@ -30,7 +30,7 @@ class UnreachableReason(enum.Enum):
     NO_ADDRESS = "its name has no address", "resolving", "resolution failed"
     OTHER_NAME = "its certificate is for another name", "hostname verification", "verify peer"
     TLS = "TLS failed", "handshake"
-    OTHER_PROTOCOL = "no worker listens there", "parsing http/2"
+    OTHER_PROTOCOL = "no such server listens there", "parsing http/2"
     SILENT = "what listens there does not speak", "settings frame"
     HUNG_UP = "it closes each connection immediately", "socket closed"
     NO_WAY = "there is no way to it", "failed to connect"

@@ -237,7 +237,8 @@ def _host_of(
     if why is not None:
         log.log(
             logging.WARNING if why == BESIDE_CLUSTER else logging.INFO,
-            "host.alone %s %s: no other process sees what this one holds and pins, and nothing is collected by it",
+            "host.alone %s %s: no other process sees what this one holds and pins, and it collects nothing; give etcd "
+            "to share the root",
             root.url,
             why,
         )
