@@ -36,7 +36,7 @@ WIDTH = min(16, (os.cpu_count() or 1) + 1)
 QUEUE_MAX = 1024
 """Requests that may wait for a thread; more are refused with Overloaded."""
 STALL_S = 5.0
-"""If every thread has been in one file-system call for this long, the root counts as hung: calls fail at once."""
+"""The root counts as hung once every thread has been in one file-system call for this long; calls then fail."""
 
 _local = threading.local()
 

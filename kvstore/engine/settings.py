@@ -35,7 +35,7 @@ class Limits:
     meta_deadline_s: float = 5.0
     """Deadline of a call to etcd."""
     stall_s: float = STALL_S
-    """If every thread has been in one file-system call for this long, the root counts as hung: calls fail at once."""
+    """The root counts as hung once every thread has been in one file-system call for this long; calls then fail."""
     io_threads: int = 16
     """Threads that make file-system calls."""
     width: int = WIDTH

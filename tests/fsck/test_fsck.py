@@ -138,7 +138,7 @@ def test_quick_check_reads_quarantined_payload(memory: Filled) -> None:
     assert report.actions == {Action.REMOVED: 1} and memory.root.stat(memory.name(5)) is None
 
 
-def test_leftovers_never_crowds_out_damage(memory: Filled) -> None:
+def test_leftovers_never_crowd_out_damage(memory: Filled) -> None:
     for number in range(5):
         write(memory.root, places.staged(SESSION, number), b"part", age_s=OLD)
     write(memory.root, places.quarantined(memory.chain.addresses[5], SESSION, 1), b"damaged")

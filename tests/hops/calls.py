@@ -28,7 +28,7 @@ LAYOUT = Layout(layers=4, kv_heads=2, head_dim=64, dtype="float16", chunk_tokens
 BLOCK_BYTES = 64 << 10
 MEMORY_BYTES = 64 << 20
 LIMITS = Limits(flush_s=0.01, behind_after_s=NEVER_S)
-"""Executor that write behind would work for no call. What waits at the end is given up: no test reads it."""
+"""Threads that write behind would work for no call. What waits at the end is given up: no test reads it."""
 WAYS = ("embedded", "embedded, memory", "shared", "shared, memory", "tcp", "grpc")
 
 

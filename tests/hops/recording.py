@@ -33,7 +33,7 @@ LATE = {
 }
 """Entered or not by how the bytes of a message happen to arrive, or by how long a round takes: a busy machine
 decides."""
-POOLS = ("kvstore-thread", "kvstore-call", "kvstore-bulk-")
+POOLS = ("kvstore-io", "kvstore-call", "kvstore-bulk-")
 LISTENER = "kvstore-bulk-listener"
 ROUNDS = 9
 STILL_S = 0.005

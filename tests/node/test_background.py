@@ -136,7 +136,7 @@ def test_shared_work_begins_nothing_after_the_deadline() -> None:
 
 
 def test_source_of_a_copy_lives_as_long_as_the_copy() -> None:
-    """A late thread writes into memory that still exists, even if the arena was closed meanwhile."""
+    """A late thread's memory stays valid even after the arena was closed."""
     clock, alive = SystemClock(), np.zeros(8, np.uint8)
     kept = weakref.ref(alive)
     executor = Executor(1, 2, 8, 5, clock)

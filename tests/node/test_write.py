@@ -119,7 +119,7 @@ def test_the_first_block_under_a_key_stays_whatever_its_size(mode: WriteMode) ->
 
 @pytest.mark.parametrize("mode", [WriteMode.BEHIND, WriteMode.THROUGH, WriteMode.UNCACHED])
 def test_the_first_block_stays_although_it_reaches_the_root_last(mode: WriteMode) -> None:
-    """Executor write blocks of one put in any order."""
+    """Threads write blocks of one put in any order."""
     root, keys, sizes = faulty(), [b"1" * 16, b"2" * 16, b"1" * 16], (3_000, 500, 500)
     with Acting(root) as node:
         root.set_rules([Rule("stage", Delay(0.2), nth=1)])
@@ -199,7 +199,7 @@ def test_what_was_not_verified_in_time_is_not_part_of_a_view() -> None:
         node.drain()
         hold = node.node.hold(node.chain(1, 24))
         assert len(node.node.view(hold)) == 24
-        # Executor may verify some before this thread looks at the clock: then again.
+        # Threads may verify some before this thread looks at the clock: then again.
         eventually(lambda: node.node.view(hold, deadline_s=0.0) == [])
         node.node.holds.release(hold)
         gc.collect()

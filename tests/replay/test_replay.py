@@ -166,11 +166,11 @@ class Refusing(Cache):
 def test_put_into_an_overloaded_store_is_repeated() -> None:
     request = TraceRequest(0, 0, BLOCK_TOKENS, 1, (1,))
     content = Content(replay_layout(8))
-    number = Lane(Refusing(3), content, {0: 0}, 0.0)
-    number.serve(request)
-    assert number.tally.overloaded == 3 and number.tally.chunks_written == 1
+    lane = Lane(Refusing(3), content, {0: 0}, 0.0)
+    lane.serve(request)
+    assert lane.tally.overloaded == 3 and lane.tally.chunks_written == 1
     for times, reason, tries in ((OVERLOADED_TRIES_MAX + 1, "overload", OVERLOADED_TRIES_MAX), (1, "full", 0)):
-        number = Lane(Refusing(times, reason), content, {0: 0}, 0.0)
-        number.serve(request)
-        assert (number.tally.overloaded, number.tally.short_puts) == (tries, 1)
-        assert f"refused: {reason}" in number.tally.differences[0]
+        lane = Lane(Refusing(times, reason), content, {0: 0}, 0.0)
+        lane.serve(request)
+        assert (lane.tally.overloaded, lane.tally.short_puts) == (tries, 1)
+        assert f"refused: {reason}" in lane.tally.differences[0]
