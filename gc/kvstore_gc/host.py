@@ -18,7 +18,6 @@ import os
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -135,10 +134,10 @@ class HostCollector:
     def list(self, ttl_s: float | None = None, listed: Callable[[], object] = lambda: None) -> Ranking:
         """Lists the root, corrects the count of used bytes, and removes leftovers. Raises the root's errors."""
         shared, began_s = self._shared, time.monotonic()
-        reserved_by = self._reserved_by()
+        begun, reserved = shared[Number.BEGUN], self._reserved_bytes()
         written, deleted, used = shared[Number.WRITTEN], shared[Number.DELETED], shared[Number.USED]
-        # A put that began or ended between the two looks at the tables may count in the sum.
-        reserved = sum((reserved_by | self._reserved_by()).values())
+        # A put that began since the look at the tables may count in the sum, even if it has ended.
+        reserved += shared[Number.BEGUN] - begun
         goals = self._goals(ttl_s)
         since_ns = begin_listing(self._root.path, shared)
         ranking = Ranking(goals, self._clock.now_s(), self._shard_bits)
@@ -166,11 +165,9 @@ class HostCollector:
         self._listing_s = self._listed_s - began_s
         return ranking
 
-    def _reserved_by(self) -> Counter[str]:
+    def _reserved_bytes(self) -> int:
         """Returns the bytes that live processes have reserved."""
-        return Counter(
-            {table.name: table.numbers[Own.RESERVED] for table in live_tables(self._root.path, self._shared)}
-        )
+        return sum(table.numbers[Own.RESERVED] for table in live_tables(self._root.path, self._shared))
 
     @property
     def shards_count(self) -> int:
@@ -237,8 +234,7 @@ class HostCollector:
             done += self._evict(self._lacking(limit))
             self._freed = done.size_bytes
             # What puts write at this moment, or have just written, can be evicted soon.
-            reserved = sum(self._reserved_by().values())
-            is_full = not done.count and not done.used_count and self._lacking(limit) > reserved
+            is_full = not done.count and not done.used_count and self._lacking(limit) > self._reserved_bytes()
             self._shared[Number.FULL] = time.monotonic_ns() if is_full else 0
         elif done.count or self._shared[Number.FULL]:
             self._shared[Number.FULL] = 0 if done.count else time.monotonic_ns()

@@ -228,6 +228,8 @@ class Number(IntEnum):
     """How many listings have begun."""
     BEATS = 11
     """How often the collector looked."""
+    BEGUN = 12
+    """Bytes that puts have ever reserved, for listings: a put counts here before it counts in USED."""
 
 
 class Mapped:
@@ -726,6 +728,7 @@ class HostRoom:
                 # First in the table: a process that sees it in the sum then finds it there.
                 self._reserved += size_bytes
                 self._publish()
+                shared.add(Number.BEGUN, size_bytes)
                 used = shared.add(Number.USED, size_bytes)
                 is_taken = not limit or used <= limit
                 if not is_taken:

@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 
 from kvstore.core.recency import NS_PER_S, QUANTUM_S
-from kvstore.host.tables import Number, Own
+from kvstore.host.tables import Number, Own, Shared
 from kvstore_gc.config import Config, QuotaRule
 from kvstore_gc.host import HostCollector, opened
-from tests.kit.host_parts import CHUNKS, Parts, child_of
+from tests.kit.host_parts import CHUNKS, SHARD_BITS, Parts, child_of
 from tests.kit.hosts import TICK_S, chunks_count, used_bytes
 from tests.kit.patience import eventually
 
@@ -104,6 +104,23 @@ def test_a_listing_corrects_the_count(parts: Parts, wrong_by: int) -> None:
     parts.chain(1)
     parts.shared[Number.USED] = CHUNKS * FILE_BYTES + wrong_by
     parts.collector().list()
+    assert counted(parts) == CHUNKS * FILE_BYTES
+
+
+def test_a_put_that_comes_and_goes_while_a_listing_begins_is_not_subtracted(parts: Parts) -> None:
+    parts.chain(1)
+    room = parts.room()
+
+    class Busy(Shared):
+        """A put begins before the used bytes are read, and ends after that."""
+
+        def __getitem__(self, place: int) -> int:
+            if place != Number.USED:
+                return super().__getitem__(place)
+            with room.reserve(FILE_BYTES):
+                return super().__getitem__(place)
+
+    HostCollector(parts.root, SHARD_BITS, Busy(str(parts.folder)), Config()).list()
     assert counted(parts) == CHUNKS * FILE_BYTES
 
 
