@@ -161,7 +161,7 @@ def _cell(value: object, name: str = "") -> str:
         return ", ".join(map(shown, map(str, value))) or "-"
     if isinstance(value, int) and "bytes" in name.split("_"):
         return size(value)
-    if isinstance(value, (int, float)) and name.endswith("_s") and not name.endswith("_per_s"):
+    if isinstance(value, (int, float)) and name.endswith(("_s", "_timestamp_seconds")) and not name.endswith("_per_s"):
         return moment(value) if value >= EPOCH_S_MIN else f"{value:.1f} s"
     if isinstance(value, int):
         return f"{value:,}"
