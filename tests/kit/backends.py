@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.core.namespace import Namespace
 from kvstore.engine.coordination import ClusterMember
 from kvstore.engine.open import join
-from kvstore.engine.settings import NO_TIERS, Limits, NodeOptions, TierSettings
+from kvstore.engine.settings import NO_TIERS, Limits, TierSettings
 from kvstore.format import places
 from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
@@ -45,14 +46,14 @@ from kvstore_gc.site import Site, Timings
 from tests.kit.keyed import key_file
 from tests.kit.patience import PATIENCE_S, eventually
 from tests.kit.steps import META, ROOT, Stepped, Steps
-from tests.kit.stores import SMALL, member_of
+from tests.kit.stores import LASTING, ONE_QUANTUM_S, SMALL, member_of
 from tests.kit.sweeping import WholeSweeper, plans_of
 
 WAYS = ("embedded", "memory", "disk", "shared", "tcp", "grpc")
 """A node in this process without tiers, with memory, with memory and a local disk; a worker by each transport."""
 REMOTE = ("shared", "tcp", "grpc")
 TENANT = "acme"
-LIMITS = Limits(announce_s=0.01, follow_s=0.01, io_threads=4, width=2)
+LIMITS = Limits(announce_s=0.01, follow_s=0.01, io_threads=4, width=2, quantum_s=ONE_QUANTUM_S)
 TIMINGS = Timings(poll_s_min=0.01, poll_s_max=0.02, announce_lag_max_s=330.0, grace_max_s=400.0)
 MEMORY_BYTES = 16 << 20
 LEFT = (
@@ -134,7 +135,7 @@ class Backend:
         keys = None if self._keys is None else key_file(self._keys, "a", tenant=TENANT)
         self.member = join(
             *self._ports(),
-            NodeOptions(tiers=tiers, keys=keys),
+            replace(LASTING, tiers=tiers, keys=keys),
             limits=self._limits,
             clock=SystemClock(),
             ids=self._ids,

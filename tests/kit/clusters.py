@@ -17,7 +17,7 @@ from kvstore.core.namespace import Namespace
 from kvstore.engine.coordination import ClusterMember
 from kvstore.engine.gc_state import ChunkHold
 from kvstore.engine.open import join
-from kvstore.engine.settings import AS_SHIPPED, Limits, NodeOptions
+from kvstore.engine.settings import Limits, NodeOptions
 from kvstore.format import places
 from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
@@ -30,10 +30,10 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore_gc.deletion import SweepPlan
 from kvstore_gc.site import Site, Timings
 from tests.kit.patience import eventually as eventually
-from tests.kit.stores import TINY, kv_of
+from tests.kit.stores import LASTING, ONE_QUANTUM_S, TINY, kv_of
 from tests.kit.sweeping import WholeSweeper, plans_of
 
-NODE_LIMITS = Limits(announce_s=0.01, follow_s=0.01, io_threads=2, width=2)
+NODE_LIMITS = Limits(announce_s=0.01, follow_s=0.01, io_threads=2, width=2, quantum_s=ONE_QUANTUM_S)
 NOT_LINGERING = replace(NODE_LIMITS, hold_linger_s=1e-9)
 """A hold is not named after its end, as where its node has died."""
 TIMINGS = Timings(poll_s_min=0.01, poll_s_max=0.02, announce_lag_max_s=60.0, grace_max_s=100.0)
@@ -73,7 +73,7 @@ class Cluster:
         root: Root | None = None,
         meta: MetadataStore | None = None,
         limits: Limits = NODE_LIMITS,
-        options: NodeOptions = AS_SHIPPED,
+        options: NodeOptions = LASTING,
     ) -> ClusterMember:
         """A node of the cluster, with a session and a view."""
         member = join(

@@ -34,6 +34,10 @@ from tests.kit.patience import PATIENCE_S
 
 TINY = Layout(layers=2, kv_heads=1, head_dim=4, dtype="int8", chunk_tokens=4)
 SMALL = Layout(layers=3, kv_heads=2, head_dim=8, dtype="float16", chunk_tokens=16)
+ONE_QUANTUM_S = 1_000_000_000
+"""No quantum ends during a test: what was put just before its end is renewed a moment later, in the background."""
+LASTING = NodeOptions(session_ttl_s=3600)
+"""No session ends because the machine stood still."""
 
 
 class SetClock:
