@@ -122,6 +122,7 @@ def test_a_hold_that_its_node_lost_is_broken(c: Cluster, cache: Cache) -> None:
     c.members[0].node.holds.drop_protecting()
     with pytest.raises(HoldBroken):
         hold.get(KEYS, [bytearray(5000) for _ in KEYS])
+    hold.release()
 
 
 @pytest.mark.parametrize("path", PATHS[1:])
