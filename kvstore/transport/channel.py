@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import encodings.idna  # noqa: F401 - connecting imports it, which fails once no descriptor is left
 import enum
 import errno
 import hashlib
