@@ -43,8 +43,13 @@ if command -v flock >/dev/null 2>&1; then
     flock 9
 fi
 python=$(find_python)
+engines=${engines:-vllm lmcache sglang transformers events}
+for engine in $engines; do
+    environment "$engine" & # all at once: each pip takes one core
+done
+wait
 failed=
-for engine in ${engines:-vllm lmcache sglang transformers events}; do
+for engine in $engines; do
     environment "$engine"
     [ "$tests" = yes ] || continue
     echo "== $engine"
