@@ -258,7 +258,7 @@ def test_h4_a_session_that_never_announces_is_revoked(c: Cluster) -> None:
     stuck = Session.open(
         MemoryMetadata(c.store), Keys(c.identity.root), clock=SystemClock(), ids=RandomIds(), ttl_s=3600
     )
-    patient = replace(TIMINGS, announce_lag_max_s=0.2, grace_max_s=10.0)
+    patient = replace(TIMINGS, announce_lag_max_s=0.2)
     assert c.collector(timings=patient).sweep(c.plans(chain)).reaped.count == 8
     stuck.beat()
     assert not stuck.alive

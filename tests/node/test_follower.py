@@ -27,7 +27,7 @@ from kvstore.meta.sweeps import NO_NONCE, Condemned, Seq
 from kvstore.meta.usage import Capacity
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from tests.kit.clusters import NODE_LIMITS, SPACE, TIMINGS, Cluster, cluster, eventually, prompt, put
+from tests.kit.clusters import NODE_LIMITS, SPACE, Cluster, cluster, eventually, prompt, put
 from tests.kit.faulty_root import EIO, EROFS, FaultyRoot, Rule
 from tests.kit.followers import ALONE_LIMITS, SWEEP, Alone, SilentWatch, nothing
 from tests.kit.stores import TINY, kv_of, member_on, same
@@ -450,8 +450,7 @@ def assert_stands_aside(c: Cluster, member: ClusterMember) -> None:
     assert found is not None and SessionRecord.from_json(found.value).announced == ANNOUNCED_MAX
     session = member.presence.current()
     assert member.node.hold(chain).count == 8, "which keeps nobody away"
-    timings = replace(TIMINGS, announce_lag_max_s=1.0, grace_max_s=2.0)
-    sweeper = c.collector(timings=timings)
+    sweeper = c.collector()
     with patch.object(sweeper, "check"):  # a collector refuses, too, while root and etcd disagree
         assert sweeper.sweep(c.plans(chain)).reaped.count == 8
     assert member.presence.current() is session, "it was not revoked to get on"
