@@ -1011,7 +1011,9 @@ class TouchQueue:
         plans: list[tuple[int, Name, int | None]] = []
         quantum_s = self._chunks.known.quantum_s
         least, uses_least, start_s = renewal.hints, 0, max(quantum, renewal.start_s)
-        for index, name, mtime_ns in reversed(self._look(renewal, quantum)):
+        looked = self._look(renewal, quantum)
+        while looked:
+            index, name, mtime_ns = looked.pop()
             depth = index
             if renewal.depths is not None:  # its writer knew at least as well as this request
                 depth = max(renewal.depths[index], decode(mtime_ns, quantum_s).depth)
@@ -1020,6 +1022,11 @@ class TouchQueue:
             if renewal.depths is None:
                 after = decode(mtime_ns if stamp is None else stamp, quantum_s)
                 least, uses_least = least.raised_to(after.hints), max(uses_least, after.uses)
+                is_next = bool(looked) and looked[-1][0] == index - 1
+                if index and stamp is not None and not is_next:
+                    # A put that took long has the time at which it began. So a parent that another put wrote meanwhile
+                    # may be of this quantum, in which its child counts a use and the parent does not.
+                    looked += self._look_at(renewal, index - 1)
         plans.reverse()
         return plans
 
@@ -1027,13 +1034,18 @@ class TouchQueue:
         """Returns position, name and mtime of each chunk that may have to be renewed."""
         looked: list[tuple[int, Name, int]] = []
         for index in self._places(renewal, quantum):
-            name = self._chunks.name(renewal.address(index), renewal.namespace)
-            stat = self._chunks.root.stat(name)
-            if stat is not None:
-                looked.append((index, name, stat.mtime_ns))
+            found = self._look_at(renewal, index)
+            looked += found
+            if found:
                 continue
             # The chunk is gone. Its children keep their older stamps, because a chunk is never staler than its child.
             self._counters.add(NodeCount.REFRESH_DROPPED)
             if renewal.depths is None:
                 break
         return looked
+
+    def _look_at(self, renewal: _Renewal, index: int) -> list[tuple[int, Name, int]]:
+        """Returns position, name and mtime of one chunk; nothing if it is gone."""
+        name = self._chunks.name(renewal.address(index), renewal.namespace)
+        stat = self._chunks.root.stat(name)
+        return [] if stat is None else [(index, name, stat.mtime_ns)]
