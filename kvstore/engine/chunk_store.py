@@ -1024,8 +1024,8 @@ class TouchQueue:
                 least, uses_least = least.raised_to(after.hints), max(uses_least, after.uses)
                 is_next = bool(looked) and looked[-1][0] == index - 1
                 if index and stamp is not None and not is_next:
-                    # A put that took long has the time at which it began. So a parent that another put wrote meanwhile
-                    # may be of this quantum, in which its child counts a use and the parent does not.
+                    # A slow put stamps its chunks with the time of its start, so a parent that another put wrote later
+                    # may belong to this quantum already. Its child would then count a use that the parent does not.
                     looked += self._look_at(renewal, index - 1)
         plans.reverse()
         return plans

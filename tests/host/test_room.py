@@ -80,7 +80,7 @@ def test_writers_together_never_pass_the_limit(parts: Parts) -> None:
             if room._take(40):
                 with lock:
                     most.append(most[-1] + 40)
-                time.sleep(0)  # others write meanwhile
+                time.sleep(0)  # lets another thread write
                 with lock:
                     most.append(most[-1] - 40)
                 room._released.append(40)

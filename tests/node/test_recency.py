@@ -209,7 +209,7 @@ def test_repaired_parent_gets_the_hints_of_its_children() -> None:
 
 
 def test_a_parent_that_was_put_after_its_child_counts_its_uses() -> None:
-    """A put that takes long gives its chunk the time at which it began; another put has written the parent by then."""
+    """A slow put stamps its chunks with the time of its start; another put wrote the parent after that."""
     root = MemoryRoot()
     with local(root) as opened:
         opened.put()
