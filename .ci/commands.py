@@ -19,10 +19,10 @@ from kvstore_gc.cli import command as collector
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
 HEAD = """# Commands
 
-`.ci/commands.py` makes this page from the commands; do not edit it.
+`.ci/commands.py` generates this page from the commands; do not edit it.
 `kvstore COMMAND --help` prints the same text.
 Every command that prints results has `--json`.
-Exit codes: 0 done, 1 the check failed, 2 wrong use or could not run, 130 Ctrl-C.
+Exit codes: 0 success, 1 a check failed, 2 usage error or could not run, 130 interrupted by Ctrl-C.
 
 ## Which store
 
@@ -31,9 +31,9 @@ An option overrides the variables: with `--connect`, `KVSTORE_ROOT` is not read,
 `KVSTORE_ETCD` applies in addition to `--root`; `--etcd ""` turns it off.
 If both variables are set and no option is given, `KVSTORE_CONNECT` is used.
 
-## Completion in a shell
+## Shell completion
 
-Put one of these lines into the shell's start file:
+Put one of these lines in your shell's startup file:
 
 ```text
 ~/.bashrc                    eval "$(_KVSTORE_COMPLETE=bash_source kvstore)"
@@ -41,7 +41,7 @@ Put one of these lines into the shell's start file:
 ~/.config/fish/config.fish   _KVSTORE_COMPLETE=fish_source kvstore | source
 ```
 
-`kvstore-gc` has `_KVSTORE_GC_COMPLETE`.
+For `kvstore-gc`, use `_KVSTORE_GC_COMPLETE`.
 
 ## All commands
 

@@ -218,8 +218,8 @@ FASTER = Picture(
     "serving",
     "Time to first token",
     Plot("way", ("new prompt s", "stored prompt s"), unit="s"),
-    "vLLM itself on a CPU: `none` is vLLM without a store, `async` the connector with a folder as its root,\n"
-    "`worker` the connector and a worker that has the KV in memory.\n"
+    "Measured with vLLM on a CPU, a prompt of 2,048 tokens and a root on tmpfs. `none`: no store;\n"
+    "`async`: the connector on a folder; `worker`: the connector and a worker that has the KV in memory.\n"
     "A stored prompt is read instead of computed.",
 )
 FASTER_ON_GPU = Picture(
@@ -267,8 +267,8 @@ PICTURES = (
             unit="GiB/s",
             log_x=True,
         ),
-        "1 to 32 processes that open one root on two cores, with as many jobs of fio.\n"
-        "Two cores are the limit, so more processes add little.",
+        "1 to 32 processes that open one root on two cores, with an equal number of fio jobs.\n"
+        "Two cores are the limit, so more than eight processes add little.",
     ),
     Picture(
         "full-store",
@@ -276,7 +276,7 @@ PICTURES = (
         "steady",
         "A full store",
         Plot("prompt MiB", ("of unlimited",), series="way", unit="of an unlimited store"),
-        "Every put evicts: the rate of a store at its capacity, as a share of an unlimited one.",
+        "Put rate at capacity, where every put evicts, as a share of an unlimited store's.",
     ),
 )
 PERFORMANCE = """\

@@ -50,9 +50,9 @@ class ClientAccess:
         "--tls-ca", metavar="FILE", envvar="KVSTORE_TLS_CA", help="Authority that signed workers' certificates."
     )
     cert_file: str | None = option(
-        "--tls-cert", metavar="FILE", envvar="KVSTORE_TLS_CERT", help="PEM file of our certificate."
+        "--tls-cert", metavar="FILE", envvar="KVSTORE_TLS_CERT", help="PEM file of the certificate to present."
     )
-    key_file: str | None = option("--tls-key", metavar="FILE", envvar="KVSTORE_TLS_KEY", help="PEM file of its key.")
+    key_file: str | None = option("--tls-key", metavar="FILE", envvar="KVSTORE_TLS_KEY", help="PEM file of that certificate's key.")
     server_name: str | None = option(
         "--tls-server-name",
         metavar="NAME",
@@ -60,7 +60,7 @@ class ClientAccess:
         help="Name in workers' certificates, if it is not their address.",
     )
     token_file: str | None = option(
-        "--token-file", metavar="FILE", envvar="KVSTORE_TOKEN_FILE", help="File with our token for calls to workers."
+        "--token-file", metavar="FILE", envvar="KVSTORE_TOKEN_FILE", help="File with the token to send to workers."
     )
 
     def tls(self) -> ClientTls | None:
@@ -77,7 +77,7 @@ class ServerAccess:
     own: ClientAccess = group(ClientAccess, ClientAccess())
     """Its own certificate and token, for its clients and for other workers."""
     client_ca_file: str | None = option(
-        "--tls-client-ca", metavar="FILE", help="Authority of clients' certificates; all clients then need one."
+        "--tls-client-ca", metavar="FILE", help="Authority that signs clients' certificates; all clients then need one."
     )
     access_file: str | None = option(
         "--access", metavar="FILE", help="JSON file that says who may do what (kvstore/security/SECURITY.md)."
@@ -90,12 +90,12 @@ class ServerAccess:
     )
     any_account: bool = flag(
         "--any-account",
-        help="On loopback, serve every account of this host; by default only the one that the worker runs as.",
+        help="On loopback, serve every account on this host; by default, only the one that the worker runs as.",
     )
     private: bool | None = option(
         "--private/--no-private",
         default=None,
-        help="Only this user may read new files on root and disk; by default with --access or --keys.",
+        help="Let only this user read new files on the root and the local disk; on by default with --access or --keys.",
     )
 
     def check(self, addresses: Iterable[str]) -> None:
@@ -231,13 +231,13 @@ class EtcdAccess:
     ca_file: str | None = option(
         "--etcd-ca", metavar="FILE", help="PEM file of the authority that signed etcd's certificate."
     )
-    cert_file: str | None = option("--etcd-cert", metavar="FILE", help="PEM file of our certificate for etcd.")
-    key_file: str | None = option("--etcd-key", metavar="FILE", help="PEM file of its key.")
+    cert_file: str | None = option("--etcd-cert", metavar="FILE", help="PEM file of the certificate to present to etcd.")
+    key_file: str | None = option("--etcd-key", metavar="FILE", help="PEM file of that certificate's key.")
     user: str | None = option(
-        "--etcd-user", metavar="NAME", envvar="KVSTORE_ETCD_USER", help="User of etcd's authentication."
+        "--etcd-user", metavar="NAME", envvar="KVSTORE_ETCD_USER", help="User name for etcd."
     )
     password_file: str | None = option(
-        "--etcd-password-file", metavar="FILE", help="File with that user's password; else KVSTORE_ETCD_PASSWORD."
+        "--etcd-password-file", metavar="FILE", help="File with that user's password; without it, KVSTORE_ETCD_PASSWORD is used."
     )
 
     @classmethod
@@ -341,9 +341,9 @@ class Access:
         metavar="HOST:PORT[,...]",
         envvar="KVSTORE_CONNECT",
         show_envvar=True,
-        help="One or several workers.",
+        help="One or more workers.",
     )
-    root_id: str | None = option("--root-id", metavar="HEX", help="Id of the root, if etcd knows several.")
+    root_id: str | None = option("--root-id", metavar="HEX", help="Id of the root, needed if etcd has several.")
     keys: str | None = keys_option()
     etcd: EtcdAccess | None = group(EtcdAccess)
     client: ClientAccess = group(ClientAccess, ClientAccess())

@@ -26,7 +26,7 @@ HEALTH = ("calls_in_flight", "root_queue", "memory_held_bytes", "behind_bytes")
 TIMEOUT_S = 10.0
 
 
-@click.command(cls=Command, short_help="What the workers did; how full a root is.")
+@click.command(cls=Command, short_help="Show what the workers have done, and how full a root is.")
 @access_options
 @click.option("--all", "is_full", is_flag=True, help="Print the counters that are 0 too.")
 @json_option
@@ -68,7 +68,7 @@ def stats(access: Access, is_full: bool, as_json: bool) -> None:
     print(f"counters of {len(each)} worker{'s' if len(each) > 1 else ''}: {', '.join(each)}{others}")
 
 
-@click.command(cls=Command, short_help="The health of workers, root and etcd.")
+@click.command(cls=Command, short_help="Show the health of the workers, the root and etcd.")
 @access_options
 @json_option
 def health(access: Access, as_json: bool) -> None:

@@ -24,7 +24,7 @@ COUNTS = ("chunks", "bytes", "pinned", "failed", "unconfirmed")
 IGNORED = "; or --ignore-pins, which deletes pinned chunks too"
 
 
-@click.command(cls=Command, short_help="How many leading tokens of a prompt are stored.")
+@click.command(cls=Command, short_help="Count the leading tokens of a prompt that are stored.")
 @prompt_options
 @access_options
 @json_option
@@ -141,7 +141,7 @@ def prefetch(prompt: Prompt, tier: TierName, worker: str | None, no_wait: bool, 
         check_failed()
 
 
-@click.command(cls=Command, short_help="Delete stored chunks of a namespace, a tenant or weights.")
+@click.command(cls=Command, short_help="Delete the stored chunks of a namespace, a tenant or one set of weights.")
 @selection_options
 @click.option("--pinned", is_flag=True, help="Delete pinned chunks too; their pins remain and protect nothing.")
 @click.option("--dry-run", is_flag=True, help="Only count what would be deleted.")

@@ -28,7 +28,7 @@ class PageAccess:
     cert_file: str | None = option(
         "--https-cert", metavar="FILE", help="PEM file of the page's certificate; needed beyond this host."
     )
-    key_file: str | None = option("--https-key", metavar="FILE", help="PEM file of its key.")
+    key_file: str | None = option("--https-key", metavar="FILE", help="PEM file of that certificate's key.")
     access_file: str | None = option(
         "--access",
         metavar="FILE",
@@ -57,7 +57,7 @@ class PageAccess:
         return context
 
 
-@click.command(cls=Command, short_help="A web page about a cluster.")
+@click.command(cls=Command, short_help="Serve a web page that shows a cluster.")
 @takes("cluster", ClusterAccess)
 @takes("client", ClientAccess)
 @click.option(

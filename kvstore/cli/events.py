@@ -55,10 +55,10 @@ class EventAddresses:
     certificate: str | None = option(
         "--curve-certificate",
         metavar="FILE",
-        help="Our certificate for CURVE, with its secret key (zmq.auth.create_certificates).",
+        help="The publisher's CURVE certificate, with its secret key (zmq.auth.create_certificates).",
     )
     clients: str | None = option(
-        "--curve-clients", metavar="FOLDER", help="Folder with the public keys of those who may subscribe."
+        "--curve-clients", metavar="FOLDER", help="Folder with the public keys of allowed subscribers."
     )
     access_file: str | None = option(
         "--access", metavar="FILE", help="Access file, as workers have it: a question needs a token that may read."
@@ -126,7 +126,7 @@ class Publishing:
         metavar="ENDPOINT",
         default=ANYWHERE,
         show_default=True,
-        help="Where they ask for what they missed.",
+        help="Where subscribers ask for events they missed.",
     )
     query: str = option(
         "--events-query",
@@ -136,10 +136,10 @@ class Publishing:
         help="Where the publisher answers POST /query.",
     )
     certificate: str | None = option(
-        "--events-curve-certificate", metavar="FILE", help="Our certificate for CURVE, with its secret key."
+        "--events-curve-certificate", metavar="FILE", help="The publisher's CURVE certificate, with its secret key."
     )
     clients: str | None = option(
-        "--events-curve-clients", metavar="FOLDER", help="Folder with the public keys of those who may subscribe."
+        "--events-curve-clients", metavar="FOLDER", help="Folder with the public keys of allowed subscribers."
     )
 
     def endpoints(self, secured: ServerAccess) -> EventAddresses | None:
@@ -187,7 +187,7 @@ class EventNames:
         return PublishScope(self.pod, frozenset(self.namespaces), tenants, self.medium)
 
 
-@click.command(cls=Command, short_help="Publish to routers what the root holds, and what it no longer holds.")
+@click.command(cls=Command, short_help="Tell routers which KV the root has, and which it has deleted.")
 @takes("cluster", ClusterAccess)
 @takes("endpoints", EventAddresses)
 @takes("names", EventNames)
@@ -195,7 +195,7 @@ class EventNames:
 def events(cluster: ClusterAccess, endpoints: EventAddresses, names: EventNames, logging: Logging) -> None:
     """Publish KV events of ROOT in vLLM's format over ZeroMQ, removals before they happen, and answer POST /query.
 
-    Prints one line when it serves:
+    Prints one line when it is ready:
 
     \b
       ready publish=ENDPOINT replay=ENDPOINT query=HOST:PORT

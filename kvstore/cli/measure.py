@@ -41,7 +41,7 @@ STOP_S = 10.0
 SHM = Path("/dev/shm")
 
 
-@click.command(cls=Command, short_help="A small cluster, a trace through it, every byte checked.")
+@click.command(cls=Command, short_help="Run a trace through a small cluster, and check every byte.")
 @click.option("--trace", metavar="PATH", help="Replay this trace (Mooncake's JSON lines) instead of a generated one.")
 @click.option(
     "--requests",

@@ -281,15 +281,15 @@ DURABILITY: dict[str, Any] = {
     "type": click.Choice([each.value for each in Durability]),
     "default": "none",
     "show_default": True,
-    "help": "What a crash of the host may lose (a miss): none: the last half minute; everysec: about the last second; "
-    "fsync: nothing, each put is on the device before it returns.",
+    "help": "What a crash of the host can lose; lost chunks are misses. With none, the last 30 seconds; with everysec, about "
+    "the last second; with fsync nothing, because each put is on the device before it returns.",
 }
 """The attributes of ``--durability``."""
 LOG_FORMAT: dict[str, Any] = {
     "type": click.Choice(FORMATS),
     "default": "text",
     "show_default": True,
-    "help": "text for people, json for one object a line.",
+    "help": "text for people, json for one object per line.",
 }
 """The attributes of ``--log-format``."""
 
@@ -311,7 +311,7 @@ class StorageLimits:
     """Limits on the chunks that a collector leaves on the root."""
 
     max_bytes: int | None = option(
-        "--max-bytes", type=BOUND, help="Maximum size of all chunks, such as 200GiB; by default all the room there is."
+        "--max-bytes", type=BOUND, help="Maximum size of all chunks, such as 200GiB; by default all available space."
     )
     ttl_s: float | None = option(
         "--ttl", type=TTL, help="Delete chunks unused for this long; 0s: all that are neither held nor pinned."

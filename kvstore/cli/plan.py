@@ -75,7 +75,7 @@ class Planned:
     )
     tenant: str = option("--tenant", default="", help="The namespace's tenant.")
     fingerprint: str | None = option(
-        "--fingerprint", help="Digest of the weights, if a name has several; its beginning is enough."
+        "--fingerprint", help="Digest of the weights, needed if a name has several; its first characters are enough."
     )
 
     def __post_init__(self) -> None:

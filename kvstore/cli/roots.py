@@ -205,7 +205,7 @@ def _json(identity: RootIdentity, report: FsckReport, adopted: Adopted | None) -
     }
 
 
-@click.command("check-root", cls=Command, short_help="Test a mount for what the store relies on.")
+@click.command("check-root", cls=Command, short_help="Test whether a mount does what the store relies on.")
 @click.argument("root", metavar="ROOT", envvar="KVSTORE_ROOT", type=FOLDER)
 @click.argument("second", metavar="[SECOND_MOUNT]", required=False, type=FOLDER)
 @root_options_option

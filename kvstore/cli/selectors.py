@@ -82,7 +82,7 @@ class Prompt:
     )
     tenant: str = option("--tenant", default="", help="The namespace's tenant.")
     fingerprint: str | None = option(
-        "--fingerprint", help="Digest of the weights, if a name has several; its beginning is enough."
+        "--fingerprint", help="Digest of the weights, needed if a name has several; its first characters are enough."
     )
 
     def ids(self) -> list[int]:

@@ -40,7 +40,7 @@ def token() -> None:
 @token.command(cls=Command)
 @click.argument("file", type=click.Path(dir_okay=False))
 def key(file: str) -> None:
-    """Make a key that signs tokens: FILE, which only its owner may read, and FILE.pub.
+    """Create a key pair that signs tokens: FILE, readable only by its owner, and FILE.pub.
 
     List the name of FILE.pub in "token_keys" of the access file, and put the file next to it. To rotate, list two keys:
     sign with the new one, and remove the old one when its last token has expired.

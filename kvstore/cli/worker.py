@@ -79,8 +79,7 @@ class Tiers:
         "--disk",
         type=FolderSize(),
         help="Local disk tier, such as /nvme/kv:200GiB, for chunks that memory evicts after more than one use. "
-        "Workers must not share the folder; kvstore up makes one in it, of that size, for each of its "
-        "workers.",
+        "Workers must not share the folder; kvstore up creates a subfolder of that size for each of its workers.",
     )
     write: str = option(
         "--write",
@@ -138,13 +137,13 @@ class WorkerOptions:
         help="A new root gets 2^N folders: 8 suits ten million chunks, 12 a billion. An existing root keeps its own.",
     )
     keys_file: str | None = keys_option()
-    compress: bool = option("--compress", is_flag=True, help="Compress new chunks on the root, without loss.")
+    compress: bool = option("--compress", is_flag=True, help="Compress new chunks on the root losslessly.")
     secured: ServerAccess = group(ServerAccess)
     logging: Logging = group(Logging)
     tracing: bool | None = option(
         "--tracing/--no-tracing",
         default=None,
-        help="Send OpenTelemetry spans, as OTEL_... variables say; by default if OTEL_EXPORTER_OTLP_ENDPOINT is set.",
+        help="Send OpenTelemetry spans, as OTEL_... variables specify; on by default if OTEL_EXPORTER_OTLP_ENDPOINT is set.",
     )
 
     def open_member(self) -> ClusterMember:
@@ -215,7 +214,7 @@ class Addresses:
 def worker(options: WorkerOptions, at: Addresses, drain_s: float) -> None:
     """Serve ROOT over gRPC as one worker of the cluster that --etcd describes.
 
-    Prints one line when it serves:
+    Prints one line when it is ready:
 
     \b
       ready grpc=HOST:PORT etcd=ENDPOINTS metrics=HOST:PORT
