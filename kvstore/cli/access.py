@@ -52,7 +52,9 @@ class ClientAccess:
     cert_file: str | None = option(
         "--tls-cert", metavar="FILE", envvar="KVSTORE_TLS_CERT", help="PEM file of the certificate to present."
     )
-    key_file: str | None = option("--tls-key", metavar="FILE", envvar="KVSTORE_TLS_KEY", help="PEM file of that certificate's key.")
+    key_file: str | None = option(
+        "--tls-key", metavar="FILE", envvar="KVSTORE_TLS_KEY", help="PEM file of that certificate's key."
+    )
     server_name: str | None = option(
         "--tls-server-name",
         metavar="NAME",
@@ -231,13 +233,15 @@ class EtcdAccess:
     ca_file: str | None = option(
         "--etcd-ca", metavar="FILE", help="PEM file of the authority that signed etcd's certificate."
     )
-    cert_file: str | None = option("--etcd-cert", metavar="FILE", help="PEM file of the certificate to present to etcd.")
-    key_file: str | None = option("--etcd-key", metavar="FILE", help="PEM file of that certificate's key.")
-    user: str | None = option(
-        "--etcd-user", metavar="NAME", envvar="KVSTORE_ETCD_USER", help="User name for etcd."
+    cert_file: str | None = option(
+        "--etcd-cert", metavar="FILE", help="PEM file of the certificate to present to etcd."
     )
+    key_file: str | None = option("--etcd-key", metavar="FILE", help="PEM file of that certificate's key.")
+    user: str | None = option("--etcd-user", metavar="NAME", envvar="KVSTORE_ETCD_USER", help="User name for etcd.")
     password_file: str | None = option(
-        "--etcd-password-file", metavar="FILE", help="File with that user's password; without it, KVSTORE_ETCD_PASSWORD is used."
+        "--etcd-password-file",
+        metavar="FILE",
+        help="File with that user's password; without it, KVSTORE_ETCD_PASSWORD is used.",
     )
 
     @classmethod

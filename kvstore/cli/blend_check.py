@@ -79,7 +79,9 @@ class Checked:
         return Bounds(self.agreement, self.kl, self.answers_lost, self.work)
 
 
-@click.command(cls=Command, short_help="Compare blended prefill with full prefill, and record whether and how to blend.")
+@click.command(
+    cls=Command, short_help="Compare blended prefill with full prefill, and record whether and how to blend."
+)
 @click.argument("model", metavar="MODEL")
 @click.argument("prompts", metavar="PROMPTS")
 @takes("checked", Checked)

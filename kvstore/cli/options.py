@@ -281,8 +281,8 @@ DURABILITY: dict[str, Any] = {
     "type": click.Choice([each.value for each in Durability]),
     "default": "none",
     "show_default": True,
-    "help": "What a crash of the host can lose; lost chunks are misses. With none, the last 30 seconds; with everysec, about "
-    "the last second; with fsync nothing, because each put is on the device before it returns.",
+    "help": "What a crash of the host can lose; lost chunks are misses. With none, the last 30 seconds; with everysec, "
+    "about the last second; with fsync nothing, because each put is on the device before it returns.",
 }
 """The attributes of ``--durability``."""
 LOG_FORMAT: dict[str, Any] = {

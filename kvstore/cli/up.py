@@ -94,7 +94,11 @@ class UpOptions:
     room: StorageLimits = group(StorageLimits)
     no_gc: bool = flag("--no-gc", help="Do not run kvstore-gc here: it runs elsewhere.")
     drain_s: float = option(
-        "--drain", type=DURATION, default="10s", show_default=True, help="How long calls in progress may take to finish when stopping."
+        "--drain",
+        type=DURATION,
+        default="10s",
+        show_default=True,
+        help="How long calls in progress may take to finish when stopping.",
     )
     gc_metrics: str | None = option(
         "--gc-metrics", type=HOST_PORT, help="Where kvstore-gc serves Prometheus metrics; port 0: any free one."

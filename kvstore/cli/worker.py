@@ -143,7 +143,8 @@ class WorkerOptions:
     tracing: bool | None = option(
         "--tracing/--no-tracing",
         default=None,
-        help="Send OpenTelemetry spans, as OTEL_... variables specify; on by default if OTEL_EXPORTER_OTLP_ENDPOINT is set.",
+        help="Send OpenTelemetry spans, as OTEL_... variables specify; on by default if OTEL_EXPORTER_OTLP_ENDPOINT is "
+        "set.",
     )
 
     def open_member(self) -> ClusterMember:
