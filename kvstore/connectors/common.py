@@ -109,8 +109,11 @@ class RecentMap(OrderedDict[K, V]):
 
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-SETTINGS_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json", "params.json")
-"""Files with settings that change KV of the same weights: RoPE, windows, quantisation."""
+SETTINGS_FILES = (
+    *("config.json", "hf_quant_config.json", "quantize_config.json", "params.json"),
+    "adapter_config.json",
+)
+"""Files with settings that change KV of the same weights: RoPE, windows, quantisation, an adapter's scale."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 WAIT_S_MAX = 600.0
 """How long to wait for another process that is hashing, before this one hashes by itself."""

@@ -110,7 +110,8 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
         return made[:count]
 
     def _get(self, keys: list[Any]) -> list[Any]:
-        made = [self._memory.allocate(self.meta_shapes, self.meta_dtypes, self.meta_fmt) for _ in keys]
+        # With LMCache's default, busy_loop, a call waits for ever for memory that this one has taken.
+        made = [self._memory.allocate(self.meta_shapes, self.meta_dtypes, self.meta_fmt, busy_loop=False) for _ in keys]
         wanted = [at for at, each in enumerate(made) if each is not None]
         hits = [False] * len(keys)
         try:
@@ -118,8 +119,11 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
                 cache = self._cache(keys[0])
                 names = [self._name(keys[at]) for at in wanted]
                 read = cache.blocks.get(names, [bytes_of(made[at]) for at in wanted])
-                for at, name, hit in zip(wanted, names, read, strict=True):
-                    hits[at] = hit or self._get_part(cache, name, made[at])
+                for at, hit in zip(wanted, read, strict=True):
+                    hits[at] = hit
+                if not all(read):  # the last chunk of a prompt may be a part, and nothing counts behind the first miss
+                    first = read.index(False)
+                    hits[wanted[first]] = self._get_part(cache, names[first], made[wanted[first]])
         except KVStoreError as error:
             self._trouble.failed(error)
         finally:

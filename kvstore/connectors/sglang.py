@@ -33,7 +33,15 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from kvstore.client import Cache
-from kvstore.connectors.common import EngineSettings, LazyStore, RateLimitedLog, block_key, leading, text
+from kvstore.connectors.common import (
+    EngineSettings,
+    LazyStore,
+    RateLimitedLog,
+    block_key,
+    leading,
+    model_fingerprint,
+    text,
+)
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 
 # What calls of SGLang moved, and how fast, for its own metrics.
@@ -511,7 +519,12 @@ def _launched_with() -> dict[str, str]:
         given = runtime_context.get_server_args()
     except (ValueError, AttributeError):
         return {}
-    return {name: str(getattr(given, name, None)) for name in LAUNCHED_WITH}
+    launched = {name: str(getattr(given, name, None)) for name in LAUNCHED_WITH}
+    # Keys of pages have the name and path of an adapter, not its content.
+    adapters = [str(getattr(each, "lora_path", each)) for each in getattr(given, "lora_paths", None) or ()]
+    if adapters:
+        launched["lora_paths"] = repr([(path, model_fingerprint(path)) for path in adapters])
+    return launched
 
 
 def _before(extra_info: Any) -> list[str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import cast
 
 import pytest
@@ -13,11 +15,11 @@ import pytest
 from kvstore import Layout
 from kvstore.client.cache import BlockCache
 from kvstore.connectors.common import LazyStore
-from kvstore.connectors.vllm.lookups import UNKNOWN, Lookup, LookupResult, Lookups
+from kvstore.connectors.vllm.lookups import POLL_S, UNKNOWN, Lookup, LookupResult, Lookups
 from kvstore.connectors.vllm.metrics import EngineCounts
 from kvstore.connectors.vllm.settings import ConnectorSettings
 from kvstore.core.namespace import Namespace
-from tests.kit.patience import PATIENCE_S
+from tests.kit.patience import PATIENCE_S, eventually
 
 KEYS = [[bytes([number]) * 32] for number in range(6)]
 BLOCK = bytes(64)
@@ -93,6 +95,35 @@ def test_a_decode_engine_waits_for_what_is_being_written(store: LazyStore) -> No
         assert result(lookups, waited) == LookupResult(6, 6)
         assert lookups.result(absent) is None
         writer.join()
+
+
+class Absent:
+    """A store that has nothing."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[bytes] = Counter()
+
+    def caches(self) -> list[Absent]:
+        return [self]
+
+    def match(self, keys: list[bytes]) -> int:
+        self.asked[keys[0]] += 1
+        return 0
+
+    def was_asked(self, times: int) -> bool:
+        return list(self.asked.values()) == [times] * len(KEYS)
+
+
+def test_many_that_wait_for_missing_blocks_look_once_an_interval() -> None:
+    absent, now = Absent(), [100.0]
+    with looking(cast(LazyStore, absent), lambda: now[0], wait_s=60.0) as lookups:
+        for key in KEYS:
+            lookups.begin([key], 0)
+        for times in (1, 2, 3):
+            eventually(partial(absent.was_asked, times))
+            time.sleep(0.05)  # for those that would look again
+            assert absent.was_asked(times)
+            now[0] += POLL_S
 
 
 class Stuck:

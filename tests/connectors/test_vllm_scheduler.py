@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.connectors.vllm.blocks import GroupKind, LayerGroups
 from kvstore.core.recency import PRIORITY_DEFAULT, Hints
 from kvstore.format.header import Descent
 from tests.kit.cases import for_each
@@ -55,6 +56,30 @@ def test_a_hole_in_the_store_is_filled_from_what_the_engine_has(make: Callable[.
     assert matched(half, request, computed=8) == (0, False)
     half.allocated(request, Blocks(), 0)
     assert [run.blocks for run in step(half, request, 8, 14).stores] == [[(101,), (102,), (103,), (104,)]]
+
+
+def test_an_engine_that_only_stores_fills_a_hole_too(make: Callable[..., Any]) -> None:
+    half, request = make(loads=False), Request("a", 22)
+    store(half, request, 1)
+    half.arrived(request)
+    assert half.matched_tokens(request, 0) == (0, False), "it has nothing that the store could have lost"
+    assert matched(half, request, computed=8) == (0, False)
+    half.allocated(request, Blocks(), 0)
+    assert [run.blocks for run in step(half, request, 8, 14).stores] == [[(101,), (102,), (103,), (104,)]]
+
+
+def test_after_an_update_of_weights_a_running_request_stores_nothing_until_it_is_computed_anew(
+    make: Callable[..., Any],
+) -> None:
+    half, request = make(), Request("a", 40)
+    half.arrived(request)
+    matched(half, request)
+    assert step(half, request, 0, 12).stores
+    request.num_computed_tokens = 12
+    half.reset()
+    assert step(half, request, 12, 12).stores == []
+    assert matched(half, request) == (0, False), "preempted"
+    assert [len(run.keys) for run in step(half, request, 0, 24).stores] == [6]
 
 
 def test_an_answer_that_was_not_used_in_time_is_looked_for_anew(
@@ -137,6 +162,16 @@ def test_what_one_request_loads_another_waits_for(make: Callable[..., Any], end:
         assert matched(half, second) == (12, True)
 
 
+def test_hits_of_windows_alone_do_not_wait_for_each_other(make: Callable[..., Any]) -> None:
+    half = make([LayerGroups((0,), BLOCK_TOKENS, GroupKind.WINDOW, 8)])
+    requests = [Request(name, 22, block_hashes=[bytes([at, *name.encode()]) * 16 for at in range(5)]) for name in "ab"]
+    for request in requests:
+        store(half, request, 5)
+        half.arrived(request)
+        assert matched(half, request) == (20, True)
+        half.allocated(request, Blocks(), 20)
+
+
 def test_a_step_without_work_waits_for_a_look_up_and_one_with_work_does_not(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +187,17 @@ def test_a_step_without_work_waits_for_a_look_up_and_one_with_work_does_not(
     half.matched_tokens(request, 0)
     assert not step(half, Request("another", 4), 0, 4).is_idle
     assert len(waits) == 1
+
+
+def test_a_step_that_other_ranks_are_in_waits_for_nothing(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half, request = make(wait_s=60.0, waits=False), Request("a", 22)
+    waits: list[float] = []
+    half.arrived(request)
+    assert half.matched_tokens(request, 0) == (None, False)
+    monkeypatch.setattr(half._tracked["a"].lookup.done, "wait", waits.append)
+    assert not idle(half).is_idle and waits == []
 
 
 def action(payload: Any, kind: str = "kvstore") -> Any:

@@ -42,6 +42,7 @@ class Request:
     kv_transfer_params: Any = None
     kv_hints: Any = None
     priority: int = 0
+    num_computed_tokens: int = 0
 
     @property
     def all_token_ids(self) -> list[int]:
@@ -50,7 +51,9 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_tokens
-        self.block_hashes = [bytes([number]) * 32 for number in range(self.num_tokens // BLOCK_TOKENS)]
+        self.block_hashes = self.block_hashes or [
+            bytes([number]) * 32 for number in range(self.num_tokens // BLOCK_TOKENS)
+        ]
 
 
 class Blocks:
@@ -75,6 +78,9 @@ def _halves() -> Iterator[Callable[..., Any]]:
 
     def half(
         clusters: Sequence[LayerGroups] = (LayerGroups((0,), BLOCK_TOKENS),),
+        *,
+        loads: bool = True,
+        waits: bool = True,
         **settings: Any,
     ) -> Any:
         given = ConnectorSettings.of({"root": "memory://", **settings})
@@ -89,7 +95,13 @@ def _halves() -> Iterator[Callable[..., Any]]:
         names = [Namespace.of("model", Layout(1, 1, 16, "int8", 1))]
         said = Describer(clusters, BLOCK_TOKENS)
         made.append(
-            SchedulerHalf(given, shape, names, loads=True, stores=True, describer=said)  # type: ignore[arg-type]
+            SchedulerHalf(
+                *(given, shape, names),  # type: ignore[arg-type]
+                loads=loads,
+                stores=True,
+                describer=said,
+                waits=waits,
+            )
         )
         made[-1].manager = Blocks()
         return made[-1]

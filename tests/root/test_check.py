@@ -141,7 +141,14 @@ def test_wrong_bytes_fail_the_check() -> None:
 
 def test_late_rename_is_reported_as_a_weak_fence(tmp_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # No available file system delays a rename past its fence.
-    monkeypatch.setattr(check._MountTries, "late_renames", lambda self, fence: 1)
+    make = os.mkdir
+
+    def brought_back(path: Any, *mode: int, **folder: Any) -> None:
+        make(path, *mode, **folder)
+        if str(path).endswith("/fence"):
+            raise FileExistsError(path)
+
+    monkeypatch.setattr(os, "mkdir", brought_back)
     probe = by_name(check_root(PosixRoot(tmp_root)))["a removed folder takes no renames"]
     assert probe.ok is False
     assert "guarantee of this root is the weak one" in probe.consequence

@@ -54,10 +54,7 @@ def test_many_that_ask_nothing_or_take_no_answer_get_no_thread_each(port: int, s
     eventually(lambda: threading.active_count() <= before)
 
 
-def test_one_that_asks_nothing_is_let_go(
-    port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(http_server._Handler, "timeout", 0.3)
+def test_one_that_asks_nothing_is_let_go(port: int, capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as silent:
-        assert select.select([silent], [], [], 5)[0] and silent.recv(1) == b""
+        assert select.select([silent], [], [], PATIENCE_S)[0] and silent.recv(1) == b""
     assert is_answered(port) and capfd.readouterr().err == "", "neither is worth a line"

@@ -91,6 +91,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 loads=loads,
                 stores=stores,
                 describer=describer if settings.descents else None,
+                waits=vllm_config.parallel_config.data_parallel_size == 1,
             )
         else:
             parts, is_writer = shape.parts_of(vllm_config.parallel_config.rank)
@@ -180,17 +181,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Copies out the blocks to store; they are published in the background."""
         self._working.finish_step(self._orders)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self._working.finished_loads() or None
-
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return KVConnectorTransferResults(
             finished_recving=self._working.finished_loads(), failed_recving=self._working.failed_requests()
         )
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Returns blocks that must be computed after all; damaged ones have been quarantined."""
-        return self._working.failed_blocks()
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         return self._working.report()

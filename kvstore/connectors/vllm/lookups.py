@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,6 +55,8 @@ class Lookup:
     """The other keys."""
     unit: int = 1
     """Tokens of a unit, for ``tails``."""
+    due_s: float = 0.0
+    """When to look next."""
     abandoned: bool = False
     done: threading.Event = field(default_factory=threading.Event)
     """Set once a thread has looked."""
@@ -80,7 +81,7 @@ class Lookups:
         self._counts = counts
         self._clock = clock
         self._paused_until_s = 0.0
-        self._waiting: deque[Lookup] = deque()
+        self._waiting: list[Lookup] = []
         self._condition = threading.Condition()
         self._loop = Loop("kvstore-vllm-lookup", self._condition, self._next, threads_max=THREADS)
         for _ in range(THREADS):
@@ -126,7 +127,12 @@ class Lookups:
         self._loop.stop()
 
     def _next(self) -> Decision:
-        return partial(self._serve, self._waiting.popleft()) if self._waiting else None
+        now = self._clock()
+        for at, lookup in enumerate(self._waiting):
+            if lookup.due_s <= now:
+                del self._waiting[at]
+                return partial(self._serve, lookup)
+        return min(each.due_s for each in self._waiting) - now if self._waiting else None
 
     def _serve(self, lookup: Lookup) -> None:
         if lookup.abandoned:
@@ -141,9 +147,8 @@ class Lookups:
         if self._clock() - began_s >= self._settings.lookup_timeout_s:
             self.pause()
         if found.from_asked < len(lookup.keys) and self._clock() < lookup.wait_until_s:
-            with self._condition:  # again behind the others, after a pause if there are none: sleeping would delay them
-                if not self._waiting:
-                    self._condition.wait(POLL_S)
+            lookup.due_s = self._clock() + POLL_S
+            with self._condition:
                 self._waiting.append(lookup)
         else:
             lookup.found = found

@@ -82,11 +82,6 @@ class KVTopology:
         """What determines the KV of requests with an adapter, in addition to its files."""
         self.physical = str(getattr(kv_cache_config, "kv_cache_layout", None))
 
-    @property
-    def is_plain(self) -> bool:
-        """True if all KV is full attention in one group: what was loaded before a block that failed can be used."""
-        return [(each.kind, len(each.groups)) for each in self.clusters] == [(GroupKind.FULL, 1)]
-
     def parts(self) -> list[tuple[int, int]]:
         """Returns pipeline rank and tensor-parallel part of each namespace."""
         return [(pp, part) for pp in range(self.pp) for part in range(self.shards)]

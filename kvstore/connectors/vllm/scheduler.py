@@ -116,6 +116,8 @@ class RequestState:
     loading: bytes = b""
     """The first key of those that it loads now, for others to wait for; empty if it loads nothing."""
     loading_until_s: float = 0.0
+    is_mixed: bool = False
+    """True if weights were replaced while it ran: its KV is of both, until vLLM computes it anew."""
 
     def abandon(self) -> None:
         """Drops the look-up, and spares the threads the rest of it."""
@@ -149,13 +151,20 @@ class SchedulerHalf:
         loads: bool,
         stores: bool,
         describer: Describer | None = None,
+        waits: bool = True,
     ) -> None:
-        """``describer`` describes stored blocks in their files; None: they say nothing."""
+        """``describer`` describes stored blocks in their files; None: they say nothing.
+
+        ``waits`` is False if an idle step must end at once: other data-parallel ranks are in the same step.
+        """
         self._settings = settings
         self._describer = describer
         self._shape = shape
         self._loads = loads
         self._stores = stores
+        self._waits = waits
+        self._is_known = True
+        """False if workers name their KV differently, so that look-ups say nothing."""
         self._digests = {part: namespace.digest for part, namespace in enumerate(namespaces)}
         self._runs = Runs(shape.clusters, shape.hash_tokens)
         self._unit = self._runs.unit
@@ -194,7 +203,10 @@ class SchedulerHalf:
             return 0, False
         if tracked.adapter is not None and tracked.adapter.seal is None:
             return self._waits_for(tracked, tracked.adapter), False
-        if not self._loads or getattr(request, "skip_reading_prefix_cache", False):
+        tracked.is_mixed = False
+        # An engine that only stores looks whether the store still has what its own cache has.
+        is_asked = self._loads or (self._stores and self._is_known and computed_tokens > 0)
+        if not is_asked or getattr(request, "skip_reading_prefix_cache", False):
             tracked.stored_tokens = computed_tokens
             return 0, False
         lookup = tracked.lookup
@@ -219,11 +231,13 @@ class SchedulerHalf:
         new = max(0, found.from_asked * self._unit - computed_tokens)
         if lookup.tails and computed_tokens % self._unit:
             new = 0  # vLLM has the state within a block, and others of its blocks may end elsewhere
-        self._part(tracked, found.shared * self._unit)
         # A block that the engine still has and the store lost is stored again.
         tracked.stored_tokens = (
             min(found.from_start * self._unit, computed_tokens) if found.is_known else computed_tokens
         )
+        if not self._loads:
+            return 0, False
+        self._part(tracked, found.shared * self._unit)
         if new and self._loads_already(lookup.first_key(lookup.asked), tracked):
             return None, False  # vLLM asks again, and then has them in its own cache
         return new, bool(new)
@@ -274,8 +288,8 @@ class SchedulerHalf:
         tracked.abandon()
         if not external_tokens:
             return
-        if lookup is not None:
-            tracked.loading = lookup.first_key(lookup.asked)
+        if lookup is not None and (key := lookup.first_key(lookup.asked)):
+            tracked.loading = key
             tracked.loading_until_s = time.monotonic() + self._settings.load_timeout_s
             self._loading[tracked.loading] = tracked
         first, end = tracked.asked_tokens, tracked.asked_tokens + external_tokens
@@ -292,7 +306,7 @@ class SchedulerHalf:
         """Implements ``build_connector_meta``."""
         loads, self._new_loads = self._new_loads, []
         asked, self._asked = self._asked, None
-        orders = Orders(loads, [], is_idle=not scheduled.total_num_scheduled_tokens)
+        orders = Orders(loads, [], is_idle=self._waits and not scheduled.total_num_scheduled_tokens)
         if orders.is_idle and asked is not None:
             asked.wait(IDLE_S)
         cached = scheduled.scheduled_cached_reqs
@@ -317,7 +331,7 @@ class SchedulerHalf:
     def _to_store(self, tracked: RequestState, computed: int, done: int, states: Sequence[State]) -> list[BlockRange]:
         """Returns the blocks that are full once ``done`` tokens are computed. Drafted tokens may not stay: left out."""
         request, seal = tracked.request, tracked.adapter.seal if tracked.adapter is not None else None
-        if tracked.adapter is not None and seal is None:
+        if tracked.is_mixed or (tracked.adapter is not None and seal is None):
             return []
         named = self._named(tracked)
         done = min(done, self._runs.known_tokens(named))
@@ -358,7 +372,7 @@ class SchedulerHalf:
                     "nothing can be loaded; please report this model and command line",
                     part,
                 )
-                self._loads = False
+                self._loads = self._is_known = False
 
     def finished(self, request: Any) -> None:
         """Ends a request; its blocks may be reused."""
@@ -376,6 +390,7 @@ class SchedulerHalf:
         for tracked in self._tracked.values():
             tracked.abandon()
             tracked.stored_tokens = 0
+            tracked.is_mixed = tracked.request.num_computed_tokens > 0
 
     def close(self) -> None:
         """Ends the threads and closes the store."""

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from kvstore.connectors.common import LazyStore, leading
@@ -45,7 +44,6 @@ class Loading:
     after: Any
     started_s: float
     failed_keys: set[bytes] = field(default_factory=set)
-    failed_blocks: set[int] = field(default_factory=set)
     timed_out: bool = False
 
 
@@ -108,9 +106,7 @@ class Loader:
             for start in range(0, len(run.keys), at_once):
                 part = BlockRange(run.cluster, run.keys[start : start + at_once], run.blocks[start : start + at_once])
                 good = 0 if loading.failed_keys else self._read(loading, part, pages)
-                # From the first missing block on, all must be computed anyway.
                 loading.failed_keys.update(part.keys[good : good + 1])
-                loading.failed_blocks.update(chain.from_iterable(part.blocks[good:]))
 
     def _read(self, loading: Loading, part: BlockRange, pages: Pages) -> int:
         """Reads leading blocks of ``part`` and passes them on; returns their number."""
@@ -147,7 +143,6 @@ class Loader:
         log.error("kvstore: a load failed, its blocks are computed: %r", why)
         for run in loading.load.runs:
             loading.failed_keys.update(run.keys[:1])
-            loading.failed_blocks.update(chain.from_iterable(run.blocks))
 
 
 # Storing on a worker: full blocks are copied out within the step that filled them, and published in the background.
@@ -300,7 +295,6 @@ class WorkerHalf:
         self._storer: Storer | None = None
         self._is_idle = False
         self._report = WorkerReport(digests={(part, each.digest) for part, each in namespaces.items()})
-        self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
 
     def register(self, kv_caches: dict[str, Any], kv_cache_config: Any) -> None:
@@ -340,19 +334,16 @@ class WorkerHalf:
             self._report.timed_out = self._report.timed_out or loading.timed_out
             if loading.failed_keys:
                 self._report.failed |= loading.failed_keys
-                self._failed_blocks |= loading.failed_blocks
                 self._failed_requests.add(loading.load.request)
         return finished
 
     def failed_requests(self) -> set[str]:
-        """Returns the requests whose loads failed, if nothing that was loaded for them can be used."""
-        failed, self._failed_requests = self._failed_requests, set()
-        return set() if self.shape.is_plain else failed
+        """Returns the requests whose loads failed: vLLM asks for them again, and the failed blocks are avoided.
 
-    def failed_blocks(self) -> set[int]:
-        """Implements ``get_block_ids_with_load_errors``."""
-        failed, self._failed_blocks = self._failed_blocks, set()
-        return failed if self.shape.is_plain else set()
+        Never the blocks themselves: with several groups of KV, vLLM stops at such a report.
+        """
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
 
     def report(self) -> WorkerReport | None:
         """Implements ``build_connector_worker_meta``."""

@@ -126,6 +126,15 @@ def test_reading_ends_at_the_first_hole_and_gives_back_the_memory_behind_it(tmp_
         assert opened.memory.memory_allocator.pin_allocator.total_allocated_size == free
 
 
+def test_what_exceeds_the_host_memory_is_not_waited_for(tmp_root: Path) -> None:
+    with remote({"root": str(tmp_root)}) as opened:
+        opened.do(opened.connector.put(key(0), opened.made(0)))
+        got = opened.do(opened.connector.batched_get_non_blocking("look-up", [key(0)] * 1100))
+        assert 900 < len(got) < 1100
+        for each in got:
+            each.ref_count_down()
+
+
 def test_a_part_chunk_comes_back_as_long_as_it_was(tmp_root: Path) -> None:
     with remote({"root": str(tmp_root)}) as opened:
         part = opened.made(1, tokens=17)

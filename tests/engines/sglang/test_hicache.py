@@ -223,3 +223,24 @@ def test_the_weights_of_a_served_name_are_those_that_were_launched(
             found.append(hicache.batch_exists(hashes(1)))
             assert hicache.batch_set_v1(hashes(1), indices([0])) == [True]
     assert found == [0, 0, 1]
+
+
+def test_an_adapter_with_other_weights_or_another_scale_shares_nothing(
+    tmp_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    settings = {"root": str(tmp_root), "fingerprint": "x"}
+    adapter = SimpleNamespace(lora_name="a", lora_path=str(tmp_path))
+    monkeypatch.setattr(
+        runtime_context.get_context(), "_server_args", SimpleNamespace(**LAUNCHED, lora_paths=[adapter])
+    )
+    with pytest.raises(InvalidRequest, match="no weight files"), backend(HostPool("page_first"), settings):
+        pass
+    found = []
+    for weights, scale in ((b"a", b"1"), (b"b", b"1"), (b"a", b"2"), (b"a", b"1")):
+        (tmp_path / "adapter_model.safetensors").write_bytes(weights)
+        (tmp_path / "adapter_config.json").write_bytes(scale)
+        with backend(HostPool("page_first"), settings) as hicache:
+            found.append(hicache.batch_exists(hashes(1)))
+            assert hicache.batch_set_v1(hashes(1), indices([0])) == [True]
+    assert found == [0, 0, 0, 1]
