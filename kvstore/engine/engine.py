@@ -475,12 +475,13 @@ def match_each(
             break
         chains = [node.chains.of(namespace, tokens) for tokens in group]
         addresses = [address for chain in chains for address in chain.addresses]
+        is_calm = node.gc_view.is_calm  # first: what is gone is forgotten then
         present, start = bytes(node.known.present(addresses, node.known.quantum())), 0
         for chain in chains:
             if deadline.passed:
                 break
             remembered = leading(present[start : start + len(chain)])
             start += len(chain)
-            whole = remembered == len(chain) == node.gc_view.leading(chain)
+            whole = remembered == len(chain) and (is_calm or node.gc_view.leading(chain) == len(chain))
             counts.append(remembered if whole else node.match(chain, deadline.left_s(), counts=False))
     return counts

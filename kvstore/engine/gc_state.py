@@ -28,6 +28,7 @@ from kvstore.engine.chunk_store import PresenceCache
 from kvstore.engine.settings import Limits
 from kvstore.errors import HoldBroken, InvalidRequest, Overloaded, RootMismatch, StoreFull
 from kvstore.format.keyset import ChunkKeys, KeySet
+from kvstore.host.eviction import settle_left
 from kvstore.host.tables import BATCH_MAX, RING, HoldTable, HostRoom, Number, Run, Shared
 from kvstore.meta.keys import Keys, part_of
 from kvstore.meta.session import Session
@@ -330,10 +331,11 @@ class HostGcState(GcState):
 
     revision = 0
 
-    def __init__(self, shared: Shared, table: HoldTable, known: PresenceCache, usage: HostRoom) -> None:
+    def __init__(self, folder: str, shared: Shared, table: HoldTable, known: PresenceCache, usage: HostRoom) -> None:
         self.lock = nullcontext()
         """Nothing: a hold needs no lock here."""
         self.usage: HostRoom = usage
+        self._folder = folder
         self._shared = shared
         self._numbers = shared.numbers
         self._table = table
@@ -377,16 +379,14 @@ class HostGcState(GcState):
         ends_s = time.monotonic() + SETTLE_S
         while self.leading(wanted) < len(wanted):
             if time.monotonic() > ends_s:
-                return False
+                settle_left(self._folder, self._shared)
+                return self.leading(wanted) == len(wanted)
             time.sleep(POLL_S)
         return True
 
     @property
     def is_calm(self) -> bool:
         return not self._evicting()
-
-    def leading(self, wanted: KeySet) -> int:
-        return self._leading(wanted.addresses) if self._evicting() else len(wanted)
 
     def _leading(self, addresses: Sequence[Address]) -> int:
         evicting = self._evicting()
@@ -641,9 +641,11 @@ class Holds:
             self._drop(lambda hold: hold.born is not None)
             self._lingering.clear()
 
-    def expire(self) -> None:
+    def expire(self) -> bool:
+        """Ends the holds that are past their time; True, for a session that does so before each keepalive."""
         with self._lock:
             self._expire()
+        return True
 
     def _expire(self) -> None:
         now_s = self._clock.monotonic_s()

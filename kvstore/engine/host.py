@@ -17,6 +17,7 @@ from kvstore.engine.gc_state import HostGcState
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.format.places import CHUNKS
 from kvstore.host import tables as shared_file
+from kvstore.host.eviction import settle_left
 from kvstore.host.tables import (
     COLLECTOR,
     HoldTable,
@@ -189,6 +190,7 @@ class HostMember:
             except BaseException:
                 self._in_use.close()
                 raise
+        settle_left(folder, self.shared)
         numbers = self.table.numbers
         numbers[Own.MAX_BYTES], numbers[Own.TTL_MS] = self.max_bytes, int(1000 * (ttl_s or 0))
         self.collecting = None if max_bytes is None and ttl_s is None else Collecting(folder)
@@ -208,7 +210,7 @@ class HostMember:
         refused: Callable[[], None] = lambda: counters.add(NodeCount.PUT_REFUSED_FULL)  # noqa: E731
         wake: Callable[..., None] = self._limit_again if self.collecting is None else self.collecting.wake
         self._room = HostRoom(self.shared, self.table, refused, wake)
-        return HostGcState(self.shared, self.table, known, self._room)
+        return HostGcState(self.folder, self.shared, self.table, known, self._room)
 
     def leave(self) -> None:
         atexit.unregister(self._end_collector)

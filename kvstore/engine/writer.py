@@ -229,6 +229,7 @@ class Writer:
         found = np.zeros(len(keyed), np.bool_)
         if mode is not WriteMode.BEHIND or self.tiers is None:
             return WriteBatch(self, keyed, 0, found, mode, hints, self.begin_root(keyed, 0, hints, deadline)[0])
+        unswept = self.view.unswept(keyed)  # first: what is gone is forgotten then
         # Chunks that memory has, or that the root is remembered to have, only count a use.
         known, quantum = self.chunks.known, self.chunks.known.quantum()
         with self.tiers.memory.refer(keyed, 0, len(keyed)) as slots:
@@ -236,7 +237,7 @@ class Writer:
                 entry is not None or known.is_present(address, quantum)
                 for address, entry in zip(keyed.addresses, slots.entries, strict=True)
             ]
-        return WriteBatch(self, keyed, 0, found & self.view.unswept(keyed), mode, hints)
+        return WriteBatch(self, keyed, 0, found & unswept, mode, hints)
 
     def _publish_blocks(self, wanted: KeySet, stop: int, slots: Slots, hints: Hints, deadline: Deadline) -> int:
         """Writes the blocks that are right; returns how many leading blocks are on the root, or no longer in memory."""

@@ -6,7 +6,6 @@ of them its process has obeyed.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import math
@@ -18,7 +17,7 @@ from collections.abc import Callable
 from kvstore.census.selection import ClearOrder
 from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.host.tables import CLEARS, CLEARS_NONE, EVICTING, HoldTable, Number, Own, Shared, live_tables
+from kvstore.host.tables import CLEARS, CLEARS_NONE, HoldTable, Number, Own, Shared, evicting_lock, live_tables
 from kvstore.root.posix import FILE_MODE, translated
 
 log = logging.getLogger(__name__)
@@ -69,8 +68,7 @@ class HostClears:
 
         Returns the tables of those that have not in time. Raises OSError.
         """
-        with open(f"{self._folder}/{EVICTING}", "ab", opener=_private) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with evicting_lock(self._folder):
             number = self._shared[Number.CLEARS] + 1
             lines = self._lines()[1 - ORDERS_MAX :]
             lines.append(json.dumps({"number": number, "order": order.to_json().decode()}))

@@ -12,10 +12,9 @@ A process that holds does the opposite: it writes its table, *then* reads the lo
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,8 +29,8 @@ from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES
 from kvstore.format.places import Name
 from kvstore.host.pins import PinnedPrints
-from kvstore.host.tables import BATCH_MAX, EVICTING, SHARED, Number, Shared, live_tables
-from kvstore.root.posix import FILE_MODE, PosixRoot, translated
+from kvstore.host.tables import BATCH_MAX, SHARED, Number, Shared, evicting_lock, live_tables
+from kvstore.root.posix import PosixRoot, translated
 
 Truths = npt.NDArray[np.bool_]
 
@@ -72,27 +71,29 @@ class Evicted:
 def begin_listing(folder: str, shared: Shared) -> int:
     """Returns when a listing for an eviction begins, by the clock that stamps files: ``time.time`` is ahead by a tick.
 
-    A put that sees no new listing at its end is in this one, so the listing counts before the time is read.
+    The time is read before the listing counts: a put that sees the count already writes later than that, one that sees
+    it change marks its parents, and one that has ended by then is listed.
     """
-    shared.add(Number.LISTINGS, 1)
     path = f"{folder}/{SHARED}"
     with translated("touch", path):
         os.utime(path)
-        return os.stat(path).st_ctime_ns
+        since_ns = os.stat(path).st_ctime_ns
+    shared.add(Number.LISTINGS, 1)
+    return since_ns
 
 
 @contextmanager
 def settled(folder: str, shared: Shared) -> Iterator[None]:
     """Evicts alone. The batch of a process that died stays as it is: without this its chunks would stay misses."""
-    path = f"{folder}/{EVICTING}"
-    with translated("lock", path):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+    with evicting_lock(folder):
         shared[Number.SETTLED] = shared[Number.TAIL]
         yield
-    finally:
-        os.close(fd)
+
+
+def settle_left(folder: str, shared: Shared) -> None:
+    """Settles the batch of a process that died; not that of one that lives, which has the lock."""
+    with suppress(BlockingIOError), evicting_lock(folder, waits=False):
+        shared[Number.SETTLED] = shared[Number.TAIL]
 
 
 class Eviction:

@@ -22,8 +22,8 @@ import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from types import TracebackType
@@ -142,7 +142,28 @@ def is_locked(path: str, flags: int = os.O_RDONLY) -> bool:
     try:
         return not _locked(fd, fcntl.LOCK_EX)
     finally:
-        os.close(fd)
+        _unlock(fd)
+
+
+@contextmanager
+def evicting_lock(folder: str, *, waits: bool = True) -> Iterator[None]:
+    """Has the lock of those that evict. Raises the root's errors; BlockingIOError if another has it, unless it
+    ``waits``.
+    """
+    path = f"{folder}/{EVICTING}"
+    with translated("lock", path):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        _unlock(fd)
+
+
+def _unlock(fd: int) -> None:
+    """Unlocks a file, and closes it: a child that was forked meanwhile has it open, and would keep the lock."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 def _locked(fd: int, kind: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,14 +14,17 @@ import pytest
 
 import kvstore
 from kvstore.engine.gc_state import HostGcState
+from kvstore.format.keyset import BlockKeys
 from kvstore.host import eviction
-from kvstore.host.eviction import begin_listing
+from kvstore.host.eviction import EvictionVictim, begin_listing
 from kvstore.host.pins import PinnedPrints
-from kvstore.host.tables import HoldTable, Number, Shared
+from kvstore.host.tables import HoldTable, Number, Shared, evicting_lock
 from kvstore_gc.host import opened
 from kvstore_gc.rank import victims_of
-from tests.kit.host_parts import CHUNKS, SHARD_BITS, Parts, child_of
+from tests.kit.host_parts import CHUNKS, SHARD_BITS, SPACE, Parts, child_of
 from tests.kit.host_process import LAYOUT, TOKENS_COUNT, kv, tokens
+from tests.kit.hosts import TICK_S
+from tests.kit.patience import eventually
 
 STEPS = {"append": (Shared, "append"), "tables": (eviction, "live_tables"), "pins": (PinnedPrints, "read")}
 
@@ -136,7 +140,64 @@ def test_a_take_over_settles_and_deletes_nothing(parts: Parts) -> None:
         assert view.leading(chain) == CHUNKS and view.is_calm and parts.files(chain) == list(range(CHUNKS))
 
 
+def test_the_batch_of_a_killed_process_is_settled_by_a_put_and_by_an_opening(parts: Parts) -> None:
+    chain, view = parts.chain(1), parts.view()
+    parts.shared.append(chain.packed_addresses)
+    with evicting_lock(str(parts.folder)):
+        assert not view.settle(chain), "its process lives"
+    assert view.settle(chain)
+    parts.shared.append(chain.packed_addresses)
+    with kvstore.open(parts.folder, max_bytes=None) as store:
+        assert store.namespace("model", LAYOUT).match(tokens(1)) == TOKENS_COUNT
+
+
+def test_a_forked_child_does_not_keep_the_lock_of_an_eviction(parts: Parts) -> None:
+    reader, writer = os.pipe()
+    with evicting_lock(str(parts.folder)):
+        child = os.fork()
+        if not child:
+            os.close(writer)
+            os.read(reader, 1)
+            os._exit(0)
+    os.close(reader)
+    with evicting_lock(str(parts.folder), waits=False):
+        pass
+    os.close(writer)
+    os.waitpid(child, 0)
+
+
+# What was remembered is forgotten before it counts
+
+
+def test_a_block_that_was_evicted_is_written_again(parts: Parts) -> None:
+    key, block = b"0" * 32, bytes(LAYOUT.chunk_bytes)
+    keyed = BlockKeys.of(SPACE, [key])
+    with kvstore.open(parts.folder, memory=16 << 20, max_bytes=None) as store:
+        blocks = store.namespace("model", LAYOUT).blocks
+        assert blocks.put([key], [block], cache=False) == [True]
+        time.sleep(TICK_S)
+        assert parts.eviction().evict([EvictionVictim(keyed.addresses[0], SPACE.id, 1)]).count == 1
+        assert blocks.put([key], [block], write="behind") == [True]
+        assert blocks.match([key]) == 1
+
+
+def test_prompts_that_were_evicted_are_not_matched(parts: Parts) -> None:
+    with kvstore.open(parts.folder, max_bytes=None) as store:
+        chain, cache = parts.chain(1), store.namespace("model", LAYOUT)
+        assert cache.match_each([tokens(1)]) == [TOKENS_COUNT]
+        parts.evict(chain)
+        assert cache.match_each([tokens(1)]) == [0]
+
+
 # What stays
+
+
+def test_a_hold_past_its_time_keeps_nothing(parts: Parts) -> None:
+    chain = parts.chain(1)
+    with kvstore.open(parts.folder, max_bytes=None) as store:
+        hold = store.namespace("model", LAYOUT).hold(tokens(1), ttl=0.1)
+        assert hold.tokens == TOKENS_COUNT
+        eventually(lambda: parts.evict(chain).count == CHUNKS)  # at the session's next beat
 
 
 def test_a_held_child_keeps_its_ancestors(parts: Parts) -> None:

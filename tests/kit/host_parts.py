@@ -90,7 +90,7 @@ class Parts:
         return self.eviction().evict(self.victims(chain))
 
     def view(self) -> HostGcState:
-        return HostGcState(self.shared, self.table, self.known, self.room())
+        return HostGcState(str(self.folder), self.shared, self.table, self.known, self.room())
 
     def room(self, wake: Callable[..., None] = lambda **_: None) -> HostRoom:
         return HostRoom(self.shared, self.table, lambda: None, wake)

@@ -49,7 +49,7 @@ class HostPool:
             return self.kv_buffer[:, index : index + PAGE]
         return self.kv_buffer[:, index // PAGE : index // PAGE + 1]
 
-    def get_data_page(self, index: Any) -> torch.Tensor:
+    def get_data_page(self, index: Any, flat: bool = True) -> torch.Tensor:
         return self.page(int(index)).flatten()
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:
