@@ -10,6 +10,7 @@ from tests.mutants.planters import several
 
 SHARED = "kvstore.host.tables:Shared"
 VIEW = "kvstore.engine.gc_state:HostGcState"
+GC_STATE = "kvstore.engine.gc_state:GcState"
 PRINTS = "kvstore.host.pins:PinnedPrints"
 
 _held: dict[int, tuple[Any, bytes]] = {}
@@ -71,7 +72,7 @@ def _nothing(real: Any, *_: Any, **__: Any) -> Any:
 MUTANTS: list[Mutant] = [
     mutant(
         "host-log-before-table",
-        several(at(VIEW, "protect", _protect_later), at(VIEW, "leading", _leading_first)),
+        several(at(VIEW, "protect", _protect_later), at(GC_STATE, "leading", _leading_first)),
         "host/test_eviction.py",
     ),
     mutant(
@@ -82,7 +83,7 @@ MUTANTS: list[Mutant] = [
     mutant("host-pins-before-tables", at(PRINTS, "read", _pins_of_before), "host/test_eviction.py"),
     mutant(
         "host-unsettled-is-there",
-        at(VIEW, "leading", lambda real, self, wanted: (real(self, wanted), len(wanted))[1]),
+        at(GC_STATE, "leading", lambda real, self, wanted: (real(self, wanted), len(wanted))[1]),
         "host/test_eviction.py host/test_view.py",
     ),
     mutant(
