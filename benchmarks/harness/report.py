@@ -218,7 +218,7 @@ FASTER = Picture(
     "serving",
     "Time to first token",
     Plot("way", ("new prompt s", "stored prompt s"), unit="s"),
-    "Measured with vLLM on a CPU, a prompt of 2,048 tokens and a root on tmpfs. `none`: no store;\n"
+    "Measured with vLLM on a CPU and a root on tmpfs. `none`: no store;\n"
     "`async`: the connector on a folder; `worker`: the connector and a worker that has the KV in memory.\n"
     "A stored prompt is read instead of computed.",
 )
