@@ -47,6 +47,10 @@ class Scaled(click.ParamType):  # type: ignore[type-arg]  # generic only in the 
             self.fail(f"{value!r} is less than {size(self.least)}: write for example {self._example}", param, ctx)
         return found
 
+    def said(self, value: float) -> str:
+        """Returns a value as ``convert`` takes it."""
+        return f"{value}s" if "s" in self._units else str(value)
+
 
 class HostPort(click.ParamType):  # type: ignore[type-arg]  # generic only in the newest click
     """``host:port``, the port from 0 to 65535; IPv6 hosts in brackets."""
@@ -166,8 +170,14 @@ def arguments(value: Any) -> list[str]:
             on, _, off = each.metadata["name"].partition("/")
             found += [on] if said else [off] if off else []
         elif said not in (None, ""):
-            found += [each.metadata["name"], ":".join(map(str, said)) if isinstance(said, tuple) else str(said)]
+            found += [each.metadata["name"], _said(said, each.metadata["type"])]
     return found
+
+
+def _said(value: Any, kind: Any) -> str:
+    if isinstance(kind, Scaled):
+        return kind.said(value)
+    return ":".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _field(name: str, kind: Callable[..., Declare], attributes: dict[str, Any]) -> Any:
@@ -175,7 +185,8 @@ def _field(name: str, kind: Callable[..., Declare], attributes: dict[str, Any]) 
     if path is not None:
         attributes.setdefault("type", path)
     return field(
-        default=attributes.get("default"), metadata={"name": name, "declare": functools.partial(kind, **attributes)}
+        default=attributes.get("default"),
+        metadata={"name": name, "type": attributes.get("type"), "declare": functools.partial(kind, **attributes)},
     )
 
 

@@ -32,7 +32,7 @@ CANCEL_S = 5.0
 
 def print_json(value: Any) -> None:
     """Prints one JSON document."""
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    print(json.dumps(value, indent=2))  # ASCII: names of files may be no text
 
 
 def print_values(values: Mapping[str, Any], as_json: bool) -> None:

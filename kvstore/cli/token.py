@@ -102,7 +102,7 @@ def revoke(access: str, token_file: str | None, keep_s: float, ids: tuple[str, .
 
     Workers with this access file deny them within about a second; copy revoked.json to the others.
     """
-    from kvstore.security.authentication import REVOKED, read_revoked
+    from kvstore.security.authentication import REVOKED, SKEW_S, read_revoked
 
     now_s = time.time()
     wanted = dict.fromkeys(ids, now_s + keep_s)
@@ -118,8 +118,8 @@ def revoke(access: str, token_file: str | None, keep_s: float, ids: tuple[str, .
                 "issuer made it, give --token-file FILE"
             )
     path = Path(access).parent / REVOKED
-    # An expired token need not be listed any more.
-    listed = {id: ends_s for id, ends_s in read_revoked(path).items() if ends_s > now_s} | wanted
+    # A token that nobody takes any more need not be listed.
+    listed = {id: ends_s for id, ends_s in read_revoked(path).items() if ends_s + SKEW_S > now_s} | wanted
     _replace(path, json.dumps(listed, indent=1).encode() + b"\n", 0o644)
     if as_json:
         print(json.dumps({"revoked": sorted(wanted), "listed": len(listed)}), flush=True)
@@ -145,6 +145,7 @@ def _write_new(path: Path, content: bytes, mode: int) -> None:
     except FileExistsError as cause:
         raise InvalidRequest(f"{path} exists: keys are never overwritten, choose another name") from cause
     with open(fd, "wb") as file:
+        os.fchmod(fd, mode)  # whatever the umask: workers of another account read some
         file.write(content)
 
 

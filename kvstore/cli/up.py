@@ -24,7 +24,7 @@ from kvstore.cli.selectors import identified, local_path
 from kvstore.cli.signals import Stopper
 from kvstore.cli.worker import WorkerOptions
 from kvstore.core.executor import within
-from kvstore.core.process import STOP_S, Program, gc_command, kill_all, kvstore_command, stop_all
+from kvstore.core.process import Program, gc_command, kill_all, kvstore_command, stop_all
 from kvstore.core.validate import size
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.meta.cluster import bound_root
@@ -51,6 +51,10 @@ COUNTED_S = 60.0
 one before."""
 COUNTED_LOOK_S = 0.1
 WATCH_S = 0.5
+WORKER_STOP_S = 30.0
+"""What a worker may take after its drain: it ends itself 25 s after it, with a message."""
+ETCD_AGAIN_S = 5.0
+"""Time between two attempts to start an etcd that ended."""
 SHORT_LIFE_S = 10.0
 """A worker that lived shorter than this failed to start. After three of these in a row ``up`` gives up."""
 SHORT_LIVES_MAX = 3
@@ -311,6 +315,7 @@ class Supervisor:
         self._serving = serving
         self._counted_s = counted_s
         self._drain_s = drain_s
+        self._etcd_again_s = 0.0
         self._stopper = stopper
         self._programs = programs
         self._workers: list[_Worker] = []
@@ -376,13 +381,12 @@ class Supervisor:
     def start_dashboard(self, room: StorageLimits, listen: str) -> str:
         """Starts the dashboard of the same root and etcd; returns its URL. Raises Unavailable if it does not serve.
 
-        If other hosts can reach it, it uses the workers' certificate and access file.
+        It uses the workers' access file and, if other hosts can reach it, their certificate.
         """
         secured = self._serving.secured
         common = [*self._common(room), *arguments(secured.as_client())]
-        if not is_loopback(listen):
-            page = PageAccess(secured.own.cert_file, secured.own.key_file, secured.access_file, secured.insecure)
-            common += arguments(page)
+        page = PageAccess(secured.own.cert_file, secured.own.key_file, secured.access_file, secured.insecure)
+        common += arguments(replace(page, cert_file=None, key_file=None) if is_loopback(listen) else page)
         program = self._start_beside("dashboard", kvstore_command("dashboard", "--listen", listen, *common))
         url = program.wait_ready(lambda: self._stopper.asked)["dashboard"]
         bound = joined(split(listen)[0], int(url.rstrip("/").rpartition(":")[2]))
@@ -411,21 +415,31 @@ class Supervisor:
     def stop(self) -> None:
         """Ends the workers, then the helper programs: puts that workers accepted may need space from the collector."""
         others = [each.program for each in self._others]
-        stop_all([each for each in self._programs if each not in others], self._drain_s + STOP_S)
+        stop_all([each for each in self._programs if each not in others], self._drain_s + WORKER_STOP_S)
         stop_all(others)
 
     def watch(self, server: EmbeddedEtcd | None) -> None:
-        """Returns when a signal came. Raises Unavailable if a worker, or the embedded etcd, keeps dying."""
+        """Returns when a signal came. Raises Unavailable if a worker keeps dying."""
         while not self._stopper.wait(WATCH_S):
             if server is not None and not server.running:
-                log.error("up.etcd_ended: starting it again")
-                server.start()  # on the same ports, with the same files: workers find it again
+                self._start_etcd(server)
             for other in self._others:
                 if not other.program.running:
                     _start_later(other)
             for number, worker in enumerate(self._workers):
                 if not worker.program.running and not worker.is_drained:
                     self._again(number, worker)
+
+    def _start_etcd(self, server: EmbeddedEtcd) -> None:
+        """Starts etcd again, on the same ports, with the same files: workers find it. Until then they go on without."""
+        if time.monotonic() < self._etcd_again_s:
+            return
+        self._etcd_again_s = time.monotonic() + ETCD_AGAIN_S
+        log.error("up.etcd_ended: starting it again")
+        try:
+            server.start()
+        except (Unavailable, OSError) as error:
+            log.error("up.etcd_failed %s; trying again in %g s", error, ETCD_AGAIN_S)
 
     def _again(self, number: int, worker: _Worker) -> None:
         program = worker.program

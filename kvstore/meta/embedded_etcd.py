@@ -96,7 +96,12 @@ class EmbeddedEtcd:
             wanted = (self._client_port, self._peer_port)
             if not attempt:
                 wanted = (wanted[0] or last[0], wanted[1] or last[1])
-            client_port, peer_port = _ports(*wanted)
+            try:
+                client_port, peer_port = _ports(*wanted)
+            except Unavailable:
+                if wanted == (self._client_port, self._peer_port):
+                    raise
+                continue  # those of its last start are taken: others
             log_start = self._log.stat().st_size if self._log.exists() else 0
             self._child = self._program(self._command(binary, client_port, peer_port))
             self._child.start()
@@ -230,11 +235,20 @@ def _version(binary: str) -> tuple[int, ...]:
 
 
 def _ports(client_port: int, peer_port: int) -> tuple[int, int]:
-    """Returns the given ports, with free ones for 0 (both are held open until both are known, so that they differ)."""
+    """Returns the given ports, with free ones for 0 (both are held open until both are known, so that they differ).
+
+    Raises Unavailable if another program has one: it may be an etcd, whose answers would pass for those of ours.
+    """
     with socket.socket() as one, socket.socket() as two:
-        for held in (one, two):
-            held.bind((HOST, 0))
-        return client_port or one.getsockname()[1], peer_port or two.getsockname()[1]
+        for held, port in ((one, client_port), (two, peer_port)):
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of its last run do not count
+            try:
+                held.bind((HOST, port))
+            except OSError as cause:
+                raise Unavailable(
+                    f"etcd cannot listen on {HOST}:{port}: {cause.strerror}: give another port"
+                ) from cause
+        return one.getsockname()[1], two.getsockname()[1]
 
 
 def _answers(port: int) -> bool:

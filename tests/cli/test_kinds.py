@@ -11,7 +11,22 @@ from click.testing import CliRunner
 
 from kvstore.cli.access import Access, EtcdAccess, RootOptions, access_options
 from kvstore.cli.app import Command
-from kvstore.cli.options import BOUND, COUNT, DURATION, HOST_PORT, LISTEN, SIZE, HostPort, Scaled, split
+from kvstore.cli.options import (
+    BOUND,
+    COUNT,
+    DURATION,
+    HOST_PORT,
+    LISTEN,
+    SIZE,
+    HostPort,
+    Scaled,
+    StorageLimits,
+    arguments,
+    split,
+    takes,
+)
+from kvstore.cli.up import UpOptions
+from kvstore.cli.worker import WorkerOptions
 from kvstore.errors import InvalidRequest
 from kvstore.meta.etcd import EtcdUser
 from kvstore.security.tls import is_loopback
@@ -113,3 +128,25 @@ def test_root_options_come_from_a_file(tmp_path: Path) -> None:
         RootOptions(str(file)).read()
     with pytest.raises(InvalidRequest, match="cannot read"):
         RootOptions(str(tmp_path / "missing")).read()
+
+
+@for_each(
+    "kind, line",
+    [
+        (StorageLimits, "--max-bytes 200GiB --ttl 7d"),
+        (WorkerOptions, "--root /r --memory 8GiB --disk /d:200GiB --sync-interval 500ms --write through --no-private"),
+        (WorkerOptions, "--root s3://b/p --etcd h:1,h:2 --durability fsync --tls-cert c --compress --log-format json"),
+        (UpOptions, "--workers 2 --drain 90s --ttl 12h --max-bytes 1GiB --no-gc --listen 0.0.0.0:1"),
+    ],
+)
+def test_a_child_gets_the_options_that_were_given(kind: type, line: str) -> None:
+    found = list[object]()
+
+    @click.command()
+    @takes("value", kind)
+    def command(value: object) -> None:
+        found.append(value)
+
+    CliRunner().invoke(command, line.split(), catch_exceptions=False)
+    CliRunner().invoke(command, arguments(found[0]), catch_exceptions=False)
+    assert found[0] == found[1]

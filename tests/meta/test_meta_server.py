@@ -105,7 +105,7 @@ def test_server_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
 def test_taken_port_is_reported(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(Unavailable, match="address already in use"):
+        with pytest.raises(Unavailable, match="Address already in use: give another port"):
             EmbeddedEtcd(tmp_path, client_port=port, peer_port=free_port()).start()
     with pytest.raises(InvalidRequest, match="port"):
         EmbeddedEtcd(tmp_path, client_port=70_000)

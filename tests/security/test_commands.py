@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -82,6 +83,15 @@ def test_tokens_are_made_and_revoked_by_commands(run: Run, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+def test_workers_of_another_account_can_read_what_is_revoked(run: Run, tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        assert run("token", "revoke", "--access", str(tmp_path / "access.json"), "0" * 24).exit_code == 0
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "revoked.json").stat().st_mode) == 0o644
+
+
 def test_secured_host_from_the_commands_alone(run: Run, tmp_root: Path) -> None:
     """Two workers with memory, mutual TLS, tokens: clients are served, peers read each other, files are private."""
     folder = tmp_root / "secrets"
