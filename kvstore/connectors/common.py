@@ -120,6 +120,24 @@ WAIT_S_MAX = 600.0
 DIGEST_CHARS = 32
 
 
+def local_folder(path: str, **where: Any) -> str:
+    """Returns ``path``, or for a model of the Hugging Face Hub its folder in the cache, with ``where`` for its library.
+
+    Raises InvalidRequest if there is neither.
+    """
+    if os.path.exists(path):
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(snapshot_download(path, local_files_only=True, allow_patterns=["*.json"], **where))
+    except (OSError, ValueError) as cause:
+        raise InvalidRequest(
+            f"the weights of {path} are neither a folder nor in the Hugging Face cache: download them first, or for a "
+            "model give their digest as the setting fingerprint"
+        ) from cause
+
+
 def weights_fingerprint(path: str | os.PathLike[str]) -> str:
     """Returns a digest of the weight files at ``path``, a folder or one file, in hexadecimal.
 

@@ -201,6 +201,8 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._readers = Tasks("kvstore-lmcache-read", settings.threads, TASKS_MAX)
         self._writers = Tasks("kvstore-lmcache-write", fewer, TASKS_MAX)
         # The same number of bytes says nothing of what a serialiser made them from, and LMCache does not say.
+        self._has_opaque = bool(settings.serde)
+        """True if there may be objects that are only bytes: a name of ours says so, or this process stored some."""
         self._opaque = f"serde {settings.serde}" if settings.serde else f"process {secrets.token_hex(16)}"
         self._trouble = RateLimitedLog(log, "lmcache.task_failed")
 
@@ -260,7 +262,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             places = self._hold(cache, keys, places, made_of, found)
             # A compressed object is only bytes to us, whatever tensors it holds.
             places = [place for place in places if made_of.get(keys[place].object_group_id, OPAQUE) != OPAQUE]
-            if places:
+            if places and self._has_opaque:
                 self._hold(cache, keys, places, {}, found)
         return found
 
@@ -389,7 +391,9 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def _key_of(self, key: Any, made: Any) -> bytes:
         """Returns the block's key: LMCache's key, and the object that is stored or loaded."""
-        return self._name_of(key, tensors_of(made.meta))
+        made_of = tensors_of(made.meta)
+        self._has_opaque = self._has_opaque or made_of == OPAQUE
+        return self._name_of(key, made_of)
 
     def _cache(self, model: str) -> Cache:
         return self._store.model("lmcache", model, {"engine": "lmcache", "interface": "l2"})

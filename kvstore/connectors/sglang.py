@@ -39,6 +39,7 @@ from kvstore.connectors.common import (
     RateLimitedLog,
     block_key,
     leading,
+    local_folder,
     model_fingerprint,
     text,
 )
@@ -519,12 +520,21 @@ def _launched_with() -> dict[str, str]:
         given = runtime_context.get_server_args()
     except (ValueError, AttributeError):
         return {}
-    launched = {name: str(getattr(given, name, None)) for name in LAUNCHED_WITH}
-    # Keys of pages have the name and path of an adapter, not its content.
-    adapters = [str(getattr(each, "lora_path", each)) for each in getattr(given, "lora_paths", None) or ()]
-    if adapters:
-        launched["lora_paths"] = repr([(path, model_fingerprint(path)) for path in adapters])
-    return launched
+    return {name: str(getattr(given, name, None)) for name in LAUNCHED_WITH} | _adapters()
+
+
+def _adapters() -> dict[str, str]:
+    """Returns the content of the launch's adapters, of which the keys of pages have the name and path alone.
+
+    Raises InvalidRequest for one that is neither a folder nor in the Hugging Face cache.
+    """
+    try:
+        adapters = [each.lora_path for each in runtime_context.get_lora().lora_paths or ()]
+    except (ValueError, AttributeError):
+        return {}
+    return (
+        {"lora_paths": repr([(path, model_fingerprint(local_folder(path))) for path in adapters])} if adapters else {}
+    )
 
 
 def _before(extra_info: Any) -> list[str]:

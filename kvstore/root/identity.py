@@ -238,7 +238,8 @@ def publish(root: Root, generation: Generation, *, ids: Ids, clock: Clock) -> Ge
     """
     publish_small(root, places.generation(generation.number), generation.to_json(), ids=ids, clock=clock)
     newest = read_newest(root)
-    assert newest is not None, "published a moment ago, and generations are never deleted"
+    if newest is None:
+        raise Unavailable(f"{root.url} does not list what was just written: try again in a moment")
     return newest
 
 

@@ -144,7 +144,8 @@ def _state(path: str) -> tuple[int, ...]:
         status = os.stat(path)
     except (OSError, ValueError):  # a NUL, or half a character, is said by who reads it
         return ()
-    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    # The last is for chmod and chown, by which a refused file is put right.
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 log = logging.getLogger(__name__)

@@ -72,13 +72,15 @@ def prefill_blended(
     fails. ``store`` may be the cache that ``model_cache`` returns. Raises InvalidRequest, with the reason, for a model
     or prompt that cannot be served.
     """
-    kept, cache, decoder = _opened(model, input_ids, store)
+    kept = _checked(model, input_ids, store)
+    decoder = Decoder(model)
     ids = input_ids[0, :-1]
     tokens = ids.cpu().numpy()
     kv = decoder.empty(len(ids))
     reused = torch.zeros(len(ids), dtype=torch.bool, device=decoder.device)
     exact, opened = 0, None
     try:
+        cache = _cache_of(model, store)
         exact = _load_exact(cache, kept, tokens, kv)
         segments = cache.segments(decoder.rope(), chunk_tokens=segment_tokens)
         opened = _opening(segments, verdict)
@@ -110,7 +112,8 @@ def put_segments(
         check_prompt(model, document)
     if not documents:
         return 0
-    _, cache, decoder = _opened(model, documents[0], store)
+    _checked(model, documents[0], store)
+    cache, decoder = _cache_of(model, store), Decoder(model)
     segments = cache.segments(decoder.rope(), chunk_tokens=segment_tokens)
     for document in documents:
         tokens = document[0].cpu().numpy()
@@ -135,16 +138,20 @@ def _opening(segments: Segments, verdict: Verdict | None) -> Verdict | None:
         return None
 
 
-def _opened(model: Any, input_ids: Any, store: Store | Cache) -> tuple[TokenShape, Cache, Decoder]:
-    """Returns what ``model`` keeps, its exact cache and its layers, after all checks of the arguments."""
+def _checked(model: Any, input_ids: Any, store: Store | Cache) -> TokenShape:
+    """Returns what ``model`` keeps, after all checks of the arguments."""
     kept = checked(model)
     check_prompt(model, input_ids)
     if isinstance(store, Cache):
         check_cache(model, kept, store.namespace)
-        return kept, store, Decoder(model)
-    if not isinstance(store, Store):
+    elif not isinstance(store, Store):
         raise not_a_store(store)
-    return kept, model_cache(model, store), Decoder(model)
+    return kept
+
+
+def _cache_of(model: Any, store: Store | Cache) -> Cache:
+    """Returns the exact cache of a model. Raises what the store raises."""
+    return store if isinstance(store, Cache) else model_cache(model, store)
 
 
 def _load_exact(cache: Cache, kept: TokenShape, tokens: Any, kv: PromptKV) -> int:

@@ -427,6 +427,7 @@ def _attributes(model: Any, kept: TokenShape) -> dict[str, str]:
         "model": type(model).__name__,
         "config": config_digest(model.config),
         "modules": modules_digest(model),
+        "attention": str(model.config._attn_implementation),  # some leave out the cap of Gemma 2
         "kv": f"k {kept.k[0]}x{kept.k[1]} v {kept.v[0]}x{kept.v[1]}",
     }
 

@@ -229,7 +229,8 @@ def recompute(
                 stay = ~reused[rows]
                 stay[asked[points.topk(min(round(ratios[layer] * total), len(asked))).indices]] = True
                 rows, hidden = rows[stay], hidden[:, stay]
-            hidden = decoder.run(layer, hidden, rows, kv)
+            if len(rows):
+                hidden = decoder.run(layer, hidden, rows, kv)
             computed.append(int(reused[rows].sum()))
     return Recomputed(hidden, rows, tuple(computed), total)
 

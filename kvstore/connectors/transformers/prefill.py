@@ -29,6 +29,7 @@ from kvstore.errors import (
     HoldBroken,
     Overloaded,
     PermissionDenied,
+    RootMismatch,
     SessionLost,
     Unavailable,
 )
@@ -162,7 +163,7 @@ def _event(stream: Any) -> Any:
     return stream.record_event(torch.cuda.Event(blocking=True))
 
 
-GO_ON = (Unavailable, Overloaded, SessionLost, PermissionDenied)
+GO_ON = (Unavailable, Overloaded, SessionLost, PermissionDenied, RootMismatch)
 """Errors of the store after which the prompt is computed as if there were no store."""
 
 

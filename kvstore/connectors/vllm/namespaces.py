@@ -17,7 +17,7 @@ import torch
 import vllm
 from packaging.version import Version
 
-from kvstore.connectors.common import weights_fingerprint
+from kvstore.connectors.common import local_folder, weights_fingerprint
 from kvstore.connectors.vllm.blocks import GroupKind, LayerGroups
 from kvstore.core.layout import DTYPES, DType, Layout, checked_dtype
 from kvstore.core.namespace import Namespace
@@ -157,20 +157,7 @@ def model_fingerprint(vllm_config: Any) -> str:
     if load.load_format == "dummy":
         return f"dummy-{model.seed}"
     path = str(getattr(model, "model_weights", "") or model.model)
-    if os.path.exists(path):
-        return weights_fingerprint(path)
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = snapshot_download(
-            path, revision=model.revision, cache_dir=load.download_dir, local_files_only=True, allow_patterns=["*.json"]
-        )
-    except (OSError, ValueError) as cause:
-        raise InvalidRequest(
-            f"the weights of {path} are neither a folder nor in the Hugging Face cache: give their digest as "
-            "fingerprint in kv_connector_extra_config"
-        ) from cause
-    return weights_fingerprint(folder)
+    return weights_fingerprint(local_folder(path, revision=model.revision, cache_dir=load.download_dir))
 
 
 def check_hashes(vllm_config: Any) -> None:

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt import runtime_context
+from sglang.srt.arg_groups.arg_utils import namespace_of
+from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.server_args import ServerArgs
 
 from kvstore.errors import InvalidRequest
 from tests.engines.sglang.pools import (
@@ -230,10 +233,10 @@ def test_an_adapter_with_other_weights_or_another_scale_shares_nothing(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     settings = {"root": str(tmp_root), "fingerprint": "x"}
-    adapter = SimpleNamespace(lora_name="a", lora_path=str(tmp_path))
-    monkeypatch.setattr(
-        runtime_context.get_context(), "_server_args", SimpleNamespace(**LAUNCHED, lora_paths=[adapter])
-    )
+    assert namespace_of(ServerArgs)["lora_paths"] == "lora", "SGLang resolves what it was launched with to this"
+    adapter = LoRARef(lora_name="a", lora_path=str(tmp_path))
+    monkeypatch.setattr(runtime_context.get_context(), "_server_args", SimpleNamespace(**LAUNCHED))
+    monkeypatch.setattr(runtime_context, "get_lora", lambda: SimpleNamespace(lora_paths=[adapter]))
     with pytest.raises(InvalidRequest, match="no weight files"), backend(HostPool("page_first"), settings):
         pass
     found = []
