@@ -369,6 +369,8 @@ class WriteBatch:
         """Those that memory took, and did not have before."""
         self._absorbed = 0
         self._absorbed_bytes = 0
+        self.is_read = False
+        """True if ``commit`` has left a thread behind that reads the memory of a run, which is not released."""
 
     @property
     def first(self) -> int:
@@ -385,18 +387,22 @@ class WriteBatch:
             new = new[:0]
         elif self.mode is WriteMode.BEHIND:
             new = self._absorb(source, new, deadline)
-        if self._root is None:
+        root = self._root
+        if root is None:
             release()
             return
-        try:
-            self._add_to_root(self._root, source, new, deadline, release)
-        except KVStoreError as error:
-            if self.mode is not WriteMode.BEHIND:
-                raise
-            self._reason = _reason(error)
-            # As much as memory took is put, whatever the root does with the rest.
-            if self._root.abandon():
-                release()
+        if not root.abandoned.value:
+            try:
+                self._add_to_root(root, source, new, deadline, release)
+                return
+            except KVStoreError as error:
+                if self.mode is not WriteMode.BEHIND:
+                    raise
+                self._reason = _reason(error)
+                # As much as memory took is put, whatever the root does with the rest.
+                root.abandon()
+        if not root.is_read:
+            release()
 
     def reserve(self, first: int, count: int) -> Reservation | None:
         """Claims slots of memory for a run that is on its way, for ``add_arrived``; None if it is for ``add``."""
@@ -428,6 +434,7 @@ class WriteBatch:
                 if self.mode is not WriteMode.BEHIND:
                     raise
                 self._reason = _reason(error)
+            self.is_read = root.is_read
             # Parents from memory were only on their way when this began.
             there = root.there() | (there if self.mode is WriteMode.BEHIND else False)
             fresh = fresh | root.fresh
@@ -500,13 +507,13 @@ class WriteBatch:
             root.add(source, int(part[0]), len(part), deadline)
 
         def kept() -> None:
-            self._keep(root, source, new, deadline)
+            self._copy_to_memory(root, source, new, deadline)
             release()
 
         done = kept if self.mode is WriteMode.THROUGH else release
         root.add(source, int(last[0]) if last.size else 0, len(last), deadline, done)
 
-    def _keep(self, root: RootWrite, source: Sections, new: Indexes, deadline: Deadline) -> None:
+    def _copy_to_memory(self, root: RootWrite, source: Sections, new: Indexes, deadline: Deadline) -> None:
         """Copies chunks that are on the root now into memory as well."""
         if root.abandoned.value:
             return
@@ -561,6 +568,8 @@ class RootWrite:
         """True for each chunk that got its name by this put."""
         self.abandoned = ctypes.c_int32(0)
         """Not 0 once nothing more is published. Native code reads it too."""
+        self.is_read = False
+        """True once it was abandoned while a thread read the memory of a run: no run is released any more."""
         self._writer = writer
         self._chunks = writer.chunks
         self._hints = hints
@@ -661,10 +670,10 @@ class RootWrite:
         self._end()
         return self.there()
 
-    def abandon(self, wait_s: float = DISCARD_S) -> bool:
+    def abandon(self, wait_s: float = DISCARD_S) -> None:
         """Publishes nothing more, and removes what is staged; waits at most ``wait_s`` for that. Idempotent.
 
-        Releases the memory of runs on their way. False if a thread may still read some of it, which is not released.
+        Releases the memory of runs on their way, in order, up to the first that a thread may still read (``is_read``).
         """
         if not self.abandoned.value:
             self._writer.counters.add(NodeCount.PUT_FAILED)
@@ -672,15 +681,13 @@ class RootWrite:
             self.abandoned.value = 1
             staged = self._staged(self._ready)
             self._ready = {index: None for index, ready in self._ready.items() if ready is None}
-        is_read = False
+        for run, _ in self._pending:
+            run.stop()
         while self._pending:
             run, release = self._pending.popleft()
-            run.stop()
-            if not run.join(wait_s):
-                self._pending.clear()  # in order: those behind it are not released either
-                is_read = True
-                break
-            release()
+            self.is_read = self.is_read or not run.join(wait_s)
+            if not self.is_read:
+                release()
         executor, clock = self._writer.executor, self._writer.clock
 
         def discard(at: int) -> bool:
@@ -693,8 +700,7 @@ class RootWrite:
                 batch.wait(Deadline(clock, wait_s))
         if wait_s:
             self._renew_parents(Deadline(clock, wait_s))
-        self._end(releases=not is_read)
-        return not is_read
+        self._end()
 
     def there(self) -> Mask:
         """Returns which chunks are in the store as far as this write knows; those before ``first`` count as there."""
@@ -718,8 +724,8 @@ class RootWrite:
             with suppress(KVStoreError):  # a collector may take a parent then, and its children count as misses
                 self._writer.executor.run(lambda: guard.renew(parents), deadline)
 
-    def _end(self, *, releases: bool = True) -> None:
-        if releases and self._room is not None:
+    def _end(self) -> None:
+        if self._room is not None and not self.is_read:
             self._room.release()
         if self._guard is not None:
             self._guard.release()

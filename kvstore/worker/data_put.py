@@ -271,8 +271,11 @@ def serve_put(worker: WorkerContext, connection: Connection, number: int, messag
         # The client is gone, or sent wrong or damaged bytes: only what arrived whole before may be published.
         write.abort()
         raise
-    upload.released(upload.count)
+    if not write.is_read:
+        upload.released(upload.count)
     connection.channel.send(FrameKind.STORED, number, [_answer(wanted, written)])
+    if write.is_read:
+        connection.channel.alive = False  # a thread that hangs still reads the arena: the next put needs another one
 
 
 def stream_put(worker: WorkerContext, messages: Iterator[pb.PutRequest], call: Call) -> bytes:

@@ -103,6 +103,27 @@ def test_w1_what_the_root_refuses_of_a_put_behind_takes_nothing_from_what_memory
         root.set_rules([])
 
 
+def test_what_a_thread_that_hangs_reads_is_never_given_back_by_the_put_that_gave_up() -> None:
+    root, late = faulty(), Deadline(SystemClock(), 0.0)
+    with Acting(root) as node:
+        slot = node.memory.claim(node.chain(1, 9), 2)
+        assert slot is not None, "another put is bringing the third chunk: it and those behind it go to the root"
+        write, given_back = begin(node, 1, 9, WriteMode.BEHIND), list[int]()
+        with held(root):
+            for chunk in range(9):
+                deadline = soon() if chunk < 1 + RUNS_MAX else late  # the parents are a run too
+                write.add(buffer_of(node, 1, chunk)[1], chunk, 1, deadline, partial(given_back.append, chunk))
+                if chunk == 2:
+                    assert write._root is not None
+                    parents, _ = write._root._pending[0]
+                    eventually(lambda: parents._next, "a thread has begun")  # noqa: B023
+            assert write.commit(soon()).there.tolist() == [True] * 2 + [False] * 7
+            write.abort()
+            assert write._root is not None and write._root._room is not None
+            assert write.is_read and given_back == [0, 1] and write._root._room.size_bytes
+        node.memory.drop([slot])
+
+
 @pytest.mark.parametrize("mode", [WriteMode.BEHIND, WriteMode.THROUGH, WriteMode.UNCACHED])
 def test_the_first_block_under_a_key_stays_whatever_its_size(mode: WriteMode) -> None:
     keys, large, small = [bytes([at]) * 16 for at in range(2)], memoryview(bytes(3_000)), memoryview(bytes(500))
