@@ -516,7 +516,8 @@ class TierStack:
     ) -> tuple[list[tuple[int, Slot]], int | None]:
         """Claims room for chunks that are not ``there``, which it updates; returns slots with their indexes.
 
-        Also returns the position of the first that the write-behind queue has no room for.
+        Also returns the position of the first that the write-behind queue has no room for; None if a chunk of a prompt
+        before it found no memory, so that nothing is taken behind a hole.
         """
         slots: list[tuple[int, Slot]] = []
         own: dict[Address, int] = {}  # a block that is given twice is claimed once
@@ -538,7 +539,8 @@ class TierStack:
             else:
                 there[at] = own.get(keys.addresses[first + at]) == size_bytes
         self.behind.give_back(unused_bytes)  # soon: no put waits for the room of a chunk that another put is bringing
-        return slots, missing[room_count] if room_count < len(missing) else None
+        is_behind_hole = keys.prefix_ordered and len(slots) < room_count
+        return slots, missing[room_count] if room_count < len(missing) and not is_behind_hole else None
 
     def _copy(self, put: MemoryPut, slots: list[tuple[int, Slot]]) -> None:
         """Copies the chunks, or drops the slots and raises."""

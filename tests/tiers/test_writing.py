@@ -8,10 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstore.core.buffers import planes_of
+from kvstore.core.clock import SystemClock
+from kvstore.core.executor import Deadline
+from kvstore.core.recency import Hints
 from kvstore.core.write_mode import Durability, WriteMode
 from kvstore.format import places
 from kvstore.format.keyset import ChunkKeys
 from kvstore.root.interface import Root
+from kvstore.tiers.stack import MemoryPut
 from tests.kit.faulty_root import ENOSPC, EROFS, FaultyRoot, Rule
 from tests.kit.patience import PATIENCE_S, returns, slowness
 from tests.kit.stores import kv_of
@@ -100,6 +105,18 @@ def test_put_behind_sheds_chunks_that_find_no_room(node: Acting, root: FaultyRoo
     node.drain()
     assert all(node.on_root(2, 10))
     node.assert_settled()
+
+
+def test_put_behind_takes_nothing_behind_a_chunk_that_another_put_is_bringing(node: Acting, root: FaultyRoot) -> None:
+    with held(root):
+        node.put(1, QUEUE_CHUNKS - 4)
+        chain, sections = node.chain(2, 10), planes_of(node.prompts.kv(2, 10), node.cache.layout)
+        slot = node.memory.claim(chain, 1)
+        assert slot is not None
+        put = MemoryPut(chain, 0, 10, sections, Hints(), Deadline(SystemClock(), PATIENCE_S))
+        kept = node.tiers.absorb(put, waits=True)
+        assert (kept.there, kept.fresh) == ([True] + [False] * 9, [0])
+        node.memory.drop([slot])
 
 
 def test_w2_parents_are_written_first(node: Acting, root: FaultyRoot) -> None:
