@@ -88,15 +88,9 @@ class ReadFuture:
         stop_at_miss: bool = True,
         groups: Groups | None = None,
         ended: Callable[[], None] | None = None,
-        *,
-        helps: bool = False,
     ) -> None:
-        """``ended`` is called once no thread reads into the memory any more; it may be called more than once.
-
-        With ``helps`` the thread that waits does a share of the work: for work that never waits for a device.
-        """
+        """``ended`` is called once no thread reads into the memory any more; it may be called more than once."""
         self._ended = ended
-        self._helps = helps
         self._counters = counters
         self._read = read
         self._stop_at_miss = stop_at_miss
@@ -108,12 +102,12 @@ class ReadFuture:
         groups_count = -(-groups.chunks // groups.size) if groups is not None else 0
         try:
             if groups is None:
-                self._batch = executor.start(count, self._work, helped=helps)
+                self._batch = executor.start(count, self._work)
             elif self._turns is None:
-                self._batch = executor.start(groups_count, self._work_on_group, helped=helps)
+                self._batch = executor.start(groups_count, self._work_on_group)
             else:
                 work = partial(self._work_on_turns, self._turns)
-                self._batch = executor.start(min(groups_count, executor.width), work, helped=helps)
+                self._batch = executor.start(min(groups_count, executor.width), work)
         except KVStoreError:
             counters.add(NodeCount.MISS_SHED)
         self._running = self._batch.ended if self._batch is not None else None
@@ -132,8 +126,6 @@ class ReadFuture:
         batch, self._batch = self._batch, None  # it refers to our work, and so to us and the caller's memory
         try:
             if batch is not None:
-                if self._helps:
-                    batch.help(deadline)
                 batch.wait(deadline)
         except DeadlinePassed:
             self._borrowed.withdraw()
@@ -172,9 +164,11 @@ class ReadFuture:
                 left, more = turns.read_turn(self._borrowed)
             except Withdrawn:
                 return False
-            if not all(map(self._work, left)):
-                turns.stop()
-                return False
+            for index in left:
+                moved_on()
+                if not self._work(index):
+                    turns.stop()
+                    return False
             moved_on()
         return True
 
@@ -188,8 +182,11 @@ class ReadFuture:
         except Withdrawn:
             return False
         self._done[start:stop] = read.tobytes()
-        left = (start + np.flatnonzero(~read)).tolist()
-        return all(self._work(index) for index in left)
+        for index in (start + np.flatnonzero(~read)).tolist():
+            moved_on()
+            if not self._work(index):
+                return False
+        return True
 
     def _work(self, index: int) -> bool:
         try:
@@ -485,7 +482,9 @@ class Reader:
         try:
             images = [slot.memory for slot in slots]
             if tier is None:
-                came = [self._from_root(wanted, index, image) for index, image in zip(claimed, images, strict=True)]
+                for at, (index, image) in enumerate(zip(claimed, images, strict=True)):
+                    moved_on()
+                    came[at] = self._from_root(wanted, index, image)
             elif claimed:
                 came = self._fetch_from(tier, wanted, claimed, images, deadline)
         finally:

@@ -18,7 +18,7 @@ from kvstore.client.failover import Endpoint
 from kvstore.client.pool import PLAIN, Credentials, DataConnection
 from kvstore.core.address import Address
 from kvstore.core.clock import Clock
-from kvstore.core.executor import Deadline, Loop
+from kvstore.core.executor import Deadline, Loop, moved_on
 from kvstore.core.metrics import Counters, NodeCount, TierName
 from kvstore.errors import KVStoreError
 from kvstore.format.keyset import ChunkKeys, KeySet
@@ -61,7 +61,7 @@ def ask(
                 return PeerAnswer(0)  # all its connections are in use, or it was closed
             link.channel.limit(idle_s, most_s)
             for count in _received(link, chain, first, images, most_s):  # noqa: B007  what came before it broke counts
-                pass
+                moved_on()  # a slow peer is not a root that hangs
     except CallFailed as refused:
         error = refused.error
         # No client has opened the namespace there, so the peer has no chunk of it: nothing is wrong with the peer.
@@ -147,8 +147,10 @@ class PeerRead:
 
     def _ask(self, peer: Peer, first: int, images: Sequence[memoryview]) -> PeerAnswer:
         try:
+            moved_on()
             if not peer.turn.acquire(timeout=min(self._limits.answer_s, self._ends.left_s())):
                 return PeerAnswer(0)  # busy with other fetches of this node
+            moved_on()
             try:
                 if peer.address in self._roster.aside:
                     return PeerAnswer(0)  # it failed while this one waited

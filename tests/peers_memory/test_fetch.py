@@ -8,7 +8,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
 
+import pytest
+
 from kvstore.census.selection import NOTHING, ClearOrder
+from kvstore.core import executor
 from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.core.executor import Deadline
 from kvstore.core.metrics import Counters
@@ -301,3 +304,12 @@ def test_a_cleared_namespace_is_not_read_back_from_peers() -> None:
         assert reader.get(chain, [0, 1]) == [False, False]
         reader.peers.forbid(NOTHING)
         assert reader.get(chain, [0, 1]) == [True, True]
+
+
+def test_each_chunk_from_a_slow_peer_shows_that_no_root_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain, steps = chain_of(6), list[int]()
+    with speaking(honest(chain)) as peer, reading() as reader:
+        reader.hears(peer.address, chain, range(6))
+        monkeypatch.setattr(executor._local, "tick", lambda: steps.append(1), raising=False)
+        came = reader.peers.fetch(chain, range(6), room_for(chain, range(6)), Deadline(CLOCK, NEVER_S))
+    assert all(came) and len(steps) >= 8, "each chunk, and before and after the wait for a turn"

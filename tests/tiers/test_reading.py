@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.core import executor
+from kvstore.core.clock import SystemClock
+from kvstore.core.executor import Deadline
 from kvstore.core.recency import Hints
 from kvstore.core.write_mode import WriteMode
+from tests.kit.patience import NEVER_S
 from tests.kit.scattering import damage_on_disk, read, restore, scatter
 from tests.kit.stores import SetClock, flip, fresh
 from tests.kit.tiers import QUICK, Acting, eventually, faulty, on_posix
@@ -125,3 +129,13 @@ def test_demotion_keeps_memory_free_and_takes_what_was_used_twice(node: Acting) 
     entry = disk._refer(node.chain(1, 20).addresses[19])
     assert entry is not None and entry.priority == 30, "hints live on"
     disk._unrefer(entry, used=False)
+
+
+def test_each_chunk_that_comes_from_a_slow_root_shows_that_it_does_not_hang(
+    node: Acting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.put(1, 6, write=WriteMode.UNCACHED)
+    steps = list[int]()
+    monkeypatch.setattr(executor._local, "tick", lambda: steps.append(1), raising=False)
+    node.node.reader.bring(node.chain(1, 6), 0, 6, Deadline(SystemClock(), NEVER_S), even_once=True, even_root=True)
+    assert node.in_memory(1, 6) == [True] * 6 and len(steps) >= 6
