@@ -116,6 +116,7 @@ class Absence:
         """Has the client ask for the folder of a file that was not found; True if another look may find it.
 
         False if it asked within the last ``FRESH_S``, or if the folder is not there either.
+        Look once more, whatever the result: with a slow server it is always true.
         """
         folder = os.path.dirname(path)
         now_s = self._monotonic_s()
@@ -353,13 +354,20 @@ class PosixRoot(Root):
         try:
             # O_NONBLOCK: a chunk's name that is not a file must not block us. O_NOFOLLOW: none of our files is a link,
             # so a link leads to something foreign.
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+            try:
+                fd = os.open(path, flags)
+            except OSError as cause:
+                absence = self._absence if cause.errno in MISSING_ERRORS else None
+                if absence is None or not absence.may_be_old(path):
+                    raise
+                fd = os.open(path, flags)
             status = os.fstat(fd)
         except OSError as cause:
             if fd >= 0:
                 os.close(fd)
             if cause.errno in MISSING_ERRORS:
-                return self.open(name) if self._absence is not None and self._absence.may_be_old(path) else None
+                return None
             raise error_of("open", path, cause) from cause
         if not S_ISREG(status.st_mode):
             os.close(fd)
@@ -369,10 +377,16 @@ class PosixRoot(Root):
     def stat(self, name: Name) -> Stat | None:
         path = self._at(name)
         try:
-            status = os.lstat(path)
+            try:
+                status = os.lstat(path)
+            except OSError as cause:
+                absence = self._absence if cause.errno in MISSING_ERRORS else None
+                if absence is None or not absence.may_be_old(path):
+                    raise
+                status = os.lstat(path)
         except OSError as cause:
             if cause.errno in MISSING_ERRORS:
-                return self.stat(name) if self._absence is not None and self._absence.may_be_old(path) else None
+                return None
             raise error_of("look at", path, cause) from cause
         return Stat(status.st_size, status.st_mtime_ns) if S_ISREG(status.st_mode) else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -144,3 +145,17 @@ def test_only_nfs_that_remembers_absence_is_asked(tmp_path: Path) -> None:
     assert not remembers_absence(Mount("nfs4", ("rw", "lookupcache=pos")))
     assert mount_of(str(tmp_path)).type and not remembers_absence(mount_of(str(tmp_path)))
     assert mount_of(str(tmp_path / "missing")) == Mount()
+
+
+def test_server_slower_than_its_answers_stand_is_asked_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer about the folder is old as it comes."""
+    looks, now_s = Counter[str](), itertools.count(step=FRESH_S)
+    monkeypatch.setattr(posix, "mount_of", lambda path: NFS)
+    monkeypatch.setattr(posix, "Absence", lambda path: Absence(path, lambda: next(now_s)))
+    root, lstat, opened = PosixRoot(tmp_path / "root"), os.lstat, os.open
+    other_host(tmp_path, B)
+    monkeypatch.setattr(os, "lstat", lambda path: looks.update([path]) or lstat(path))
+    monkeypatch.setattr(os, "open", lambda path, *given: looks.update([path]) or opened(path, *given))
+    missing = str(tmp_path / "root" / A)
+    assert root.stat(A) is None and looks[missing] == 2
+    assert root.open(A) is None and looks[missing] == 4
