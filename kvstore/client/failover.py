@@ -133,7 +133,7 @@ class Endpoint:
         with self.bulk.link(timeout_s) as link:
             if link is not None:
                 try:
-                    answer = link.call(name, message, timeout_s)
+                    answer = link.call(name, message, ends_s - time.monotonic())
                 except (LinkBroken, InvalidRequest) as error:
                     self.bulk.note_broken(link, error)
         if answer is None:

@@ -604,6 +604,7 @@ class Links:
         if self._bulk is Bulk.GRPC:
             return None
         self._owner.check()
+        version = self._credentials.version  # first: it may raise, and a link taken by then would be lost
         while True:
             with self._lock:
                 link = self._idle.pop() if self._idle else None
@@ -612,7 +613,7 @@ class Links:
                 self._dialling += dials
             if link is None:
                 break
-            if link.channel.is_quiet() and link.credentials_version == self._credentials.version:
+            if link.channel.is_quiet() and link.credentials_version == version:
                 return link
             # The worker went away or was restarted, or knows this connection by a token that was renewed since.
             self._drop(link)

@@ -249,13 +249,13 @@ UploadSource = ChunkUpload | BlockUpload
 
 
 def _send_put(
-    link: DataConnection, endpoint: Endpoint, start: pb.PutStart, cargo: UploadSource, caller: Caller, timeout_s: float
+    link: DataConnection, endpoint: Endpoint, start: pb.PutStart, cargo: UploadSource, caller: Caller, ends_s: float
 ) -> pb.PutResponse:
     """Sends a put; returns the worker's answer. ``start`` describes the cargo.
 
     Raises LinkBroken, LinkLate, CallFailed; InvalidRequest for an answer that is not valid.
     """
-    channel, ends_s = link.channel, time.monotonic() + timeout_s
+    channel, timeout_s = link.channel, ends_s - time.monotonic()
     channel.limit(caller.limits.write_s, timeout_s)
     first = 0 if start.keys else start.first
     size_bytes = cargo.size_bytes(first, cargo.count - first)
@@ -352,30 +352,35 @@ def _copy_step(_: object, to: Addresses, source: Addresses, spans: list[tuple[in
     return True
 
 
-def put_past_grpc(
-    endpoint: Endpoint, start: pb.PutStart, cargo: UploadSource, caller: Caller, timeout_s: float
-) -> pb.PutResponse | None:
-    """Puts ``cargo`` over a bulk connection; None if there is none, or it broke."""
-    with endpoint.bulk.link(timeout_s) as link:
-        if link is None:
-            return None
-        caller.counters.add(ClientCount.PUTS_SHARED if link.is_shared else ClientCount.PUTS_TCP)
-        try:
-            return _send_put(link, endpoint, start, cargo, caller, timeout_s)
-        except (LinkBroken, InvalidRequest) as error:
-            endpoint.bulk.note_broken(link, error)
-    return None
+def put_at(
+    endpoint: Endpoint,
+    start: pb.PutStart,
+    cargo: UploadSource,
+    wanted: Callable[[], KeySet],
+    sections: Sections,
+    caller: Caller,
+    left_s: float,
+) -> pb.PutResponse:
+    """Puts at one worker: ``cargo`` over a bulk connection, else ``sections`` over gRPC in the time that is left."""
+    ends_s = time.monotonic() + left_s
+    with endpoint.bulk.link(left_s) as link:
+        if link is not None:
+            caller.counters.add(ClientCount.PUTS_SHARED if link.is_shared else ClientCount.PUTS_TCP)
+            try:
+                return _send_put(link, endpoint, start, cargo, caller, ends_s)
+            except (LinkBroken, InvalidRequest) as error:
+                endpoint.bulk.note_broken(link, error)
+    return put_over_grpc(endpoint, start, wanted(), sections, caller, ends_s)
 
 
 def put_over_grpc(
-    endpoint: Endpoint, start: pb.PutStart, wanted: KeySet, sections: Sections, caller: Caller, left_s: float
+    endpoint: Endpoint, start: pb.PutStart, wanted: KeySet, sections: Sections, caller: Caller, ends_s: float
 ) -> pb.PutResponse:
     """Sends images of blocks, or of the chunks of a prompt that are missing."""
-    ends_s = time.monotonic() + left_s
     opening, is_chain = pb.PutStart(), wanted.prefix_ordered
     opening.CopyFrom(start)
     first = start.first if is_chain else 0
-    present = _present(endpoint, start, caller.limits.match_s) if is_chain else 0
+    present = _present(endpoint, start, min(caller.limits.match_s, ends_s - time.monotonic())) if is_chain else 0
     while True:
         begin = max(first, present)
         if is_chain:
@@ -751,11 +756,11 @@ class RemoteRead(ABC):
         ``Caller`` calls it, and turns what it raises into CallFailed. The time that ``Caller`` passes is ignored:
         each worker has ``timeout_s``. Raises BrokenTransfer too, which is counted then.
         """
-        missing = self._missing()
+        missing, ends_s = self._missing(), time.monotonic() + self.timeout_s
         if missing:  # else the last one failed behind its last byte
-            missing = self._receive_bulk(endpoint, missing)
+            missing = self._receive_bulk(endpoint, missing, ends_s)
         if missing:
-            self._receive_grpc(endpoint, missing)
+            self._receive_grpc(endpoint, missing, ends_s)
 
     def _missing(self) -> Sequence[int]:
         """Returns the chunks that are not in the caller's memory: of a prompt all from the first one on."""
@@ -775,40 +780,42 @@ class RemoteRead(ABC):
     def _asked(self, number: int, wanted: KeySet, found: int, chunks: Sequence[int]) -> Ask:
         """Returns the chunks that come, as the worker has ``found``. Raises InvalidRequest."""
 
-    def _receive_bulk(self, endpoint: Endpoint, missing: Sequence[int]) -> Sequence[int]:
+    def _receive_bulk(self, endpoint: Endpoint, missing: Sequence[int], ends_s: float) -> Sequence[int]:
         """Reads past gRPC if there is a way; returns what is to be read over gRPC after it."""
         with endpoint.bulk.link(self._limits.probe_s) as link:
             if link is None:
                 return missing
             self._counters.add(ClientCount.GETS_SHARED if link.is_shared else ClientCount.GETS_TCP)
             try:
-                is_right = self._receive_images(link, missing)
+                is_right = self._receive_images(link, missing, ends_s)
             except (LinkBroken, InvalidRequest) as error:
                 endpoint.bulk.note_broken(link, error)
                 return self._missing()
         if is_right:
             return ()
-        # The worker finds out itself what is wrong, and sets it aside.
-        self._counters.add(ClientCount.BULK_DAMAGED)
+        if time.monotonic() < ends_s:  # else the bytes may be right: we had no time to look
+            # The worker finds out itself what is wrong, and sets it aside.
+            self._counters.add(ClientCount.BULK_DAMAGED)
         return sorted({*missing} & {*self._missing()})
 
-    def _receive_images(self, link: DataConnection, chunks: Sequence[int]) -> bool:
+    def _receive_images(self, link: DataConnection, chunks: Sequence[int], ends_s: float) -> bool:
         """Reads over one connection; False if an image is not right. Raises LinkBroken, InvalidRequest, CallFailed."""
         executor, number = self._caller.executor, link.next_number()
-        link.channel.limit(self._limits.read_s, self.timeout_s)
+        left_s = ends_s - time.monotonic()
+        link.channel.limit(self._limits.read_s, left_s)
         message = traced(self._request(chunks))
-        link.channel.send(FrameKind.GET, number, [encode_request(self.timeout_s, link.mode, message)])
+        link.channel.send(FrameKind.GET, number, [encode_request(left_s, link.mode, message)])
         wanted = self._wanted_of(chunks)  # while the worker looks for them
         lent = decode_slots(link.receive(FrameKind.SLOTS)[1])
         self._is_counted = True
         asked = self._asked(number, wanted, lent.found, chunks)
-        deadline = Deadline(executor.clock, self.timeout_s)
+        deadline = Deadline(executor.clock, ends_s - time.monotonic())
         return ImageReceiver(link, asked, self.done, executor, deadline, self._views).receive(lent)
 
-    def _receive_grpc(self, endpoint: Endpoint, chunks: Sequence[int]) -> None:
+    def _receive_grpc(self, endpoint: Endpoint, chunks: Sequence[int], ends_s: float) -> None:
         self._counters.add(ClientCount.GETS_GRPC)
         stream, request = endpoint.stub("Get", "unary_stream"), sealed(self._request(chunks))
-        messages = received(stream, request, self.timeout_s)
+        messages = received(stream, request, ends_s - time.monotonic())
         try:
             with closing(messages):
                 opening = next(messages, None)
@@ -1018,13 +1025,10 @@ class RemoteTransport:
         )
         timeout_s = self._caller.stream_s(self.limits.write_s, (count - first) * namespace.layout.chunk_bytes)
 
-        cargo = ChunkUpload(sections, namespace.layout, count)
+        cargo, wanted = ChunkUpload(sections, namespace.layout, count), partial(ChunkKeys.of, namespace, tokens)
 
         def send(endpoint: Endpoint, left_s: float) -> pb.PutResponse:
-            answer = put_past_grpc(endpoint, start, cargo, self._caller, left_s)
-            if answer is None:
-                answer = put_over_grpc(endpoint, start, ChunkKeys.of(namespace, tokens), sections, self._caller, left_s)
-            return answer
+            return put_at(endpoint, start, cargo, wanted, sections, self._caller, left_s)
 
         answer = self._caller.within(
             namespace,
@@ -1087,13 +1091,10 @@ class RemoteTransport:
             descents=pack_descents(ancestry.descents) if ancestry.descents else b"",
         )
 
-        cargo = BlockUpload(buffers)
+        cargo, wanted = BlockUpload(buffers), partial(BlockKeys.of, namespace, keys, sizes)
 
         def send(endpoint: Endpoint, left_s: float) -> StoredBlocks:
-            answer = put_past_grpc(endpoint, start, cargo, self._caller, left_s)
-            if answer is None:
-                wanted, sections = BlockKeys.of(namespace, keys, sizes), BlockBuffers(buffers)
-                answer = put_over_grpc(endpoint, start, wanted, sections, self._caller, left_s)
+            answer = put_at(endpoint, start, cargo, wanted, BlockBuffers(buffers), self._caller, left_s)
             return StoredBlocks(_each(answer.stored, keys), answer.reason)
 
         timeout_s, marks = self._caller.stream_s(self.limits.write_s, sum(sizes)), partial(marks_of_keys, keys)

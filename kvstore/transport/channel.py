@@ -112,7 +112,7 @@ class RequestHeader:
 
     timeout_s: float
     flag: int
-    """A get's mode; of a put whether it is acknowledged when all of it has come; of a call its number."""
+    """A get's mode; of a call its number; 0 for a put."""
     message: bytes
 
 
@@ -428,7 +428,12 @@ class Channel:
         return self._socket.fileno()
 
     def limit(self, idle_s: float, most_s: float) -> None:
-        """Limits each step from now on to ``idle_s``, and all of them together to ``most_s``."""
+        """Limits each step from now on to ``idle_s``, and all of them together to ``most_s``.
+
+        Raises LinkLate if that is no time at all: no request says that it has none.
+        """
+        if most_s <= 0:
+            raise LinkLate("no time is left for a request")
         self._idle_s = idle_s
         self._ends_s = time.monotonic() + most_s
 
