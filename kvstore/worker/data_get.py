@@ -11,14 +11,14 @@ import select
 import threading
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
 from kvstore.core.buffers import Pieces, aligned, byte_length, cut, grouped
-from kvstore.core.executor import Deadline
+from kvstore.core.executor import Deadline, Loop
 from kvstore.core.metrics import NodeCount
 from kvstore.engine.reader import ExportRequest, ReadFuture
 from kvstore.errors import InvalidRequest
@@ -51,15 +51,24 @@ from kvstore.worker.data_put import buffers_of
 
 LEASES_MAX = 1024
 """Maximum of live leases, one file descriptor each; beyond that chunks are read as if memory did not have them."""
+WATCH_S = 0.25
+"""How long the thread waits for the end of a lease before it looks whether it is to end itself."""
 
 
 class SlotLease:
     """The slots that one client may read until it closes its end. Used by one thread until it is kept."""
 
-    def __init__(self) -> None:
-        """Raises OSError if there are no more file descriptors."""
+    def __init__(self, epoll: select.epoll) -> None:
+        """Has ``epoll`` watch it: later would be too late to fail. Raises OSError if there are no more descriptors."""
         self.watched, self.handed = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.slots: list[Slots] = []
+        try:
+            # For the end only: what a client writes into its pipe is never read. Once: until it is kept, nobody acts.
+            epoll.register(self.watched, select.EPOLLONESHOT)
+        except BaseException:
+            self.handed_over()
+            os.close(self.watched)
+            raise
 
     def handed_over(self) -> None:
         """Closes our copy of the client's end. Idempotent."""
@@ -74,27 +83,30 @@ class Leases:
     def __init__(self, memory: MemoryTier) -> None:
         self._memory = memory
         self._leases_max = LEASES_MAX
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()  # guards what follows
         self._count = 0
         self._kept: dict[int, SlotLease] = {}
         self._epoll: select.epoll | None = None
-        self._thread: threading.Thread | None = None
-        self._closed = False
+        self._loop = Loop("kvstore-leases", self._changed, lambda: self._watch if self._count else None)
 
     def __len__(self) -> int:
         return self._count
 
     def begin(self) -> SlotLease | None:
         """Returns a new lease, to be kept; None if there are too many."""
-        with self._lock:
-            if self._closed or self._count >= self._leases_max:
+        with self._changed:
+            if self._loop.closed or self._count >= self._leases_max:
                 return None
             try:
-                self._epoll = self._epoll or select.epoll()  # first: a lease without a watcher would never end
-                lease = SlotLease()
-            except OSError:
+                if self._epoll is None:  # first: a lease that nobody watches would never end
+                    epoll = select.epoll()
+                    self._loop.start()
+                    self._epoll = epoll
+                lease = SlotLease(self._epoll)
+            except (OSError, RuntimeError):  # no more descriptors, or threads
                 return None
             self._count += 1
+            self._changed.notify_all()
         return lease
 
     def add(self, lease: SlotLease, slots: Slots) -> bool:
@@ -107,60 +119,41 @@ class Leases:
     def keep(self, lease: SlotLease) -> None:
         """Ends the lease when its client closes its end, which may have happened already."""
         lease.handed_over()
-        with self._lock:
+        with self._changed:
             # After close the worker waits for no client, and the slots that clients read stay taken.
-            if self._closed:
+            if self._epoll is None or self._loop.closed:
                 os.close(lease.watched)
                 return
-            assert self._epoll is not None, "begin has made it"
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._watch, args=(self._epoll,), name="kvstore-leases", daemon=True
-                )
-                self._thread.start()
             self._kept[lease.watched] = lease
-            # Watch for the end only: what a client writes into its pipe is never read.
-            self._epoll.register(lease.watched, 0)
+            self._epoll.modify(lease.watched, 0)  # also says again what was said before it was kept
 
     def close(self, timeout_s: float) -> None:
         """Ends the thread. Slots that clients still read stay referenced permanently. Idempotent."""
-        with self._lock:
-            self._closed = True
-            kept, self._kept = list(self._kept.values()), {}
+        self._loop.close(timeout_s)
+        with self._changed:
+            kept, self._kept = self._kept, {}
             epoll, self._epoll = self._epoll, None
-        if epoll is None:
-            return
-        if self._thread is None:
+        if epoll is not None:
             epoll.close()
-            return
-        # A pipe of our own, closed immediately, wakes up the thread.
-        reader, writer = os.pipe2(os.O_CLOEXEC)
-        with suppress(OSError):
-            epoll.register(reader, 0)
-        os.close(writer)
-        self._thread.join(timeout_s)
-        epoll.close()
-        for fd in (reader, *(lease.watched for lease in kept)):
+        for fd in kept:
             os.close(fd)
 
-    def _watch(self, epoll: select.epoll) -> None:
-        while not self._closed:
-            try:
-                ended = epoll.poll()
-            except (OSError, ValueError):
-                return  # closed
-            for fd, _ in ended:
-                with self._lock:
-                    lease = self._kept.pop(fd, None)
-                if lease is not None:
-                    epoll.unregister(fd)
-                    self._end(lease)
+    def _watch(self) -> None:
+        epoll = self._epoll
+        if epoll is None:
+            return  # closed
+        for fd, _ in epoll.poll(WATCH_S):
+            with self._changed:
+                lease = self._kept.pop(fd, None)
+            if lease is not None:
+                epoll.unregister(fd)
+                self._end(lease)
 
     def _end(self, lease: SlotLease) -> None:
         os.close(lease.watched)
         for each in lease.slots:
             each.release()
-        with self._lock:
+        with self._changed:
             self._count -= 1
 
 

@@ -57,10 +57,14 @@ class ReleaseLedger:
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("kvstore-ledger", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, LEDGER_BYTES)
-        # Sealed in its size: a client that reads past the end would be killed (SIGBUS).
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self._entry = np.frombuffer(mmap.mmap(self.fd, LEDGER_BYTES), np.uint64)
+        try:
+            os.ftruncate(self.fd, LEDGER_BYTES)
+            # Sealed in its size: a client that reads past the end would be killed (SIGBUS).
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            self._entry = np.frombuffer(mmap.mmap(self.fd, LEDGER_BYTES), np.uint64)
+        except BaseException:
+            self.close()
+            raise
 
     def released(self, request: int, count: int) -> None:
         """Says that the first ``count`` chunks of a put are no longer needed in the arena."""

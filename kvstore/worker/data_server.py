@@ -376,6 +376,8 @@ class BulkListener:
 
     def _greet(self, stranger: Stranger) -> None:
         """Reads what there is of a greeting; answers it when it is whole and right."""
+        if stranger not in self._strangers:
+            return  # turned away since the selector saw it
         said = stranger.hear()
         if said is None:
             return
