@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.census.selection import ClearOrder
 from kvstore.census.walk import read_fixed
@@ -36,6 +37,7 @@ from kvstore.root.posix import folder_time, list_names
 # immediately when its time changes, and once more when that time has stood for ``settle_s`` by our own clock.
 
 
+Bools = npt.NDArray[np.bool_]
 NEVER_S = float("-inf")
 BURST_S = 0.5
 """Time for listings that may be saved up while nothing changes."""
@@ -51,6 +53,8 @@ class ListingScheduler:
         self._listed_times = np.full(count, -2, np.int64)
         self._listed_s = np.full(count, NEVER_S)
         self._must = np.ones(count, np.bool_)
+        self._tried_s = np.full(count, NEVER_S)
+        self._fails = np.zeros(count, np.bool_)
         self._next = 0
         self._credit_s = BURST_S
         self._counted_s = NEVER_S
@@ -62,19 +66,14 @@ class ListingScheduler:
         """Number of shards."""
         return len(self._times)
 
-    @property
-    def is_complete(self) -> bool:
-        """True once every shard was listed."""
-        return bool((self._listed_s > NEVER_S).all())
-
-    def to_look_at(self) -> list[int]:
+    def to_look_at(self, now_s: float) -> list[int]:
         """Returns the shards whose folders are to be looked at now, in turns if there are many."""
         if not self.has_times:
             return []
-        count = min(self.count, self._limits.folders_max)
+        count, rests = min(self.count, self._limits.folders_max), self._rests(now_s)
         chosen = [(self._next + at) % self.count for at in range(count)]
         self._next = (self._next + count) % self.count
-        return chosen
+        return [shard for shard in chosen if not rests[shard]]
 
     def looked(self, shard: int, time: int | None, now_s: float) -> None:
         """Notes the time of a folder; None if it has none."""
@@ -88,26 +87,35 @@ class ListingScheduler:
         self._must[slice(None) if shard is None else shard] = True
 
     def due(self, now_s: float) -> int | None:
-        """Returns the shard to list now, the one that waits longest; None if there is none."""
-        urgent = np.flatnonzero(self._must)
+        """Returns the shard to list now, the one that was not tried for longest; None if there is none."""
+        rests = self._rests(now_s)
+        urgent = np.flatnonzero(self._must & ~rests)
         if len(urgent):
-            return int(urgent[self._listed_s[urgent].argmin()])
+            return int(urgent[self._tried_s[urgent].argmin()])
         if self._credit(now_s) <= 0:
             return None
-        is_due = now_s - self._listed_s >= self._limits.relist_s
+        is_due = ~rests & (now_s - self._listed_s >= self._limits.relist_s)
         if self.has_times:
             settled_s = self._since_s + self._limits.settle_s
             is_due &= (self._times != self._listed_times) | ((self._listed_s < settled_s) & (now_s >= settled_s))
         found = np.flatnonzero(is_due)
-        return int(found[self._listed_s[found].argmin()]) if len(found) else None
+        return int(found[self._tried_s[found].argmin()]) if len(found) else None
 
     def listed(self, shard: int, time: int | None, began_s: float, ended_s: float) -> None:
         """Notes a whole listing; ``time`` is the folder's before it began."""
-        self._listed_s[shard], self._must[shard] = began_s, False
+        self._listed_s[shard] = self._tried_s[shard] = began_s
+        self._must[shard] = self._fails[shard] = False
         if time is not None:
             self.looked(shard, time, began_s)
             self._listed_times[shard] = time
         self._credit_s = self._credit(ended_s) - (ended_s - began_s)
+
+    def failed(self, shard: int, now_s: float) -> None:
+        """Notes that a folder cannot be read: it rests for a while, and others come first."""
+        self._tried_s[shard], self._fails[shard] = now_s, True
+
+    def _rests(self, now_s: float) -> Bools:
+        return self._fails & (now_s - self._tried_s < self._limits.retry_s)
 
     def _credit(self, now_s: float) -> float:
         """Returns the time that listings may take now: a share of all time, saved up for a while."""
@@ -315,9 +323,6 @@ def read_block(root: Root, shard_bits: int, namespace: Namespace, address: Addre
 # shortest. A shard is listed after the index has learned that its sweep ended, so what the listing finds was spared.
 
 
-STRANGERS_S = 10.0
-"""Interval at which the records of unpublished namespaces are read again."""
-
 Wanted = Callable[[Namespace], bool]
 
 
@@ -329,6 +334,9 @@ class Model:
     inventory: NamespaceIndex
     unknown: deque[IndexEntry] = field(default_factory=deque)
     """Entries whose files are still to be read."""
+    failed: list[IndexEntry] = field(default_factory=list)
+    """Entries whose files could not be read; they are tried again at ``retry_s``."""
+    retry_s: float = NEVER_S
 
 
 class RootIndex:
@@ -353,34 +361,43 @@ class RootIndex:
         self._limits = limits
         self._clock = clock
         self._folders = ListingScheduler(1 << shard_bits, limits)
-        self._looked_s = float("-inf")
-        self._strangers: set[NamespaceId] = set()
-        """Namespaces that are not wanted, or had no readable record a moment ago."""
-        self._strangers_s = 0.0
-
-    @property
-    def is_complete(self) -> bool:
-        """True once all that was there at the start is known."""
-        return self._folders.is_complete and not any(model.unknown for model in self.models.values())
+        self._looked_s = NEVER_S
+        self._unwanted: set[NamespaceId] = set()
+        self._unrecorded: set[NamespaceId] = set()
+        """Namespaces with chunks whose records could not be read yet."""
+        self._records_s = NEVER_S
+        self._error: KVStoreError | None = None
+        """The first one of this step."""
 
     def step(self) -> None:
-        """Applies news, lists some shards and reads some files. Raises the errors of root and etcd."""
+        """Applies news, lists some shards and reads some files. Raises the errors of etcd.
+
+        What cannot be read on the root is tried again later, and stops nothing else: the first error is raised at the
+        end.
+        """
+        self._error = None
         self._apply(self._doomed.news())
         began_s = now_s = self._clock.monotonic_s()
+        if self._unrecorded and now_s - self._records_s >= self._limits.retry_s:
+            self._read_records()
         if now_s - self._looked_s >= self._limits.step_s:
             self._looked_s = now_s
-            for shard in self._folders.to_look_at():
-                self._folders.looked(shard, folder_time(self._root, places.shard_folder(shard)), now_s)
-        while now_s - began_s < self._limits.step_s and (due := self._folders.due(now_s)) is not None:
-            self._list(due)
-            now_s = self._clock.monotonic_s()
+            for shard in self._folders.to_look_at(now_s):
+                self._attempt(self._look, shard)
+                if self._error and self._is_late(began_s):
+                    break  # the root may need long for each error
+        while not self._is_late(began_s) and (due := self._folders.due(self._clock.monotonic_s())) is not None:
+            self._attempt(self._list, due)
         for model in list(self.models.values()):
             self._identify(model)
+        if self._error:
+            raise self._error
 
     @property
     def is_busy(self) -> bool:
         """True if another step has work to do immediately."""
-        return self._folders.due(self._clock.monotonic_s()) is not None or not self.is_complete
+        has_unknown = any(model.unknown for model in self.models.values())
+        return has_unknown or self._folders.due(self._clock.monotonic_s()) is not None
 
     def settle(self) -> list[tuple[Model, Difference]]:
         """Returns the changes to publish since the last call, for each namespace that has any."""
@@ -422,8 +439,22 @@ class RootIndex:
 
     # Listing
 
+    def _is_late(self, began_s: float) -> bool:
+        return self._clock.monotonic_s() - began_s >= self._limits.step_s
+
+    def _attempt(self, act: Callable[[int], None], shard: int) -> None:
+        """Does something about a shard's folder; if that fails, it stays due."""
+        try:
+            act(shard)
+        except KVStoreError as error:
+            self._folders.failed(shard, self._clock.monotonic_s())
+            self._error = self._error or error
+
+    def _look(self, shard: int) -> None:
+        time = folder_time(self._root, places.shard_folder(shard))
+        self._folders.looked(shard, time, self._clock.monotonic_s())
+
     def _list(self, shard: int) -> None:
-        """Lists a shard's folder. If that fails, it stays due."""
         folder, began_s = places.shard_folder(shard), self._clock.monotonic_s()
         time = folder_time(self._root, folder)
         found = defaultdict[NamespaceId, list[Address]](list)
@@ -442,33 +473,51 @@ class RootIndex:
 
     def _meet(self, found: Iterable[NamespaceId]) -> None:
         """Reads the records of namespaces that were not there before."""
-        now_s = self._clock.monotonic_s()
-        if now_s - self._strangers_s >= STRANGERS_S:
-            self._strangers, self._strangers_s = set(), now_s
-        new = set(found) - self.models.keys() - self._strangers
-        if not new:
-            return
-        for namespace in read_namespaces(self._root):
-            if namespace.id in new and self._wanted(namespace):
-                with self.lock:
-                    self.models[namespace.id] = Model(namespace, NamespaceIndex(namespace.digest, self._shard_bits))
-        self._strangers |= new - self.models.keys()
+        new = set(found) - self.models.keys() - self._unwanted - self._unrecorded
+        if new:
+            self._read_records(new)
+
+    def _read_records(self, new: Set[NamespaceId] = frozenset()) -> None:
+        """Reads the records of new namespaces, and of those that had none: another host's may show late on NFS."""
+        self._records_s = self._clock.monotonic_s()
+        unread, failed = new | self._unrecorded, list[KVStoreError]()
+        try:
+            recorded = {each.id: each for each in read_namespaces(self._root, failed) if each.id in unread}
+        except KVStoreError as error:
+            recorded, failed = {}, [error]
+        for number, namespace in recorded.items():
+            if not self._wanted(namespace):
+                self._unwanted.add(number)
+                continue
+            with self.lock:
+                self.models[number] = Model(namespace, NamespaceIndex(namespace.digest, self._shard_bits))
+        self._unrecorded = unread - recorded.keys()
+        if failed:
+            self._error = self._error or failed[0]
 
     def _identify(self, model: Model) -> None:
         """Reads the files of some chunks that came."""
+        now_s = self._clock.monotonic_s()
         with self.lock:
+            if model.failed and now_s >= model.retry_s:
+                model.inventory.retry(model.failed)
+                model.failed = []
             model.unknown += model.inventory.unknown()
-        read, failed = list[tuple[IndexEntry, EventBlock | None]](), list[IndexEntry]()
+        read = list[tuple[IndexEntry, EventBlock | None]]()
         for _ in range(min(FILES_MAX, len(model.unknown))):
             entry = model.unknown.popleft()
             try:
                 read.append((entry, read_block(self._root, self._shard_bits, model.namespace, entry.address)))
-            except KVStoreError:
-                failed.append(entry)
+            except KVStoreError as error:
+                self._error = self._error or error
+                if not model.failed:
+                    model.retry_s = now_s + self._limits.retry_s
+                model.failed.append(entry)
+                if self._is_late(now_s):
+                    break
         with self.lock:
             for entry, block in read:
                 if block is None:
                     entry.is_odd = True
                 else:
                     model.inventory.learn(entry, block)
-            model.inventory.retry(failed)

@@ -17,6 +17,8 @@ class EventLimits:
     """A folder is listed again so long after its time was first seen: a change within one tick shows no new time."""
     relist_s: float = 1.0
     """A shard is listed so often if the root's folders have no times, and no more often than that by its times."""
+    retry_s: float = 5.0
+    """A folder, a file or a namespace's record that could not be read is tried again after so long."""
     list_share: float = 0.25
     """Share of the time that listings may take, except those that a promise waits for."""
     folders_max: int = 4_096

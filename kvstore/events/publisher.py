@@ -121,6 +121,9 @@ class Fence:
 # publishes the marker and the whole index once, and differences from there on.
 
 
+REPORT_S = 60.0
+"""What fails is logged at most so often: an unreadable folder fails at every attempt."""
+
 Send = Callable[[str, EventBatch], object]
 """Gives a batch of a topic to all subscribers. Never waits: who is too slow misses it, and sees that by its number."""
 
@@ -169,6 +172,7 @@ class Speaker:
         self._term = 0
         self._streams: dict[str, TopicLog] = {}
         self._said_s = 0.0
+        self._reported_s = NEVER_S
         self.fails = False
         """True if the last step could not reach root or etcd: the next one can wait."""
 
@@ -184,7 +188,7 @@ class Speaker:
             self._truth.step()
             self.fails = False
         except KVStoreError as error:
-            log.log(logging.DEBUG if self.fails else logging.WARNING, "events.failed %s", error)
+            self._report(error)
             self.fails = True
         differences = self._truth.settle()
         term = self._fence.term
@@ -200,6 +204,13 @@ class Speaker:
                 self._publish_stored(topic, difference.stored)
         if self._clock.monotonic_s() - self._said_s >= self._limits.heartbeat_s:
             self._beat()
+
+    def _report(self, error: KVStoreError) -> None:
+        now_s = self._clock.monotonic_s()
+        is_news = now_s - self._reported_s >= REPORT_S
+        log.log(logging.WARNING if is_news else logging.DEBUG, "events.failed %s", error)
+        if is_news:
+            self._reported_s = now_s
 
     def topics(self) -> list[str]:
         """Returns the topics that were spoken of."""

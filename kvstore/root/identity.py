@@ -18,7 +18,7 @@ from kvstore.core.layout import Layout
 from kvstore.core.namespace import Namespace, NamespaceDigest
 from kvstore.core.recency import NS_PER_S
 from kvstore.core.validate import brief, parse_json
-from kvstore.errors import InvalidRequest, LayoutMismatch, Overloaded, RootMismatch, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, LayoutMismatch, Overloaded, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.format.header import RECORD_BYTES_MAX, Generation
 from kvstore.format.places import GENERATIONS, Name
@@ -342,12 +342,21 @@ class NamespaceRecords:
         return record if found is None else found
 
 
-def read_namespaces(root: Root) -> list[Namespace]:
-    """Returns all namespaces recorded on a root, except unreadable records. Raises the root's errors."""
+def read_namespaces(root: Root, failed: list[KVStoreError] | None = None) -> list[Namespace]:
+    """Returns all namespaces recorded on a root, except damaged records. Raises the root's errors.
+
+    Those of single records are added to ``failed``, if it is given, and the others are returned.
+    """
     found = []
     for entry in root.list(places.NAMESPACES):
         if entry.stat is not None and entry.name.endswith(".json"):
-            namespace = _read_namespace(root, Name(f"{places.NAMESPACES}/{entry.name}"))
+            try:
+                namespace = _read_namespace(root, Name(f"{places.NAMESPACES}/{entry.name}"))
+            except KVStoreError as error:
+                if failed is None:
+                    raise
+                failed.append(error)
+                continue
             if namespace is not None:
                 found.append(namespace)
     return sorted(found, key=lambda each: (each.tenant, each.name, each.fingerprint, each.attributes))

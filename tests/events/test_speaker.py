@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from kvstore.client.local import LocalTransport
+from kvstore.client.store import Store
 from kvstore.core.clock import RandomIds
 from kvstore.core.namespace import Namespace
 from kvstore.engine.coordination import ClusterMember
@@ -15,15 +20,19 @@ from kvstore.events.index import PendingDeletions, RootIndex
 from kvstore.events.limits import EventLimits
 from kvstore.events.publisher import Fence, PublishScope, Speaker
 from kvstore.events.stream import MEDIUM, TERM_BITS, EventBatch, TopicLog
+from kvstore.format import places
 from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.meta.store import Compare, Delete, Put, TxnResult
 from kvstore.root.interface import FolderEntry
+from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.root.posix import local_files
 from tests.events.subscriber import Index
 from tests.kit.clusters import SPACE, Cluster, cluster, prompt, put
 from tests.kit.events import TICK_S, Ticking, await_tick
+from tests.kit.faulty_root import EACCES, EIO, FaultyRoot, Rule
 from tests.kit.stores import TINY
 
 TOPIC = "kv@kvstore@m"
@@ -241,3 +250,98 @@ def test_a_root_that_does_not_answer_silences_nobody() -> None:
         made.root.list = listed  # type: ignore[method-assign]
         publishing.speaker.step()
         assert not publishing.speaker.fails
+
+
+def _apart(count: int) -> list[ChunkKeys]:
+    """Prompts of one chunk, in all shards."""
+    return [prompt(seed, 1) for seed in range(count)]
+
+
+def _shard_of(made: Cluster, chain: ChunkKeys) -> int:
+    return places.shard(chain.addresses[0], made.identity.shard_bits)
+
+
+def _steps(publishing: Publishing, passed_s: float = 0.0) -> None:
+    """Lets time pass, and steps until there is no more to do, however much that fails."""
+    for _ in range(int(passed_s)):
+        publishing.clock.passed_s += 1.0
+        publishing.fence.step()
+    for _ in range(100):
+        publishing.speaker.step()
+    assert not publishing.truth.is_busy, "what cannot be read rests"
+
+
+def _begins_with(*folders: str) -> Callable[[Name], bool]:
+    return lambda name: name.startswith(folders)
+
+
+def test_a_folder_that_cannot_be_read_holds_up_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    faulty = FaultyRoot(MemoryRoot(MemoryFiles()))
+    with cluster(faulty) as made:
+        clock = Ticking()
+        node, publishing, chains = made.node(), Publishing(made, clock), _apart(24)
+        _stored(node, *chains)
+        node.close()
+        readable = [chain for chain in chains if _shard_of(made, chain) != 0]
+        assert 0 < len(readable) < len(chains)
+        faulty.set_rules([Rule("list", EACCES, _begins_with(places.shard_folder(0)))])
+        caplog.set_level(logging.WARNING)
+        _steps(publishing)
+        assert publishing.index.blocks == expected(*readable)
+        for passed_s, logged in ((EventLimits().retry_s, 1), (60.0, 2)):
+            _steps(publishing, passed_s)
+            assert sum("events.failed" in each.message for each in caplog.records) == logged
+        faulty.set_rules([])
+        _steps(publishing, EventLimits().retry_s)
+        assert publishing.index.blocks == expected(*chains)
+
+
+def test_a_folder_that_is_no_folder_of_the_root_holds_up_no_other(clustered: Cluster, clock: Ticking) -> None:
+    node, publishing, chains = clustered.node(), Publishing(clustered, clock), _apart(24)
+    _stored(node, *chains)
+    node.close()
+    local = local_files(clustered.root)
+    if local is None:
+        return
+    folder = Path(local.path) / places.shard_folder(0)
+    folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to("elsewhere")
+    _steps(publishing)
+    assert publishing.index.blocks == expected(*(chain for chain in chains if _shard_of(clustered, chain) != 0))
+
+
+def test_files_that_cannot_be_read_rest_until_they_are_tried_again() -> None:
+    faulty = FaultyRoot(MemoryRoot(MemoryFiles()))
+    with cluster(faulty) as made:
+        clock = Ticking()
+        node, publishing, chains = made.node(), Publishing(made, clock), _apart(24)
+        _stored(node, *chains)
+        node.close()
+        names = [made.name(chain.addresses[0]) for chain in chains]
+        faulty.set_rules([Rule("look", EIO, _begins_with(*names[1:]))])
+        looked = faulty.calls["look"]
+        _steps(publishing)
+        assert publishing.index.blocks == expected(chains[0])
+        assert faulty.calls["look"] - looked == len(chains), "each was tried once"
+        faulty.set_rules([])
+        _steps(publishing, EventLimits().retry_s)
+        assert publishing.index.blocks == expected(*chains)
+
+
+def test_a_namespaces_record_that_cannot_be_read_holds_up_no_other() -> None:
+    faulty = FaultyRoot(MemoryRoot(MemoryFiles()))
+    with cluster(faulty) as made:
+        clock = Ticking()
+        node, publishing, chains = made.node(), Publishing(made, clock), _apart(24)
+        other = Store(LocalTransport(node)).namespace("other", TINY)
+        tokens = np.arange(4, dtype=np.uint32)
+        other.put(tokens, np.zeros(TINY.shape(4), np.int8))
+        _stored(node, *chains)
+        node.close()
+        record = places.namespace_record(Namespace.of("other", TINY).digest)
+        faulty.set_rules([Rule("open", EACCES, _begins_with(record))])
+        _steps(publishing)
+        assert publishing.index.blocks == expected(*chains)
+        faulty.set_rules([])
+        _steps(publishing, EventLimits().retry_s)
+        assert {topic for topic, _ in publishing.sent} == {TOPIC, "kv@kvstore@other"}
