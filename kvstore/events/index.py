@@ -491,6 +491,8 @@ class RootIndex:
                 continue
             with self.lock:
                 self.models[number] = Model(namespace, NamespaceIndex(namespace.digest, self._shard_bits))
+            if number in self._unrecorded:
+                self._folders.must_list(None)  # earlier listings passed over its chunks
         self._unrecorded = unread - recorded.keys()
         if failed:
             self._error = self._error or failed[0]

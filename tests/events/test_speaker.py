@@ -345,3 +345,16 @@ def test_a_namespaces_record_that_cannot_be_read_holds_up_no_other() -> None:
         faulty.set_rules([])
         _steps(publishing, EventLimits().retry_s)
         assert {topic for topic, _ in publishing.sent} == {TOPIC, "kv@kvstore@other"}
+
+
+def test_a_record_that_shows_late_brings_all_chunks_of_its_namespace(clustered: Cluster, clock: Ticking) -> None:
+    node, publishing, chains = clustered.node(), Publishing(clustered, clock), _apart(24)
+    _stored(node, *chains)
+    node.close()
+    record, hidden = places.namespace_record(SPACE.digest), Name(f"{places.NAMESPACES}/hidden")
+    assert clustered.root.move(record, hidden)
+    publishing.catch_up()
+    assert not publishing.index.blocks
+    assert clustered.root.move(hidden, record)
+    _steps(publishing, EventLimits().retry_s)
+    assert publishing.index.blocks == expected(*chains)
