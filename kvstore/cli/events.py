@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -233,9 +234,11 @@ def _meta(cluster: ClusterAccess, root: Root) -> MetadataStore:
     """
     if cluster.etcd is not None:
         return cluster.etcd.open()
-    from kvstore.meta.memory import MemoryMetadata
+    from kvstore.meta.memory import MemoryMetadata, MemoryStore
     from kvstore.root.identity import newest_number
 
     if local_path(cluster.root) is None or newest_number(root):
         raise InvalidRequest("which etcd? give --etcd ENDPOINTS: only a folder of this host can do without")
-    return MemoryMetadata()
+    # Numbers of events begin at a revision, and a later publisher's must be higher. Hundredths of a second distinguish
+    # restarts, and fit the 40 bits of a term.
+    return MemoryMetadata(MemoryStore(revision=int(time.time() * 100)))

@@ -52,10 +52,11 @@ class MemoryStore:
     Keeps the events of the last HISTORY_REVISIONS_MAX revisions; an older watch is lost, as after a compaction.
     """
 
-    def __init__(self, clock: Clock | None = None) -> None:
+    def __init__(self, clock: Clock | None = None, revision: int = 1) -> None:
+        """``revision`` is the first one."""
         self._clock = clock or SystemClock()
         self._changed = threading.Condition()
-        self._revision = 1
+        self._revision = revision
         self._compacted = 0
         self._keys: dict[str, KeyValue] = {}
         self._leases: dict[LeaseId, MemoryLease] = {}

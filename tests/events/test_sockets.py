@@ -13,7 +13,7 @@ from click.testing import Result
 
 import kvstore
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.events.stream import END, Curve, EventBatch, Sockets, ended
+from kvstore.events.stream import END, TERM_BITS, Curve, EventBatch, Sockets, ended
 from tests.cli.conftest import run as run
 from tests.cli.conftest import serving
 from tests.events.subscriber import Subscriber
@@ -101,6 +101,24 @@ def test_a_root_of_one_host_needs_no_etcd(tmp_root: Path) -> None:
                 eventually(lambda: len(subscriber.hashes) == 5 and subscriber.hashes == on_root(root))
                 opened.namespace("m", TINY).clear()
                 eventually(lambda: not subscriber.hashes)
+
+
+def test_a_publisher_without_etcd_goes_on_above_the_numbers_of_the_one_before(tmp_root: Path) -> None:
+    root = tmp_root / "root"
+    with kvstore.open(root) as opened:
+        store(opened.namespace("m", TINY), 1)
+        first, second = _term(tmp_root, root), _term(tmp_root, root)
+        assert 0 < first < second < 1 << 64 - TERM_BITS
+
+
+def _term(folder: Path, root: Path) -> int:
+    """The term of a publisher that runs for a moment."""
+    with serving(folder, "events", "--root", str(root), "--publish", ANY, "--replay", ANY) as running:
+        subscriber = Subscriber(running.said["publish"], running.said["replay"])
+        with closing(subscriber):
+            eventually(lambda: subscriber.hashes == on_root(root))
+            assert subscriber.index.last is not None
+            return subscriber.index.last >> TERM_BITS
 
 
 def _subscriber(
