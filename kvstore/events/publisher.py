@@ -226,9 +226,13 @@ class Speaker:
         if kept is not None:
             return iter(kept)
         models = [each for each in self._truth.models.values() if self._scope.topic(each.namespace) == topic]
-        return self._snapshot(stream, [model.inventory.snapshot() for model in models])
+        return self._snapshot(stream, models)
 
-    def _snapshot(self, stream: TopicLog, parts: list[list[EventBlock]]) -> Iterator[EventBatch]:
+    def _snapshot(self, stream: TopicLog, models: list[Model]) -> Iterator[EventBatch]:
+        parts = list[list[EventBlock]]()
+        for model in models:
+            parts.append(model.inventory.snapshot())
+            self._fence.step()
         # The last batch has the number of the last batch published, so that the next one continues it. Two batches in a
         # row hold more than ``batch_blocks`` blocks, so there are no more of them than this.
         blocks_max, last = self._limits.batch_blocks, stream.last
@@ -240,6 +244,7 @@ class Speaker:
                 number += 1
                 assert number < last
                 yield EventBatch(number, self._encoded(events))
+                self._fence.step()
         yield EventBatch(last, self._encoded([]))
 
     def _begin(self, term: int) -> None:
@@ -278,8 +283,8 @@ class Speaker:
 
 # The loop of a publisher: news of the root, batches, and replays for subscribers, in one thread.
 #
-# A replay goes out bit by bit between the steps, so that a snapshot for one subscriber delays no removal for the
-# others.
+# Replays go out bit by bit between the steps, one at a time, so that snapshots for some subscribers delay neither
+# removals for the others nor the keepalive of the lease.
 
 
 REPLAYS_MAX = 64
@@ -310,7 +315,7 @@ class EventPublisher:
         self._sockets = sockets
         self._limits = limits
         self._clock = clock
-        self._replays: list[_Replay] = []
+        self._replays = deque[_Replay]()
         self.undo = ExitStack()
 
     def close(self) -> None:
@@ -327,7 +332,10 @@ class EventPublisher:
         is_busy = (self._truth.is_busy and not self.speaker.fails) or bool(self._replays)
         for request in self._sockets.requests(0.0 if is_busy else self._limits.step_s):
             self._begin(request)
-        self._replays = [replay for replay in self._replays if self._advance(replay)]
+        if self._replays:
+            replay = self._replays.popleft()
+            if self._advance(replay):
+                self._replays.append(replay)
         self.speaker.step()
 
     def _begin(self, request: ReplayQuery) -> None:

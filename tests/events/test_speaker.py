@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,8 +19,8 @@ from kvstore.errors import Unavailable
 from kvstore.events import stream as messages
 from kvstore.events.index import PendingDeletions, RootIndex
 from kvstore.events.limits import EventLimits
-from kvstore.events.publisher import Fence, PublishScope, Speaker
-from kvstore.events.stream import MEDIUM, TERM_BITS, EventBatch, TopicLog
+from kvstore.events.publisher import EventPublisher, Fence, PublishScope, Speaker
+from kvstore.events.stream import MEDIUM, TERM_BITS, EventBatch, ReplayQuery, TopicLog
 from kvstore.format import places
 from kvstore.format.keyset import ChunkKeys
 from kvstore.format.places import Name
@@ -358,3 +359,51 @@ def test_a_record_that_shows_late_brings_all_chunks_of_its_namespace(clustered: 
     assert clustered.root.move(hidden, record)
     _steps(publishing, EventLimits().retry_s)
     assert publishing.index.blocks == expected(*chains)
+
+
+class Clients:
+    """The sockets of a publisher, with clients that ask once for everything and take whatever comes."""
+
+    publish = replay = ""
+
+    def __init__(self, count: int) -> None:
+        self.asking = [ReplayQuery(bytes([number]), 0, None) for number in range(count)]
+        self.said: list[str] = []
+
+    def requests(self, wait_s: float) -> list[ReplayQuery]:
+        asking, self.asking = self.asking, []
+        return asking
+
+    def reply(self, client: bytes, batches: Sequence[EventBatch]) -> int:
+        self.said.append(f"replay {client[0]}")
+        return len(batches)
+
+
+def test_replays_take_turns_with_a_step_after_each(clustered: Cluster, clock: Ticking) -> None:
+    limits = EventLimits(batch_blocks=1)
+    node, publishing, clients = clustered.node(), Publishing(clustered, clock, limits), Clients(3)
+    _stored(node, *_apart(24))
+    node.close()
+    publishing.catch_up()
+    publisher = EventPublisher(publishing.truth, publishing.speaker, cast(Any, clients), "", limits, clock)
+    step = publishing.speaker.step
+
+    def noted() -> None:
+        clients.said.append("step")
+        step()
+
+    publishing.speaker.step = noted  # type: ignore[method-assign]
+    for _ in range(6):
+        publisher.step()
+    assert clients.said == ["replay 0", "step", "replay 1", "step", "replay 2", "step"] * 2
+
+
+def test_a_long_snapshot_keeps_the_lease(clustered: Cluster, clock: Ticking) -> None:
+    limits = EventLimits(batch_blocks=1)
+    node, publishing = clustered.node(), Publishing(clustered, clock, limits)
+    _stored(node, *_apart(24))
+    node.close()
+    publishing.catch_up()
+    for _ in publishing.speaker.replay(TOPIC, 0):
+        clock.passed_s += 1.0
+    assert publishing.speaker.speaks
