@@ -27,9 +27,8 @@ from kvstore.format.places import Name
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.meta.store import Compare, Delete, Put, TxnResult
-from kvstore.root.interface import FolderEntry
+from kvstore.root.interface import FolderEntry, local_files
 from kvstore.root.memory import MemoryFiles, MemoryRoot
-from kvstore.root.posix import local_files
 from tests.events.subscriber import Index
 from tests.kit.clusters import SPACE, Cluster, cluster, prompt, put
 from tests.kit.events import TICK_S, Ticking, await_tick
