@@ -100,8 +100,9 @@ class NodeUsage:
             self._largest = max(self._largest, size_bytes)
             if not self._waiting and self._admits(size_bytes):
                 return self._reserved(size_bytes)
+        last_s = time.monotonic() + wait_s
         size_bytes = size_bytes if missing_bytes is None else missing_bytes()
-        put, ends_s = object(), time.monotonic() + min(wait_s, self._wait_s)
+        put, ends_s = object(), min(last_s, time.monotonic() + self._wait_s)
         with self._lock:
             self._waiting.append(put)
             try:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -144,7 +145,8 @@ class Writer:
         self.view.check_room(sum(wanted.payload_sizes()[first:]))
         mode = self.tiers.mode(write) if self.tiers is not None else WriteMode.UNCACHED
         if mode is WriteMode.BEHIND:
-            self.view.usage.reserve().release()  # or memory would take what the root has no room for
+            # Or memory would take what the root has no room for.
+            self.view.usage.reserve(wait_s=deadline.left_s()).release()
         self.counters.add(NodeCount.REQUESTS_PUT)
         if not wanted.prefix_ordered:
             return self._begin_blocks(wanted, mode, hints, deadline)
@@ -597,7 +599,8 @@ class RootWrite:
         """Reserves space for all chunks; waits for it a moment. Raises Overloaded if there is none then."""
         size_bytes = self.wanted.file_bytes(self.first)
         began_s = self._chunks.known.tick()
-        self._room = self._chunks.usage.reserve(size_bytes, self._missing_bytes, deadline.left_s())
+        missing_bytes = partial(self._missing_bytes, deadline)
+        self._room = self._chunks.usage.reserve(size_bytes, missing_bytes, deadline.left_s())
         if (now_s := self._chunks.known.tick()) > began_s:  # with the older time its chunks would soon count as reused
             self._stamped_s = now_s
             self._lacking.update(range(min(self.first, len(self.wanted))))
@@ -732,7 +735,7 @@ class RootWrite:
         if self._parents is not None:
             self._parents.release()
 
-    def _missing_bytes(self) -> int:
+    def _missing_bytes(self, deadline: Deadline) -> int:
         """Looks for each chunk; returns the bytes of the files of those that are not there, or were not found in time.
 
         Only where there is no room for all of them.
@@ -745,7 +748,8 @@ class RootWrite:
             return True
 
         with suppress(KVStoreError):
-            self._writer.executor.each(len(missing), look, Deadline(self._writer.clock, LOOK_S))
+            look_s = min(LOOK_S, deadline.left_s())
+            self._writer.executor.each(len(missing), look, Deadline(self._writer.clock, look_s))
         return sum(self.wanted.image_sizes((first + np.flatnonzero(missing)).tolist()))
 
     def _wait(self, deadline: Deadline) -> None:

@@ -685,10 +685,11 @@ class HostRoom:
         """
         if self._take(size_bytes):
             return SpaceReservation(size_bytes, self._released, self._settle)
+        last_s = time.monotonic() + wait_s
         if missing_bytes is not None:
             size_bytes = missing_bytes()
         began_s, beats = time.monotonic(), self._shared[Number.BEATS]
-        ends_s = began_s + min(wait_s, START_S)
+        ends_s = min(last_s, began_s + START_S)
         self._wait_for(size_bytes)
         try:
             while not self._take(size_bytes):

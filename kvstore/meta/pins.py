@@ -201,7 +201,7 @@ class Pins:
             if self._twins is not None:
                 # Before the key (rule C5): a collector that does not find the key finds the twin.
                 self._twins.write(owner, record.id, record.to_bytes())
-            self._put(session, record, EtcdDeadline(timeout_s))
+            self._put(session, record, deadline)
             return record
         except BaseException:
             self._remove_twin_quietly(record)

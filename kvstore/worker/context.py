@@ -329,6 +329,12 @@ class Call:
         remaining_s = self.context.time_remaining()
         return most_s if remaining_s is None else max(0.001, min(most_s, 0.9 * remaining_s))
 
+    @property
+    def is_late(self) -> bool:
+        """True if its client no longer waits."""
+        remaining_s = self.context.time_remaining()
+        return remaining_s is not None and remaining_s <= 0
+
     def received(self, count: int) -> None:
         """Counts payload bytes from the client."""
         self._calls.moved(WorkerCount.WIRE_BYTES_IN, ("in", self._path), count)

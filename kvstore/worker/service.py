@@ -307,6 +307,9 @@ class WorkerService:
             chain = self.worker.chain(request.namespace, request.tokens, call)
             self._check_quota(chain.namespace.tenant, len(chain.tokens))
             pin = self._member.pin(chain, request.ttl_s, request.owner)
+        if pin.id and call.is_late:
+            self._member.unpin(pin.id)  # its caller has gone, and would never know of it
+            raise Unavailable("the pin was taken too late, and removed again: try again")
         return pb.PinResponse(pin=pin_message(pin))
 
     def _unpin(self, request: pb.UnpinRequest, call: Call) -> Message:

@@ -292,3 +292,24 @@ def test_a_damaged_namespace_record_is_no_error_for_who_opened_it(tmp_root: Path
 def test_wrong_ways_to_connect(workers: tuple[str, ...], options: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
         kvstore.connect(*workers, **options)
+
+
+@pytest.mark.parametrize("bulk", ["auto", "grpc"])
+def test_a_pin_for_which_its_caller_no_longer_waited_is_removed(bulk: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, taken = np.arange(SMALL.chunk_tokens), list[Any]()
+    with serving() as served, connected(served, limits=ClientLimits(pin_s=0.5), bulk=bulk) as store:
+        cache = store.namespace("late", SMALL)
+        cache.put(tokens, kv_of(SMALL, tokens))
+        pin = served.member.pin
+
+        def late(*arguments: Any) -> Any:
+            taken.append(pin(*arguments))
+            time.sleep(1.0)
+            return taken[0]
+
+        monkeypatch.setattr(type(served.member), "pin", lambda self, *arguments: late(*arguments))
+        with pytest.raises(Unavailable):
+            cache.pin(tokens)
+        eventually(lambda: taken)
+        eventually(lambda: served.member.pins() == [])
+        assert taken[0].tokens
