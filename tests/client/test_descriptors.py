@@ -104,7 +104,7 @@ def test_client_with_few_descriptors_keeps_its_hits(tmp_root: Path, holding: obj
     limit = 24 if holding is holding_memory else 48
     with holding(tmp_root) as served:  # type: ignore[operator]
         child = subprocess.run(
-            [sys.executable, "-c", _CLIENT, served.address, str(CHUNKS), "auto", str(limit)],
+            [sys.executable, "-c", _CLIENT, served.address, str(CHUNKS), "shared", str(limit)],
             capture_output=True,
             text=True,
             timeout=2 * WAIT_S,
