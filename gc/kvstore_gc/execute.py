@@ -100,7 +100,7 @@ class Sweeper:
         self._begun_s: dict[SweepId, float] = {}
         self._sizes_bytes: dict[SweepId, int] = {}
         """Bytes that it condemned in each."""
-        self._lags_since_s: dict[LeaseId, float] = {}
+        self._lags_since_s: dict[tuple[LeaseId, int], float] = {}
         self._waits_since_s: float | None = None
         self._said_wait = False
 
@@ -274,18 +274,20 @@ class Sweeper:
             self._said_wait = True
             log.warning(
                 "sweep.waits sweeps=%d sessions=%d for_s=%g: nodes hang, or look for chunks since before it began",
-                *(len(look.waiting), len(look.laggards), SAID_S),
+                *(len(look.waiting), len({lease for lease, _ in look.laggards}), SAID_S),
             )
 
     def _revoke_lagging(self, look: Look) -> None:
         """Revokes sessions that lag too long, unless a sweep can do without them."""
         now_s = self._clock.monotonic_s()
-        # Each by itself: a session that has just begun lags too, and its node relies on it.
-        since_s = {one.lease: self._lags_since_s.get(one.lease, now_s) for one in look.laggards}
+        # Each by itself: a session that has just begun lags too, and its node relies on it. And behind each sweep by
+        # itself: during unbroken eviction a session that announces all in time is always behind on the newest one.
+        since_s = {each: self._lags_since_s.get(each, now_s) for each in look.laggards}
         self._lags_since_s = since_s
         if not look.due:
             lag_max_s = self._timings.announce_lag_max_s
-            self._grace.revoke([one for one in look.laggards if now_s - since_s[one.lease] > lag_max_s])
+            late = {one.lease: one for each, one in look.laggards.items() if now_s - since_s[each] > lag_max_s}
+            self._grace.revoke(list(late.values()))
 
     def _reap(self, sweeps: Sequence[InFlight], pinned: Spared, held: Spared, report: SweepReport) -> None:
         """Takes condemned chunks that are neither pinned nor held, and closes the sweeps whose fence is up."""

@@ -76,8 +76,8 @@ class Look:
 
     waiting: list[InFlight]
     due: list[InFlight]
-    laggards: list[Announced]
-    """Sessions that have not announced one of them."""
+    laggards: dict[tuple[LeaseId, int], Announced]
+    """Sessions that have not announced one of them, by their lease and its stamp."""
 
 
 class Grace:
@@ -101,12 +101,12 @@ class Grace:
         self._ledger.sessions_count = len(sessions)
         waiting: list[InFlight] = []
         due: list[InFlight] = []
-        laggards: dict[LeaseId, Announced] = {}
+        laggards: dict[tuple[LeaseId, int], Announced] = {}
         for now in still_there(sweeps, found):
             late = _laggards(sessions, now)
             (waiting if late else due).append(now)
-            laggards |= {each.lease: each for each in late}
-        return Look(waiting, due, list(laggards.values()))
+            laggards |= {(each.lease, now.stamp): each for each in late}
+        return Look(waiting, due, laggards)
 
     def decide(self, sweeps: Sequence[InFlight]) -> tuple[list[InFlight], Spared, Spared]:
         """Returns the sweeps that may go on, and the addresses that must be spared in them: pinned ones, and held ones.

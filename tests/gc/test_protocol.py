@@ -21,13 +21,16 @@ from kvstore.meta.session import Session
 from kvstore.meta.store import LeaseId
 from kvstore.root.interface import Seen
 from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore_gc.execute import SweepReport
 from tests.kit import faulty_meta as meta_faulty
 from tests.kit.abandoned import leave_in_flight, republish
 from tests.kit.clusters import NOT_LINGERING, TIMINGS, Cluster, cluster, eventually, looking, prompt, put
+from tests.kit.fake_meta import FakeClock
 from tests.kit.faulty_meta import FaultyMeta
 from tests.kit.faulty_root import FaultyRoot
 from tests.kit.object_root import MemoryObjectRoot
 from tests.kit.patience import PATIENCE_S
+from tests.kit.sweeping import WholeSweeper
 
 
 @pytest.fixture
@@ -262,6 +265,31 @@ def test_h4_a_session_that_never_announces_is_revoked(c: Cluster) -> None:
     assert c.collector(timings=patient).sweep(c.plans(chain)).reaped.count == 8
     stuck.beat()
     assert not stuck.alive
+
+
+def test_h4_a_session_that_announces_each_of_many_sweeps_in_time_is_not_revoked(c: Cluster) -> None:
+    """During unbroken eviction it is behind on one of them at every look."""
+    node, chain, clock = c.node(), prompt(1, 30), FakeClock()
+    put(node, chain)
+    node.close()
+    meta = MemoryMetadata(c.store)
+    slow = Session.open(meta, Keys(c.identity.root), clock=SystemClock(), ids=RandomIds(), ttl_s=3600)
+    collector, report = WholeSweeper(c.site(clock=clock)), SweepReport()
+    first, second = c.plans(chain)[:2]
+
+    def look_after(lags: float) -> bool:
+        clock.advance(lags * TIMINGS.announce_lag_max_s)
+        return collector.advance(report)
+
+    collector.begin([first], report)
+    assert not look_after(0)
+    stamp = collector._flight[0].stamp
+    collector.begin([second], report)
+    assert not look_after(0.6)
+    slow.txn(announced=stamp)
+    assert look_after(0) and not look_after(0.6)
+    assert meta.get(slow.key), "it has lagged behind the second for no longer than it may"
+    assert not look_after(0.6) and not meta.get(slow.key)
 
 
 def test_c4_a_node_fences_the_sweeps_that_etcd_has_forgotten_before_it_protects(c: Cluster) -> None:
