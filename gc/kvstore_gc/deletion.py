@@ -269,23 +269,35 @@ class Trash:
     def _settle(self, entry: Name, victim: Condemnation | None, taken: SweepOutcome) -> bool:
         """Deletes an entry that is the condemned publication; puts any other back, unless a newer one has its name.
 
+        One that cannot be looked at is set aside; ``Orphans`` puts it back if it turns out to be whole.
+
         False if there is no such file.
         """
-        seen = self._root.look(entry, FIXED_BYTES)
+        try:
+            seen = self._root.look(entry, FIXED_BYTES)
+        except KVStoreError as error:
+            taken.fail(error)  # once: nothing of it is left to look at in the next run
+            self._set_aside(entry)
+            return True
         if seen is None:
             return False
         if victim is not None and incarnation_at(seen.prefix) == victim.incarnation:
-            if self._remove(entry, victim):
+            if self._remove(entry):
                 taken.reap(victim)
         elif restore(self._root, entry, self._shard_bits):
             taken.put_back()
         return True
 
-    def _remove(self, entry: Name, victim: Condemnation) -> bool:
-        """Deletes a condemned entry. Sets it aside if it cannot be deleted, so that its sweep can end."""
+    def _remove(self, entry: Name) -> bool:
+        """Deletes a condemned entry, or sets it aside if it cannot be deleted."""
         try:
             return self._root.remove(entry)
         except KVStoreError as error:
             log.warning("sweep.undeletable %s: %s", entry, error)
-            aside = places.quarantined(victim.address, self._site.ids.fresh(), 0)
-            return self._root.move(entry, aside)
+            return self._set_aside(entry)
+
+    def _set_aside(self, entry: Name) -> bool:
+        """Moves an entry to the quarantine, so that its sweep can end."""
+        found = places.parse_trashed(entry.rpartition("/")[2])
+        assert found is not None, "other entries are put aside"
+        return self._root.move(entry, places.quarantined(found[0], self._site.ids.fresh(), 0))

@@ -296,7 +296,7 @@ class Sweeper:
 
         def reap(number: int) -> None:
             sweep = sweeps[number]
-            victims = read_victims(self._root, sweep.sweep, sweep.record.plan_checksum)
+            victims = self._read_plan(sweep)
             if victims is None and sweep.sweep not in self._named():
                 return  # another run has closed it already
             if victims is None:
@@ -329,6 +329,14 @@ class Sweeper:
         began_s = self._clock.monotonic_s()
         self._close(closing)
         self._spent(report, "close", began_s)
+
+    def _read_plan(self, sweep: InFlight) -> Sequence[Condemnation] | None:
+        """The victims of a sweep; None if they cannot be read, for any reason: a bad disk would keep it for ever."""
+        try:
+            return read_victims(self._root, sweep.sweep, sweep.record.plan_checksum)
+        except KVStoreError as error:
+            log.warning("sweep.plan_unreadable sweep=%s: %s", sweep.sweep.hex(), error)
+            return None
 
     def _close(self, sweeps: Sequence[InFlight]) -> None:
         self._ledger.close(sweeps)

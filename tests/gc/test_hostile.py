@@ -69,10 +69,13 @@ def test_a_file_that_cannot_be_looked_at_or_taken_stays_and_all_others_go(
 
 
 @pytest.mark.parametrize("fault", [EIO, EPERM], ids=["EIO", "EPERM"])
-def test_what_cannot_be_deleted_is_set_aside_and_its_sweep_closes(c: Cluster, fault: Fails) -> None:
+@pytest.mark.parametrize("operation", ["look", "remove"])
+def test_what_cannot_be_looked_at_or_deleted_is_set_aside_and_its_sweep_closes(
+    c: Cluster, operation: str, fault: Fails
+) -> None:
     node, chain = c.node(), prompt(1, 8)
     bad = chain.addresses[3].hex()
-    root = FaultyRoot(c.root, [Rule("remove", fault, lambda name: name.startswith("trash/") and bad in name)])
+    root = FaultyRoot(c.root, [Rule(operation, fault, lambda name: name.startswith("trash/") and bad in name)])
     for already_count in range(2):
         eventually(lambda: put(node, chain) == 8)
         assert len(quarantine(c)) == already_count
@@ -92,6 +95,20 @@ def test_a_sweep_that_cannot_be_emptied_is_left_and_the_others_close() -> None:
         assert len(in_flight(c)) == 1
         assert c.collector().adopt().reaped.count == 1
         assert c.leftovers() == [] and c.present(chain) == 0
+
+
+@pytest.mark.parametrize("fault", [EIO, EPERM], ids=["EIO", "EPERM"])
+@pytest.mark.parametrize("made", [MemoryRoot, MemoryObjectRoot])
+def test_a_sweep_whose_plan_cannot_be_read_takes_nothing_and_closes(made: type[MemoryRoot], fault: Fails) -> None:
+    with cluster(made()) as c:
+        node, chain = c.node(), prompt_of_one_sweep()
+        put(node, chain)
+        leave_in_flight(c, node, chain)
+        (plan,) = c.root.list(places.PLANS)
+        root = FaultyRoot(c.root, [Rule("open", fault, lambda name: name.endswith(plan.name))])
+        assert c.collector(root).adopt().reaped.count == 0
+        assert c.present(chain) == 8 and in_flight(c) == []
+        assert c.collector(root).sweep(c.plans(chain)).reaped.count == 8, "the next round works"
 
 
 # Foreign things in the trash
