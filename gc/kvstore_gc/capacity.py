@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvstore.core.clock import Clock, SystemClock
-from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Unavailable
 from kvstore.meta.keys import SessionId
 from kvstore.meta.session import live_sessions
 from kvstore.meta.store import Absent, KeyValue, LeaseGone, LeaseId, ModifiedAt, Put, Watch, WatchLost
@@ -409,7 +409,7 @@ class Pressure:
                     self._take(event.key, event.kv)
                     self._revision = max(self._revision, event.revision)
                 wait_s = 0.0
-        except WatchLost:
+        except (WatchLost, PermissionDenied):  # it has ended, also if only its token has expired
             self._watch.close()
             self._watch = None
             self._read()

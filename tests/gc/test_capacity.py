@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.core.clock import RandomIds
+from kvstore.errors import PermissionDenied
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.meta.session import Session
@@ -20,6 +21,7 @@ from kvstore_gc.membership import TTL_S, Collectors
 from tests.kit.clusters import site_of
 from tests.kit.fake_meta import FakeClock
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
+from tests.kit.followers import HookedMeta, nothing
 from tests.kit.patience import PATIENCE_S
 
 ONE, TWO = SessionId(b"1" * 16), SessionId(b"2" * 16)
@@ -228,6 +230,26 @@ def test_a_record_counts_the_reports_up_to_its_revision() -> None:
     cluster.meta.revoke(node.lease)
     cluster.later(publisher)
     assert used(accounts) == 570
+
+
+def test_a_watch_that_was_refused_is_opened_again() -> None:
+    cluster = Cluster()
+    meta, node = HookedMeta(cluster.meta.store), cluster.session()
+    cluster.meta = meta
+    publisher, accounts = cluster.collector()
+    scanned(accounts, 0)
+    publisher.tick()
+
+    def refuse() -> None:
+        raise PermissionDenied("the token has expired")
+
+    def reopen() -> None:
+        meta.fetched = nothing
+
+    meta.fetched, meta.opening = refuse, reopen
+    revision = cluster.report(node, 400)
+    cluster.later(publisher)
+    assert cluster.record == Capacity(revision, 400, 1000, 25)
 
 
 def test_a_node_counts_from_its_first_report_to_a_collector() -> None:
