@@ -3,7 +3,7 @@
 First chunks that are *due* whatever space there is (past their time to live, over a quota, without their parent), then
 by rank (``kvstore_gc.policy``): the oldest prompts first, and the tail of a prompt before its head. In columns of 51
 bytes for each chunk, because a root holds millions. Of more than KEPT_MAX chunks only those that are evicted first are
-kept: when they are deleted the root is listed again.
+kept, and as many that a quota counts: when they are deleted the root is listed again.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ class Ranking:
         kept_max: int = KEPT_MAX,
         batch_count: int = BATCH_COUNT,
     ) -> None:
-        """Chunks that are ``pinned`` are counted, and stay. ``kept_max`` chunks are kept in memory, or twice as many
-        while it lists, ``batch_count`` at a time.
+        """Chunks that are ``pinned`` are counted, and stay. ``kept_max`` chunks are kept in memory (twice as many with
+        quotas), and ``kept_max`` more while it lists, ``batch_count`` at a time.
         """
         self._kept_max = kept_max
         self._batch_count = batch_count
@@ -177,6 +177,7 @@ class Ranking:
         self._lock = threading.Lock()
         self._parts: list[Rows] = []
         self._kept_count = 0
+        self._fold_count = 2 * kept_max
         self._group_bytes = np.zeros(len(goals.group_quotas), np.int64)
         self._rows: Rows = np.zeros(0, _ROW)
         self._at = 0
@@ -224,10 +225,16 @@ class Ranking:
         """
         self._fold()
         rows, self._parts = (self._parts or [self._rows])[0], []
+        is_first = np.arange(len(rows)) < self._kept_max
         is_fresh = (rows["mtime_ns"] >= used_s[0] * NS_PER_S) & (rows["mtime_ns"] < used_s[1] * NS_PER_S)
-        self._rows = rows[~is_fresh | (rows["rank"] < 0)]
+        is_left = ~is_fresh | (rows["rank"] < 0)
+        self._rows = rows[is_left]
         self.has_fresh = len(self._rows) < len(rows)
-        self._rank_quotas()
+        if self.goals.quotas:
+            self._rank_quotas()
+            # The others are for quotas alone: for the capacity, older ones that are not kept would be due before them.
+            self._rows = self._rows[is_first[is_left] | (self._rows["rank"] < 0)]
+            self._sort()
 
     @property
     def due(self) -> CountAndBytes:
@@ -288,16 +295,22 @@ class Ranking:
         np.add.at(self._group_bytes, rows["group"], rows["size"])
         self._parts.append(rows[~is_pinned])
         self._kept_count += len(self._parts[-1])
-        if self._kept_count > 2 * self._kept_max:
+        if self._kept_count > self._fold_count:
             self._fold()
 
     def _fold(self) -> None:
-        """Sorts what was listed, and keeps what is evicted first."""
+        """Sorts what was listed, and keeps what is evicted first: of all chunks, and of those that quotas count, which
+        may all be newer.
+        """
         if self._parts:
             rows = np.concatenate(self._parts)
             self._parts.clear()  # or there would be three copies of all chunks
-            self._parts.append(rows[np.argsort(rows["rank"], kind="stable")[: self._kept_max]])
+            order = np.argsort(rows["rank"], kind="stable")
+            is_kept = np.arange(len(order)) < self._kept_max
+            is_kept[np.flatnonzero(rows["group"][order])[: self._kept_max]] = True
+            self._parts.append(rows[order[is_kept]])
             self._kept_count = len(self._parts[0])
+            self._fold_count = self._kept_count + self._kept_max
 
     def _rank_quotas(self) -> None:
         """Makes the first chunks of namespaces over a quota due."""
@@ -313,8 +326,6 @@ class Ranking:
                 over = left[: int(np.searchsorted(np.cumsum(rows["size"][left]), over_bytes)) + 1]
                 rows["rank"][over] -= _DUE
                 rows["reason"][over] = _QUOTA
-        if self.goals.quotas:
-            self._sort()
 
     def _sort(self) -> None:
         left = self._rows[self._at :]

@@ -166,6 +166,17 @@ def test_of_too_many_chunks_the_first_are_kept() -> None:
     assert {*ranking.take(10_000)["address"].tolist()} == {chunk.address for chunk in chunks[-10:]}
 
 
+def test_of_too_many_chunks_those_over_a_quota_are_kept_though_all_others_are_older() -> None:
+    chunks = [replace(chunk, mtime_ns=stamp(60 * number)) for number, chunk in enumerate(loose(100))]
+    chunks[:20] = [replace(chunk, namespace=SPACES[1]) for chunk in chunks[:20]]
+    goals = Goals(quotas=(NamespaceQuota("namespace b", frozenset(SPACES[1:2]), 1_500),))
+    ranking = Ranking(goals, NOW_S, SHARD_BITS, kept_max=10, batch_count=4)
+    ranking.read(root_of(chunks), SHARDS)
+    ranking.rank()
+    assert ranking.take(0)["address"].tolist() == [chunk.address for chunk in chunks[19:13:-1]]
+    assert {*ranking.take(10_000)["address"].tolist()} == {chunk.address for chunk in chunks[-10:]}, "and no newer ones"
+
+
 def test_chunks_used_during_the_listing_stay() -> None:
     old, new, ahead = loose(50, age_s=7200), loose(50, seed=1, age_s=0), loose(50, seed=2, age_s=-600)
     ranking = Ranking(Goals(), NOW_S, SHARD_BITS)
