@@ -107,8 +107,8 @@ class GcFollower:
         self._limits = node.limits
         self._clock = node.clock
         self._following: _Following | None = None
-        self._foreign: Session | None = None
-        """The session that protects nothing because the generations differ."""
+        self._aside: Session | None = None
+        """The session that protects nothing because the generations differ, or because this node could not fence."""
         self._ended = threading.Event()
         self._stepped_s = node.clock.monotonic_s()
 
@@ -122,8 +122,6 @@ class GcFollower:
             standing = self._fence.standing()
             if isinstance(standing, Foreign):
                 self._stand_aside(session, f"generation.foreign {standing.why}")
-                self._ended.clear()
-                self._foreign = session
                 return
         snapshot = self._meta.list(self._keys.gc, self._limits.meta_deadline_s)
         watch = self._meta.watch(self._keys.gc, snapshot.revision + 1)
@@ -158,15 +156,15 @@ class GcFollower:
         with self._view.lock:
             following, self._following = self._following, None
             self._view.end()
-        self._foreign = None
+        self._aside = None
         self._holds.drop_protecting()
         self._ended.set()
         if following is not None:
             following.watch.close()
 
     def run(self, session: Session) -> None:
-        if self._foreign is session:
-            self._await_agreement(session)
+        if self._aside is session:
+            self._await_protection(session)
         following = self._following
         while following is not None and self._following is following and session.alive:
             try:
@@ -175,10 +173,10 @@ class GcFollower:
                 log.debug("follower.failed %s", error)
                 self._ended.wait(self._limits.follow_s)
 
-    def _await_agreement(self, session: Session) -> None:
-        """Ends a session of another generation once an adoption is over, so that the next one protects (rule C6).
+    def _await_protection(self, session: Session) -> None:
+        """Ends a session that stood aside once its node can agree (rule C6) and fence (C4): the next one protects.
 
-        By the generations themselves: the adoption may not have seen this session, or may have ended before it began.
+        By the generations themselves: an adoption may not have seen this session, or may have ended before it began.
         """
         assert self._fence is not None
         looked_s = self._clock.monotonic_s()
@@ -188,8 +186,10 @@ class GcFollower:
                 continue
             looked_s = self._clock.monotonic_s()
             try:
-                if isinstance(self._fence.standing(), Agreed) and session.alive:
-                    session.give_up("an adoption has ended: the next session protects")
+                if isinstance(self._fence.standing(), Agreed):
+                    self._fence.lift_unnamed()
+                    if session.alive:
+                        session.give_up("it protects nothing, and the next session can")
             except KVStoreError as error:
                 log.debug("follower.failed %s", error)
 
@@ -332,3 +332,5 @@ class GcFollower:
         """Makes this session protect nothing: chunks are still served, pins are refused, no collector waits for it."""
         log.error("%s: this node protects nothing", why)
         session.txn((), announced=ANNOUNCED_MAX, timeout_s=self._limits.meta_deadline_s)
+        self._ended.clear()
+        self._aside = session

@@ -480,6 +480,18 @@ def test_c6_a_node_that_stood_aside_protects_once_root_and_etcd_agree() -> None:
             eventually(lambda: member.node.gc_view.protects)
 
 
+def test_c4_a_node_that_could_not_fence_protects_once_it_can() -> None:
+    with cluster() as c:
+        c.node()
+        c.root.make_folder(places.trash_folder(SWEEP))
+        root = FaultyRoot(c.root, READ_ONLY)
+        with aside(c, root) as member:
+            assert member.presence.current().alive and not member.node.gc_view.protects
+            root.set_rules(())
+            eventually(lambda: member.node.gc_view.protects)
+        assert c.leftovers() == []
+
+
 def test_c4_a_node_that_cannot_fence_because_its_root_is_read_only_stands_aside() -> None:
     with cluster() as c:
         first = c.node()
