@@ -287,6 +287,8 @@ class Pressure:
         self._meta_outage = OutageLog("place", self._clock)
         self._root_outage = OutageLog("space", self._clock)
         self._thread: threading.Thread | None = None
+        self.failure: BaseException | None = None
+        """The bug that ended the thread: from then on nothing is published."""
 
     # Called by a cycle
 
@@ -340,8 +342,9 @@ class Pressure:
 
     def start(self, stop: Stop) -> None:
         """Starts the thread."""
-        self._thread = threading.Thread(target=self._run, args=(stop,), name="kvstore-gc capacity", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(stop,), name="kvstore-gc capacity", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def join(self, timeout_s: float) -> None:
         """Waits for the thread after a stop was requested; if it hangs, it ends with the program."""
@@ -371,6 +374,8 @@ class Pressure:
                     self._wait(stop, TICK_S - REST_S)
         except Stopped:
             return
+        except BaseException as error:  # noqa: BLE001 - carried to the main thread, which raises it
+            self.failure = error
         finally:
             if self._watch is not None:
                 self._watch.close()

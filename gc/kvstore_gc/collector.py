@@ -184,13 +184,13 @@ class Collector:
         log.info("gc.stopped")
 
     def _attend(self, work: Callable[[], T], pressure: Pressure, *, until_hung: bool) -> T | None:
-        """The work's result; None if a signal came first. Raises what the work raises.
+        """The work's result; None if a signal came first. Raises what the work raises, and what ended ``pressure``.
 
         If the root has not answered for ``hung_s``, it raises Unavailable with ``until_hung``, else it only logs that.
         """
         outage, hung_s = OutageLog("root", self._site.clock), self._site.timings.hung_s
         task = Task(work, "cycle")
-        while not task.has_ended(0) and not self._signalled(LISTEN_S):
+        while not task.has_ended(0) and pressure.failure is None and not self._signalled(LISTEN_S):
             if pressure.silent_s <= hung_s:
                 outage.ended()
                 continue
@@ -204,7 +204,9 @@ class Collector:
             # finds everything that is half done.
             log.warning("gc.left_hanging the root did not answer; whatever is open is left to the next cycle")
             sys.stdout.flush()
-            os._exit(0)
+            os._exit(0 if pressure.failure is None else 1)
+        if pressure.failure is not None:
+            raise pressure.failure  # without its level another collector does better
         try:
             return task.result()
         except Stopped:

@@ -178,7 +178,11 @@ def join(
 
         def follow(session: Session) -> None:
             follower.begin(session)
-            threading.Thread(target=follower.run, args=(session,), name="kvstore-follower", daemon=True).start()
+            try:
+                threading.Thread(target=follower.run, args=(session,), name="kvstore-follower", daemon=True).start()
+            except RuntimeError:  # the process may have no more threads
+                follower.end(session)
+                raise
 
         presence.attach(follow, follower.end)
     member = ClusterMember(node, meta, presence, in_cluster=in_cluster, host=host, is_beside_cluster=is_beside_cluster)

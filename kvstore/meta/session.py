@@ -198,8 +198,9 @@ class Session:
     def start(self, on_lost: Callable[[Session], None] | None = None) -> None:
         """Keeps the session alive in a daemon thread, every third of its ttl."""
         self._on_lost = on_lost
-        self._thread = threading.Thread(target=self._run, name=f"session {self.id.hex()[:8]}", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name=f"session {self.id.hex()[:8]}", daemon=True)
+        thread.start()
+        self._thread = thread  # only now: one that could not be started cannot be joined
 
     def beat(self) -> None:
         """Sends one keepalive and waits for its answer, at most a third of the ttl and never past the session's end."""
@@ -391,8 +392,8 @@ class SessionManager:
     """Always one session, as far as the store allows: after a lost one the next begins as soon as the store answers.
 
     Attach whatever depends on the session. ``on_new`` runs for every new session before ``current`` hands it out (rule
-    V1: first the session, then the view, only then answers). If it raises one of ``kvstore.errors`` it leaves nothing
-    behind, and the session ends; the next one begins after a while. ``on_lost`` runs once for every session that
+    V1: first the session, then the view, only then answers). If it raises it leaves nothing behind, and the session
+    ends; the next one begins after a while. ``on_lost`` runs once for every session that
     ``on_new`` returned for and that died, before the lease is revoked and the next session begins; it must not raise.
     One thread runs them all.
     """
@@ -429,8 +430,9 @@ class SessionManager:
         Only if asked to wait, raises Unavailable if none began in that time, PermissionDenied if the store refused.
         """
         assert self._thread is None, "presence is started once"
-        self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="presence", daemon=True)
+        thread.start()
+        self._thread = thread
         if wait_s is None:
             return
         with self._changed:
@@ -481,7 +483,7 @@ class SessionManager:
                 session = Session.open(
                     self._meta, self._keys, clock=self._clock, ids=self._ids, ttl_s=self._ttl_s, timeout_s=TIMEOUT_S
                 )
-            except KVStoreError as error:
+            except Exception as error:  # noqa: BLE001 - without this thread the node never has a session again
                 self._note(error)
                 self._pause(backoff_s)
                 backoff_s = min(2 * backoff_s, BACKOFF_S_MAX)
@@ -489,7 +491,6 @@ class SessionManager:
             log.debug("session.new %s", session.id.hex())
             with self._changed:
                 self._session = session
-            session.start(on_lost=self._wake)
             lived = self._live(session)
             self._leave(session)
             backoff_s = BACKOFF_S_MIN if lived else min(2 * backoff_s, BACKOFF_S_MAX_UNREADY)
@@ -497,28 +498,29 @@ class SessionManager:
                 self._pause(backoff_s)
 
     def _live(self, session: Session) -> bool:
-        """Runs the hooks of ``session`` and waits until it ends; False if a hook failed.
+        """Starts ``session``, runs the hooks and waits until it ends; False if the start or a hook failed.
 
         A session that is not ready must not stay: collectors would wait for it, and it announces nothing.
         """
-        while session.alive and not self._closed:
-            with self._changed:
-                uncalled = [hook for hook in self._hooks if hook not in self._called]
-                if not uncalled:
-                    self._ready = True
-                    self._changed.notify_all()
-                    self._changed.wait_for(
-                        lambda: self._closed or not session.alive or len(self._hooks) > len(self._called),
-                        timeout=self._ttl_s,
-                    )
-                    continue
-            for hook in uncalled:
-                try:
+        try:
+            session.start(on_lost=self._wake)
+            while session.alive and not self._closed:
+                with self._changed:
+                    uncalled = [hook for hook in self._hooks if hook not in self._called]
+                    if not uncalled:
+                        self._ready = True
+                        self._changed.notify_all()
+                        self._changed.wait_for(
+                            lambda: self._closed or not session.alive or len(self._hooks) > len(self._called),
+                            timeout=self._ttl_s,
+                        )
+                        continue
+                for hook in uncalled:
                     hook.on_new(session)
-                except (KVStoreError, WatchLost, LeaseGone) as error:
-                    self._note(error)
-                    return False
-                self._called.append(hook)
+                    self._called.append(hook)
+        except Exception as error:  # noqa: BLE001 - as above: a thread that cannot be started, for example
+            self._note(error)
+            return False
         return True
 
     def _leave(self, session: Session) -> None:
@@ -544,6 +546,8 @@ class SessionManager:
             self._changed.wait_for(lambda: self._closed or not (session is None or session.alive), timeout=pause_s)
 
     def _note(self, error: Exception) -> None:
+        if not isinstance(error, KVStoreError | WatchLost | LeaseGone):
+            log.error("session.failed", exc_info=error)
         with self._changed:
             self._why_none = error
             self._changed.notify_all()

@@ -13,6 +13,7 @@ import pytest
 
 from kvstore.errors import Unavailable
 from kvstore.meta.memory import MemoryMetadata
+from kvstore_gc.capacity import Pressure
 from kvstore_gc.collector import RETRY_S_MIN, Collector, CycleScheduler
 from kvstore_gc.config import Config
 from kvstore_gc.cycle import Cycle
@@ -22,7 +23,7 @@ from kvstore_gc.threads import Stopped
 from tests.kit.clusters import TIMINGS, site_of
 from tests.kit.fake_meta import FakeClock
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
-from tests.kit.patience import PATIENCE_S
+from tests.kit.patience import PATIENCE_S, returns
 from tests.kit.place import Place
 
 
@@ -113,6 +114,21 @@ def test_a_single_round_gives_up_on_a_root_that_hangs(place: Place) -> None:
     with pytest.raises(Unavailable, match="the root has not answered"):
         Collector(site, Config(), never.wait).once(lambda shard: None)
     hang.release.set()
+
+
+def test_a_collector_whose_capacity_thread_has_died_ends(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or it would go on without a level, and nodes without a credit."""
+
+    def tick(pressure: Pressure) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Pressure, "tick", tick)
+    ended = threading.Event()
+    try:
+        with pytest.raises(RuntimeError, match="new thread"):
+            returns(lambda: Collector(place.cluster.site(), Config(), ended.wait).serve(60.0))
+    finally:
+        ended.set()
 
 
 HANGING = """

@@ -279,6 +279,27 @@ def test_failed_start_of_a_session_is_repeated(shared: MemoryStore) -> None:
         SessionManager(meta, KEYS).start(wait_s=0.05)
 
 
+@pytest.mark.parametrize("which", ["the session's thread", "a hook's thread"])
+def test_a_session_whose_threads_cannot_be_started_is_followed_by_another(
+    shared: MemoryStore, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process has as many as it may have, for a moment."""
+    presence, start, refused = SessionManager(MemoryMetadata(shared), KEYS), threading.Thread.start, list[str]()
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("session" if which == "the session's thread" else "hook") and not refused:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    presence.attach(lambda session: threading.Thread(target=session.check, name="hook", daemon=True).start())
+    presence.start()
+    eventually(lambda: has_session(presence))
+    assert refused and len(shared.list(KEYS.sessions).items) == 1
+    presence.close()
+
+
 def test_workers_are_listed_while_their_session_lives(store: MetadataClients) -> None:
     workers = WorkerRegistry(store.meta, store.keys)
     session = Session.open(store.meta, store.keys, clock=store.clock, ids=RandomIds(), ttl_s=60)

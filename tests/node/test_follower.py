@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -152,6 +153,24 @@ def test_a_session_whose_start_fails_does_not_stay() -> None:
     finally:
         presence.close()
         alone.node.close()
+
+
+def test_a_node_whose_followers_thread_cannot_be_started_protects_in_the_next_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start, refused = threading.Thread.start, list[str]()
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "kvstore-follower" and not refused:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with cluster() as c:
+        member = c.node()
+        put(member, prompt(1, 8))
+        assert refused and c.collector().sweep(c.plans(prompt(1, 8))).reaped.count == 8, "it announces"
 
 
 # Announcements, beliefs and releases: one rule of gc/PROTOCOL.md each
