@@ -237,12 +237,14 @@ class Operation(Twin[operation.Operation]):
         """As the synchronous one. A task that is cancelled stops waiting soon, and the operation continues."""
         seconds = checked_timeout(timeout)
         ends_s = float("inf") if seconds is None else time.monotonic() + seconds
-        while True:
-            left_s = max(0.0, ends_s - time.monotonic())
-            if await self._threads.run(partial(self._twin.wait, min(left_s, STEP_S))):
-                return True
-            if time.monotonic() >= ends_s:
+        pause_s = STEP_S / 64
+        while not await self._threads.run(partial(self._twin.wait, 0)):
+            left_s = ends_s - time.monotonic()
+            if left_s <= 0:
                 return False
+            await asyncio.sleep(min(left_s, pause_s))  # a thread that waited would be missing for other calls
+            pause_s = min(2 * pause_s, STEP_S)
+        return True
 
     cancel = awaited(operation.Operation.cancel)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
@@ -89,7 +90,7 @@ class Spreading:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         # Guarded by _lock, all below. The oldest marks come first.
-        self._seen: dict[int, _Seen] = {}
+        self._seen = OrderedDict[int, _Seen]()
         self._loads: dict[str, float] = {}
         """The work asked of each worker lately, in chunks: a long prompt is more than a short one."""
         self._calls = 0.0
@@ -145,7 +146,7 @@ class Spreading:
             self._seen.pop(mark, None)
             self._seen[mark] = _Seen(worker, traffic, self._epoch)
         while len(self._seen) > MARKS_MAX:
-            del self._seen[next(iter(self._seen))]
+            self._seen.popitem(last=False)
         work = CALL_CHUNKS + depth_of(len(marks))
         self._loads[worker] += work
         self._work += work

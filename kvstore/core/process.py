@@ -1,4 +1,7 @@
-"""Programs that this one starts: workers, the collector, etcd. They end with it, even when it is killed."""
+"""Programs that this one starts: workers, the collector, etcd. They end with it, even when it is killed.
+
+And what forked children must let go of.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,24 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+from weakref import WeakSet
 
 from kvstore.errors import Unavailable
 
 START_S = 60.0
+FORGOTTEN_BY_CHILDREN: WeakSet[Any] = WeakSet()
+"""The locks of this process: its forked children must not keep them. Each has a method ``forget``."""
+
+
+def _forget_all() -> None:
+    for lock in list(FORGOTTEN_BY_CHILDREN):
+        lock.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
 STOP_S = 20.0
 MESSAGES_BYTES_MAX = 4096
 

@@ -210,6 +210,7 @@ class GcFollower:
                 return  # closed by ``end``, or with the metadata
             self._reread(following, str(lost))
             events = None
+        self._holds.expire()
         now_s = self._clock.monotonic_s()
         if events:
             # Only the chain proves that the watch has no gap: on a restored store the other keys go on changing.

@@ -27,12 +27,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from types import TracebackType
-from weakref import WeakSet
 
 import numpy as np
 
 from kvstore.core.address import ADDRESS_BYTES
 from kvstore.core.clock import Clock, Ids
+from kvstore.core.process import FORGOTTEN_BY_CHILDREN
 from kvstore.core.validate import size
 from kvstore.errors import Overloaded, RootMismatch, StoreFull, Unavailable
 from kvstore.format.header import Generation
@@ -55,17 +55,6 @@ EVICTING = f"{FOLDER}/evicting.lock"
 COLLECTOR = f"{FOLDER}/collector.lock"
 CLEARS = f"{FOLDER}/clears"
 
-
-FORGOTTEN_BY_CHILDREN: WeakSet[InUse | HoldTable] = WeakSet()
-"""The locks of this process: its forked children must not keep them."""
-
-
-def _forget_all() -> None:
-    for lock in list(FORGOTTEN_BY_CHILDREN):
-        lock.forget()
-
-
-os.register_at_fork(after_in_child=_forget_all)
 
 JOIN_S = 10.0
 """Time for another process to make the files."""

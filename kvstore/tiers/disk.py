@@ -26,6 +26,7 @@ from kvstore.core.clock import Clock, Ids
 from kvstore.core.executor import Deadline, moved_on
 from kvstore.core.metrics import Counters, NodeCount, TierName
 from kvstore.core.namespace import NamespaceId
+from kvstore.core.process import FORGOTTEN_BY_CHILDREN
 from kvstore.core.recency import DEFAULT, QUANTUM_S, Hints
 from kvstore.core.validate import parse_json
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, PermissionDenied, Unavailable
@@ -97,6 +98,13 @@ class DiskFolder:
     def unlock(self) -> None:
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a forked child may have the file too
+            os.close(fd)
+
+    def forget(self) -> None:
+        """Closes the lock in a forked child, which would keep it."""
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
             os.close(fd)
 
     def _lock(self) -> None:
@@ -115,6 +123,7 @@ class DiskFolder:
                 ) from cause
             raise _refusal(path, "could not be locked", cause) from cause
         self._lock_fd = fd
+        FORGOTTEN_BY_CHILDREN.add(self)
 
     def _is_marked(self, root: Root) -> bool:
         """True if the folder is a disk tier; False if it may become one. Raises InvalidRequest otherwise."""

@@ -12,7 +12,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import islice, takewhile
+from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -367,7 +367,8 @@ class TierInventory:
 
     def leading(self, addresses: Sequence[Address], first: int = 0) -> int:
         """Returns how many consecutive chunks from index ``first`` on are ready; of one chain, or any blocks."""
-        return len(list(takewhile(self._ready.__contains__, islice(addresses, first, None))))
+        indexes = range(first, len(addresses))  # a slice would pass over all before ``first``, one by one
+        return len(list(takewhile(self._ready.__contains__, map(addresses.__getitem__, indexes))))
 
     def claim(
         self,

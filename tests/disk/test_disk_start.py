@@ -182,6 +182,21 @@ def test_two_nodes_on_one_folder(folder: Path) -> None:
         pass
 
 
+def test_a_forked_child_does_not_keep_the_folder(folder: Path) -> None:
+    reader, writer = os.pipe()
+    with disk_on(folder):
+        child = os.fork()
+        if not child:
+            os.close(writer)
+            os.read(reader, 1)
+            os._exit(0)
+    os.close(reader)
+    with disk_on(folder):
+        pass
+    os.close(writer)
+    os.waitpid(child, 0)
+
+
 def test_a_root_is_no_disk_tier_and_a_disk_tier_no_root(tmp_root: Path, folder: Path) -> None:
     root = tmp_root / "root"
     root.mkdir()
