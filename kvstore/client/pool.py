@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -257,13 +258,15 @@ class UploadArena:
         except BaseException:
             os.close(self.fd)
             raise
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(AttributeError, OSError):  # not every kernel has huge pages
             mapped.madvise(mmap.MADV_HUGEPAGE)
         self._bytes: npt.NDArray[Any] = np.frombuffer(mapped, np.uint8)
         # Pages are allocated ahead of the first put while it is copied, so no later put waits for them.
         self._closing = threading.Event()
         pages = memoryview(mapped)
-        threading.Thread(target=populate, args=(pages, True, self._closing), name="kvstore-arena", daemon=True).start()
+        with suppress(RuntimeError):  # no more threads
+            filling = partial(populate, pages, True, self._closing)
+            threading.Thread(target=filling, name="kvstore-arena", daemon=True).start()
         self._request = 0
         self._regions: deque[_Region] = deque()
 

@@ -136,7 +136,7 @@ __attribute__((target("avx512f,avx512vl,avx512bw"))) static void linked(const ui
     __m128i address = _mm_loadu_si128((const __m128i *)parent);
     for (uint64_t i = 0; i < count; i++) {
         const __m512i tokens = _mm512_maskz_loadu_epi8(in_low, packed - KV_ADDRESS_BYTES);
-        const __m512i low = _mm512_or_si512(tokens, _mm512_zextsi128_si512(address));
+        const __m512i low = _mm512_or_si512(tokens, _mm512_inserti32x4(_mm512_setzero_si512(), address, 0));
         const __m512i high = _mm512_maskz_loadu_epi8(in_high, packed + low_bytes);
         __m512i words;
         __m256i a = first, b = second, c = third, d = fourth;

@@ -7,6 +7,7 @@
 
 #include "native.h"
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -251,7 +252,9 @@ KV_PUBLIC int kv_use_rotation(int widest) {
     rotate_rows = rows_plain;
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    int has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    unsigned a, b, c, d; /* older compilers do not know the name "f16c" */
+    int has_f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+    int has_avx2 = __builtin_cpu_supports("avx2") && has_f16c;
     int has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
     if (widest >= 2 && has_avx2 && has_avx512) return rotate_rows = rows_avx512, 2;
     if (widest >= 1 && has_avx2) return rotate_rows = rows_avx2, 1;

@@ -225,8 +225,10 @@ class SealedArena:
                 free,
             )
             return self
-        self._filling = threading.Thread(target=populate, args=(self.memory, True, self._closing), daemon=True)
-        self._filling.start()
+        with suppress(RuntimeError):  # no more threads: then the first writes wait for their pages
+            filling = threading.Thread(target=populate, args=(self.memory, True, self._closing), daemon=True)
+            filling.start()
+            self._filling = filling
         return self
 
     def close(self) -> None:

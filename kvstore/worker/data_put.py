@@ -11,7 +11,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -114,7 +114,8 @@ class Connection:
             self._arena = memoryview(mapped)
             self._closing.set()
             self._closing = threading.Event()
-            follow(self._arena, fd, self._closing)
+            with suppress(OSError, RuntimeError):  # no more descriptors or threads
+                follow(self._arena, fd, self._closing)
         finally:
             os.close(fd)
 
