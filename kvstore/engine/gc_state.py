@@ -62,8 +62,13 @@ class GcState(ABC):
 
     @property
     @abstractmethod
+    def condemned(self) -> frozenset[bytes]:
+        """The chunks that count as absent now (rule H1)."""
+
+    @property
     def is_calm(self) -> bool:
         """True if nothing is condemned."""
+        return not self.condemned
 
     @property
     def is_full(self) -> bool:
@@ -80,29 +85,30 @@ class GcState(ABC):
         """How often the root of a host was listed."""
         return 0
 
-    @abstractmethod
-    def _leading(self, addresses: Sequence[Address]) -> int:
-        """Returns how many leading addresses are not condemned."""
-
     def leading(self, wanted: KeySet) -> int:
         """Returns how many leading chunks are not condemned; hold ``lock`` if that must stay true."""
-        return len(wanted) if self.is_calm else self._leading(wanted.addresses)
+        condemned = self.condemned
+        if not condemned or condemned.isdisjoint(wanted.addresses):
+            return len(wanted)
+        return next(at for at, address in enumerate(wanted.addresses) if address in condemned)
 
     def condemns(self, address: Address) -> bool:
         """True if an address counts as absent (rule H1)."""
-        return not self._leading((address,))
+        return address in self.condemned
 
     def allowed(self, addresses: Sequence[Address]) -> Sequence[int]:
         """Returns the offsets of those that are not condemned."""
-        if self._leading(addresses) == len(addresses):
+        condemned = self.condemned
+        if condemned.isdisjoint(addresses):
             return range(len(addresses))
-        return [at for at, address in enumerate(addresses) if not self.condemns(address)]
+        return [at for at, address in enumerate(addresses) if address not in condemned]
 
     def unswept(self, wanted: KeySet) -> npt.NDArray[np.bool_]:
         """Returns which chunks are not condemned."""
-        if self.is_calm:
+        condemned = self.condemned
+        if not condemned:
             return np.ones(len(wanted), np.bool_)
-        return np.array([not self.condemns(address) for address in wanted.addresses], np.bool_)
+        return np.array([address not in condemned for address in wanted.addresses], np.bool_)
 
     def stays(self, wanted: KeySet) -> npt.NDArray[np.bool_]:
         """Returns which chunks that a put has just written or found are still there, as far as sweeps go."""
@@ -178,15 +184,8 @@ class ClusterGcState(GcState):
         return self.protects, self._seq
 
     @property
-    def is_calm(self) -> bool:
-        """True if no sweep is in flight: nothing is condemned."""
-        return not self._open
-
-    def _leading(self, addresses: Sequence[Address]) -> int:
-        condemned = self._condemned
-        if condemned.isdisjoint(addresses):
-            return len(addresses)
-        return next(index for index, address in enumerate(addresses) if address in condemned)
+    def condemned(self) -> frozenset[bytes]:
+        return self._condemned
 
     def check_room(self, size_bytes: int = 0) -> None:
         """Raises StoreFull while collectors publish that the root is full."""
@@ -384,22 +383,6 @@ class HostGcState(GcState):
             time.sleep(POLL_S)
         return True
 
-    @property
-    def is_calm(self) -> bool:
-        return not self._evicting()
-
-    def _leading(self, addresses: Sequence[Address]) -> int:
-        evicting = self._evicting()
-        if evicting.isdisjoint(addresses):
-            return len(addresses)
-        return next(at for at, address in enumerate(addresses) if address in evicting)
-
-    def unswept(self, wanted: KeySet) -> npt.NDArray[np.bool_]:
-        evicting = self._evicting()
-        if not evicting:
-            return np.ones(len(wanted), np.bool_)
-        return np.array([address not in evicting for address in wanted.addresses], np.bool_)
-
     def stays(self, wanted: KeySet) -> npt.NDArray[np.bool_]:
         """Returns that all chunks of a put are there: it kept them."""
         return np.ones(len(wanted), np.bool_)
@@ -409,7 +392,8 @@ class HostGcState(GcState):
     def check_room(self, size_bytes: int = 0) -> None:
         self.usage.check(size_bytes)
 
-    def _evicting(self) -> frozenset[bytes]:
+    @property
+    def condemned(self) -> frozenset[bytes]:
         """The chunks of a batch that is not settled. Forgets what the log names up to now."""
         tail = self._numbers[_TAIL]
         if tail != self._seen or (self._unsettled and self._numbers[_SETTLED] >= tail):
