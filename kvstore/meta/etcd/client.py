@@ -8,7 +8,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -237,7 +238,7 @@ class EndpointPool:
         request: Message,
         deadline: EtcdDeadline,
         *,
-        resend: bool,
+        resend: bool = True,
     ) -> Message:
         """Returns the answer to one request, from the first member that gives one before ``deadline``.
 
@@ -270,7 +271,8 @@ class EndpointPool:
                     self.drop_token(token)
                     continue
                 if last.effect not in (Effect.NONE, Effect.UNSURE):
-                    raise _final(what, last) from error
+                    effects = (Effect.LEASE_GONE, Effect.LEASE_EXISTS, Effect.COMPACTED, Effect.TOO_LARGE)
+                    raise (EtcdRefused(what, last) if last.effect in effects else last.error(what)) from error
             except ValueError:
                 # gRPC raises it for a call on a channel that another thread closed at this moment.
                 if not self._closed.is_set():
@@ -366,12 +368,6 @@ class EndpointPool:
 
 def _metadata(token: str | None) -> Metadata:
     return (("token", token),) if token else ()
-
-
-def _final(what: str, fault: Fault) -> Exception:
-    if fault.effect in (Effect.LEASE_GONE, Effect.LEASE_EXISTS, Effect.COMPACTED, Effect.TOO_LARGE):
-        return EtcdRefused(what, fault)
-    return fault.error(what)
 
 
 # A watch on etcd that outlives connections.
@@ -557,7 +553,7 @@ class EtcdMetadata:
         check_key(key)
         deadline = self._begin(timeout_s)
         request = rpc().RangeRequest(key=key.encode())
-        reply = self._members.call(f"get {key}", _range, request, deadline, resend=True)
+        reply = self._members.call(f"get {key}", _range, request, deadline)
         return key_value(reply.kvs[0]) if reply.kvs else None
 
     def list(self, prefix: str, timeout_s: float | None = None) -> Snapshot:
@@ -575,7 +571,7 @@ class EtcdMetadata:
         deadline = self._begin(timeout_s)
         key, range_end = prefix_range(prefix)
         request = rpc().RangeRequest(key=key, range_end=range_end, count_only=True)
-        return int(self._members.call(f"count {prefix}", _range, request, deadline, resend=True).count)
+        return int(self._members.call(f"count {prefix}", _range, request, deadline).count)
 
     def txn(
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete], timeout_s: float | None = None
@@ -583,21 +579,16 @@ class EtcdMetadata:
         check_request(compares, operations)
         deadline = self._begin(timeout_s)
         request = txn_request(compares, operations)
-        try:
+        with _lease_checked():
             reply = self._members.call("transaction", lambda member: member.kv.Txn, request, deadline, resend=False)
-        except EtcdRefused as refused:
-            raise _lease_gone(refused) from refused
         return TxnResult(reply.succeeded, reply.header.revision)
 
     def put(self, key: str, value: bytes, lease: LeaseId = NO_LEASE, timeout_s: float | None = None) -> int:
         put = Put(key, value, lease)
         check_request((), (put,))
         deadline = self._begin(timeout_s)
-        request = put_request(put)
-        try:
-            reply = self._members.call(f"put {key}", lambda member: member.kv.Put, request, deadline, resend=True)
-        except EtcdRefused as refused:
-            raise _lease_gone(refused) from refused
+        with _lease_checked():
+            reply = self._members.call(f"put {key}", lambda member: member.kv.Put, put_request(put), deadline)
         return int(reply.header.revision)
 
     def delete(self, key: str, timeout_s: float | None = None) -> bool:
@@ -605,9 +596,7 @@ class EtcdMetadata:
         deadline = self._begin(timeout_s)
         request = rpc().DeleteRangeRequest(key=key.encode())
         return bool(
-            self._members.call(
-                f"delete {key}", lambda member: member.kv.DeleteRange, request, deadline, resend=True
-            ).deleted
+            self._members.call(f"delete {key}", lambda member: member.kv.DeleteRange, request, deadline).deleted
         )
 
     def grant(self, ttl_s: int, timeout_s: float | None = None) -> LeaseId:
@@ -617,9 +606,7 @@ class EtcdMetadata:
         lease = LeaseId((int.from_bytes(self._ids.fresh()[:8], "big") >> 1) or 1)
         request = rpc().LeaseGrantRequest(ID=lease, TTL=ttl_s)
         try:
-            reply = self._members.call(
-                "grant a lease", lambda member: member.lease.LeaseGrant, request, deadline, resend=True
-            )
+            reply = self._members.call("grant a lease", lambda member: member.lease.LeaseGrant, request, deadline)
         except EtcdRefused as refused:
             if refused.effect is Effect.LEASE_EXISTS:
                 return lease
@@ -632,9 +619,8 @@ class EtcdMetadata:
 
     def keep_alive(self, lease: LeaseId, timeout_s: float | None = None) -> bool:
         deadline = self._begin(timeout_s)
-
         request = rpc().LeaseKeepAliveRequest(ID=lease)
-        reply = self._members.call("keep a lease alive", _keep_alive, request, deadline, resend=True)
+        reply = self._members.call("keep a lease alive", _keep_alive, request, deadline)
         if reply is None:
             raise Unavailable("etcd ended a keepalive without an answer: the call may be repeated")
         return bool(reply.TTL > 0)
@@ -643,9 +629,7 @@ class EtcdMetadata:
         deadline = self._begin(timeout_s)
         request = rpc().LeaseRevokeRequest(ID=lease)
         try:
-            self._members.call(
-                "revoke a lease", lambda member: member.lease.LeaseRevoke, request, deadline, resend=True
-            )
+            self._members.call("revoke a lease", lambda member: member.lease.LeaseRevoke, request, deadline)
         except EtcdRefused as refused:
             if refused.effect is not Effect.LEASE_GONE:
                 raise
@@ -680,7 +664,7 @@ class EtcdMetadata:
         while True:
             request = rpc().RangeRequest(key=key, range_end=range_end, limit=page_keys, revision=revision)
             try:
-                reply = self._members.call(f"list {prefix}", _range, request, deadline, resend=True)
+                reply = self._members.call(f"list {prefix}", _range, request, deadline)
             except EtcdRefused as refused:
                 if refused.effect is Effect.TOO_LARGE and page_keys > 1:
                     page_keys = 1  # large keys after small ones: read this page again
@@ -713,7 +697,11 @@ def _keep_alive(member: EndpointChannel) -> Method:
     return send
 
 
-def _lease_gone(refused: EtcdRefused) -> Exception:
-    if refused.effect is Effect.LEASE_GONE:
-        return LeaseGone("the lease of a put does not exist (any more): nothing was written")
-    return refused
+@contextmanager
+def _lease_checked() -> Iterator[None]:
+    try:
+        yield
+    except EtcdRefused as refused:
+        if refused.effect is not Effect.LEASE_GONE:
+            raise
+        raise LeaseGone("the lease of a put does not exist (any more): nothing was written") from refused

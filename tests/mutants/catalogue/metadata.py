@@ -30,7 +30,7 @@ def _hide_loss(real: Any, self: Any, timeout_s: float) -> Any:
         return None
 
 
-def _resend(real: Any, self: Any, *rest: Any, resend: bool) -> Any:
+def _resend(real: Any, self: Any, *rest: Any, resend: bool = True) -> Any:
     return real(self, *rest, resend=True)
 
 
