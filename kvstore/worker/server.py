@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from functools import partial
 from typing import Any, cast
 
 import grpc
@@ -129,39 +128,27 @@ class Patience(grpc.ServerInterceptor):
         handler = continuation(details)
         if handler is None:
             return None
+        if handler.request_streaming and not handler.response_streaming:
+            return handler  # our own handlers watch their streams themselves
         serializers = (handler.request_deserializer, handler.response_serializer)
-        if not handler.request_streaming and not handler.response_streaming:
-            return grpc.stream_unary_rpc_method_handler(
-                partial(self._one_to_one, handler.unary_unary, details.method), *serializers
-            )
-        if not handler.request_streaming:
-            return grpc.stream_stream_rpc_method_handler(
-                partial(self._one_to_many, handler.unary_stream, details.method), *serializers
-            )
-        if handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(
-                partial(self._bounded, handler.stream_stream, details.method), *serializers
-            )
-        return handler  # our own handlers watch their streams themselves
 
-    def _one_to_one(
-        self, answer: Callable[..., Any], method: str, messages: Iterator[Any], context: grpc.ServicerContext
-    ) -> Any:
-        self._door.knock(method, context)
-        return answer(self._first(messages, context), context)
+        def one_to_one(messages: Iterator[Any], context: grpc.ServicerContext) -> Any:
+            self._door.knock(details.method, context)
+            return handler.unary_unary(self._first(messages, context), context)
 
-    def _one_to_many(
-        self, answer: Callable[..., Any], method: str, messages: Iterator[Any], context: grpc.ServicerContext
-    ) -> Iterator[Any]:
-        self._door.knock(method, context)
-        yield from answer(self._first(messages, context), context)
+        def one_to_many(messages: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+            self._door.knock(details.method, context)
+            yield from handler.unary_stream(self._first(messages, context), context)
 
-    def _bounded(
-        self, answer: Callable[..., Any], method: str, messages: Iterator[Any], context: grpc.ServicerContext
-    ) -> Iterator[Any]:
-        self._door.knock(method, context)
-        with self._watch.begin(self._most_s, self._most_s, context.cancel):
-            yield from answer(messages, context)
+        def bounded(messages: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+            self._door.knock(details.method, context)
+            with self._watch.begin(self._most_s, self._most_s, context.cancel):
+                yield from handler.stream_stream(messages, context)
+
+        if not handler.response_streaming:
+            return grpc.stream_unary_rpc_method_handler(one_to_one, *serializers)
+        many = bounded if handler.request_streaming else one_to_many
+        return grpc.stream_stream_rpc_method_handler(many, *serializers)
 
     def _first(self, messages: Iterator[Any], context: grpc.ServicerContext) -> Any:
         with self._watch.begin(self._most_s, self._most_s, context.cancel):
