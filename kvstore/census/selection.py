@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
 
 from kvstore.core.namespace import DIGEST_BYTES, Namespace, NamespaceDigest, NamespaceId
-from kvstore.core.validate import brief, parse_json
+from kvstore.core.validate import brief, check_text, parse_json
 from kvstore.errors import InvalidRequest
 from kvstore.format.places import NAMESPACE_ID_BYTES
 
@@ -40,8 +40,8 @@ class Selection:
         ):
             raise InvalidRequest(f"namespace={brief(self.namespace)}: expected its digest (cache.namespace.digest)")
         if self.tenant is not None:
-            _check_text("tenant", self.tenant)
-        _check_text("fingerprint", self.fingerprint)
+            check_text("tenant", self.tenant, TEXT_BYTES_MAX)
+        check_text("fingerprint", self.fingerprint, TEXT_BYTES_MAX)
         if all(getattr(self, each.name) == each.default for each in fields(self)):
             raise InvalidRequest(
                 "nothing is selected: give a namespace, tenant or fingerprint (all of a root: remove it)"
@@ -123,17 +123,6 @@ def checked_selection(value: object) -> Selection:
             "namespace, Selection(namespace=cache.namespace.digest)"
         )
     return value
-
-
-def _check_text(name: str, text: object) -> None:
-    if not isinstance(text, str):
-        raise InvalidRequest(f"{name}={brief(text)}: expected text")
-    try:
-        size_bytes = len(text.encode())
-    except UnicodeEncodeError as cause:
-        raise InvalidRequest(f"{name} is not valid Unicode: {cause}") from cause
-    if size_bytes > TEXT_BYTES_MAX:
-        raise InvalidRequest(f"{name} has {size_bytes} bytes, over the limit of {TEXT_BYTES_MAX}")
 
 
 NOTHING = ClearOrder()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NewType
 
 from kvstore.core.layout import Layout
-from kvstore.core.validate import brief, kind_of, parse_json
+from kvstore.core.validate import brief, check_text, kind_of, parse_json
 from kvstore.errors import InvalidRequest
 
 NamespaceDigest = NewType("NamespaceDigest", bytes)
@@ -48,7 +48,7 @@ class Namespace:
             ("tenant", self.tenant, NAME_BYTES_MAX),
             ("fingerprint", self.fingerprint, TEXT_BYTES_MAX),
         ):
-            _check_text(what, text, most)
+            check_text(f"namespace {what}", text, most)
         if not self.name:
             raise InvalidRequest("namespace name is empty: give the model's name")
         if not isinstance(self.layout, Layout):
@@ -121,16 +121,5 @@ def _check_attributes(attributes: tuple[tuple[str, str], ...]) -> None:
     if len(attributes) > ATTRIBUTES_MAX:
         raise InvalidRequest(f"namespace has {len(attributes)} attributes, over the limit of {ATTRIBUTES_MAX}")
     for key, value in attributes:
-        _check_text("attribute name", key, NAME_BYTES_MAX)
-        _check_text(f"attribute {brief(key)}", value, TEXT_BYTES_MAX)
-
-
-def _check_text(what: str, text: str, most: int) -> None:
-    if not isinstance(text, str):
-        raise InvalidRequest(f"namespace {what} is {kind_of(text)}: expected text")
-    try:
-        size = len(text.encode())
-    except UnicodeEncodeError as cause:
-        raise InvalidRequest(f"namespace {what} is not valid Unicode: {cause}") from cause
-    if size > most:
-        raise InvalidRequest(f"namespace {what} has {size} bytes, over the limit of {most}")
+        check_text("namespace attribute name", key, NAME_BYTES_MAX)
+        check_text(f"namespace attribute {brief(key)}", value, TEXT_BYTES_MAX)

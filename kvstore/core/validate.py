@@ -77,11 +77,11 @@ def parse_size(given: object) -> object:
 
 def shown(text: str) -> str:
     """Returns text with its control characters made visible, those that begin a line too."""
-    return text if text.isprintable() else "".join(map(_visible, text))
-
-
-def _visible(char: str) -> str:
-    return char if char.isprintable() else char.encode("unicode_escape").decode()
+    return (
+        text
+        if text.isprintable()
+        else "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    )
 
 
 # JSON that others wrote: on a shared root, in etcd, in a file of a user, in a request.
@@ -159,6 +159,18 @@ def checked_flag(name: str, value: bool) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise InvalidRequest(f"{name}={brief(value)}: expected True or False")
     return bool(value)
+
+
+def check_text(name: str, text: object, bytes_max: int) -> None:
+    """Raises InvalidRequest for what is no text, or a longer one, or cannot be encoded."""
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{name} is {kind_of(text)}: expected text")
+    try:
+        size_bytes = len(text.encode())
+    except UnicodeEncodeError as cause:
+        raise InvalidRequest(f"{name} is not valid Unicode: {cause}") from cause
+    if size_bytes > bytes_max:
+        raise InvalidRequest(f"{name} has {size_bytes} bytes, over the limit of {bytes_max}")
 
 
 def is_unicode(text: str) -> bool:
