@@ -14,7 +14,7 @@ from kvstore.format.places import Name
 from kvstore.meta.keys import parse_id
 from kvstore.meta.pins import StoredPin
 from kvstore.meta.session import live_sessions
-from kvstore.meta.sweeps import Condemned
+from kvstore.meta.sweeps import named_sweeps
 from kvstore.root.fences import list_twins, read_twin
 from kvstore.root.inspect import Inspector
 from kvstore.root.interface import FolderEntry, Root
@@ -113,8 +113,7 @@ class Orphans:
         plans = list(self._root.list(places.PLANS))
         if not plans:
             return
-        sweeps = self._meta.list(self._keys.condemned, self._timings.meta_timeout_s)
-        named = {bytes(Condemned.from_bytes(kv.value).sweep) for kv in sweeps.items}
+        named = named_sweeps(self._meta, self._keys, self._timings.meta_timeout_s)
         for entry in plans:
             sweep, name = places.parse_plan(entry.name), Name(f"{places.PLANS}/{entry.name}")
             if entry.stat is None or sweep is None or sweep in named:

@@ -20,7 +20,7 @@ from kvstore.meta.cluster import Agreed, Foreign, Standing, join_generation
 from kvstore.meta.keys import Keys
 from kvstore.meta.session import ANNOUNCED_MAX, Session
 from kvstore.meta.store import LeaseGone, MetadataStore, Watch, WatchLost
-from kvstore.meta.sweeps import Condemned
+from kvstore.meta.sweeps import named_sweeps
 from kvstore.root.fences import lift_unnamed
 from kvstore.root.identity import read_newest
 
@@ -60,9 +60,8 @@ class StartFence:
 
     def _named(self) -> set[bytes]:
         """Returns the sweeps in flight. Raises Unavailable if one cannot be read: it may name any folder."""
-        found = self._meta.list(self._keys.condemned, self._node.limits.meta_deadline_s)
         try:
-            return {Condemned.from_bytes(kv.value).sweep for kv in found.items}
+            return named_sweeps(self._meta, self._keys, self._node.limits.meta_deadline_s)
         except RootMismatch as error:
             raise Unavailable(f"the keys of garbage collection in etcd cannot be read: {error}") from error
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from kvstore.core.address import ADDRESS_BYTES, Address
 from kvstore.core.validate import parse_json
 from kvstore.errors import RootMismatch
-from kvstore.meta.keys import ID_BYTES, SweepId
+from kvstore.meta.keys import ID_BYTES, Keys, SweepId
+from kvstore.meta.store import MetadataStore
 
 VICTIMS_MAX = 4_000
 """The most victims of one sweep, so that its key stays below 64 KiB; the next sweep takes the others."""
@@ -104,3 +105,8 @@ class Condemned:
         sweep = SweepId(value[start : start + ID_BYTES])
         checksum = value[start + ID_BYTES : start + 2 * ID_BYTES]
         return cls(sweep, checksum, packed, bool(flags))
+
+
+def named_sweeps(meta: MetadataStore, keys: Keys, timeout_s: float) -> set[bytes]:
+    """Returns the sweeps in flight. Raises Unavailable, and RootMismatch if a key cannot be understood."""
+    return {Condemned.from_bytes(kv.value).sweep for kv in meta.list(keys.condemned, timeout_s).items}
