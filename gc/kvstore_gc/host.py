@@ -46,7 +46,6 @@ from kvstore.root.identity import newest_number, read_identity, read_namespaces
 from kvstore.root.open import open_root
 from kvstore.root.posix import FILE_MODE, PosixRoot, translated
 from kvstore_gc.config import Config
-from kvstore_gc.policy import Goals
 from kvstore_gc.rank import Ranking, victims_of
 
 log = logging.getLogger(__name__)
@@ -138,7 +137,7 @@ class HostCollector:
         written, deleted, used = shared[Number.WRITTEN], shared[Number.DELETED], shared[Number.USED]
         # A put that began since the look at the tables may count in the sum, even if it has ended.
         reserved += shared[Number.BEGUN] - begun
-        goals = self._goals(ttl_s)
+        goals = replace(self._config.goals(read_namespaces(self._root)), ttl_s=ttl_s)
         since_ns = begin_listing(self._root.path, shared)
         ranking = Ranking(goals, self._clock.now_s(), self._shard_bits)
         others = self._leftovers()
@@ -173,9 +172,6 @@ class HostCollector:
     def shards_count(self) -> int:
         """The number of shards of the root."""
         return 1 << self._shard_bits
-
-    def _goals(self, ttl_s: float | None) -> Goals:
-        return replace(self._config.goals(read_namespaces(self._root)), ttl_s=ttl_s)
 
     def once(self, listed: Callable[[], object] = lambda: None) -> Evicted:
         """Lists the root once, evicts what is due and what is over the limit, less the headroom. Raises the root's

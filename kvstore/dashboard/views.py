@@ -585,7 +585,7 @@ class Board:
         counts: dict[str, dict[str, int | float]] = defaultdict(dict)
         for address, worker in seen.items():
             for name, value in (worker.counts or {}).items():
-                if _tells_of_damage(name):
+                if name.startswith(("damage_", "quarantine")) or name.endswith("_damaged"):
                     counts[name][address] = value
         return {
             **self._head(looks),
@@ -639,7 +639,3 @@ def _totals(workers: Mapping[str, WorkerSeen]) -> dict[str, int | float]:
         for name, value in (worker.counts or {}).items():
             sums[name] += value
     return dict(sums)
-
-
-def _tells_of_damage(name: str) -> bool:
-    return name.startswith(("damage_", "quarantine")) or name.endswith("_damaged")

@@ -167,7 +167,9 @@ class Engine:
         self.blocks = Blocks(self)
         self.writer = Writer(self)
         self._prefetcher: Prefetcher | None = None
-        self.operations = Operations(clock, ids, lambda: self.limits.operations_max, self._count_ended)
+        self.operations = Operations(
+            clock, ids, lambda: self.limits.operations_max, lambda state: self.counters.add(_ENDED[state])
+        )
         if self.tiers is not None:
             self._prefetcher = Prefetcher(self, self.tiers)
         self._closed = False
@@ -441,9 +443,6 @@ class Engine:
                 self.executor.run(
                     lambda: reads.bring(chain, 0, count, deadline, even_once=True, even_root=False), deadline
                 )
-
-    def _count_ended(self, state: OperationState) -> None:
-        self.counters.add(_ENDED[state])
 
     def _deadline(self, asked_s: float | None, default_s: float) -> Deadline:
         return Deadline(self.clock, default_s if asked_s is None else asked_s)

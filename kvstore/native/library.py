@@ -339,7 +339,9 @@ def _load() -> tuple[Any, Any, str]:
     try:
         is_ours = found.kv_abi() == ABI
         for each in (found, keeping):
-            _declare(each)
+            for name, (result, arguments) in FUNCTIONS.items():
+                function = getattr(each, name)  # AttributeError if it is missing
+                function.restype, function.argtypes = result, arguments
     except AttributeError:
         is_ours = False
     if not is_ours:
@@ -347,21 +349,10 @@ def _load() -> tuple[Any, Any, str]:
     return found, keeping, ""
 
 
-def _declare(found: Any) -> None:
-    """Sets the types of all functions in ctypes. Raises AttributeError if one is missing."""
-    for name, (result, arguments) in FUNCTIONS.items():
-        function = getattr(found, name)
-        function.restype, function.argtypes = result, arguments
-
-
-def _say(reason: str) -> None:
-    """Warns unless pure Python was asked for: pip hides the build's messages, and all else works, only slower."""
-    if reason and os.environ.get("KVSTORE_NATIVE", "") != "0":
-        log.warning("native.missing kvstore runs in pure Python, which is slower: %s", reason)
-
-
 library, brief, _reason = _load()
-_say(_reason)
+if _reason and os.environ.get("KVSTORE_NATIVE", "") != "0":
+    # Not if pure Python was asked for. pip hides the build's messages, and all else works, only slower.
+    log.warning("native.missing kvstore runs in pure Python, which is slower: %s", _reason)
 
 
 def is_available() -> bool:

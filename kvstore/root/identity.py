@@ -168,7 +168,10 @@ def _create(root: Root, ids: Ids, shard_bits: int) -> RootIdentity:
         # Look again: another host may have made the root, and published chunks, since FORMAT was found missing.
         found = read_identity(root)
         if found is None:
-            raise _holds_foreign(root, foreign)
+            raise RootMismatch(
+                f"{root.url} holds {foreign!r} but no FORMAT file: give an empty folder, or restore FORMAT from a "
+                "backup"
+            )
         return found
     # Synced: a torn FORMAT after a host crash would cost the whole root, not one chunk.
     mine = RootIdentity(RootId(ids.fresh()), 1, shard_bits)
@@ -191,12 +194,6 @@ def _foreign_entry(root: Root) -> str | None:
         if entry.name == places.CHUNKS and next(iter(root.list(places.CHUNKS)), None) is not None:
             return entry.name
     return None
-
-
-def _holds_foreign(root: Root, entry: str) -> RootMismatch:
-    return RootMismatch(
-        f"{root.url} holds {entry!r} but no FORMAT file: give an empty folder, or restore FORMAT from a backup"
-    )
 
 
 def _not_a_format(content: bytes) -> RootMismatch:

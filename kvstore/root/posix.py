@@ -303,7 +303,7 @@ class PosixRoot(Root):
             fenced=True,
             conditional_remove=False,
         )
-        self._step = step or _no_step
+        self._step = step or (lambda point: None)
         self._format = _content(f"{self.path}/{FORMAT}")
         mount = mount_of(self.path)
         # Memory has no device to wait for, and tmpfs does not know RWF_NOWAIT.
@@ -581,10 +581,6 @@ class PosixRoot(Root):
 
     def _at(self, name: Name) -> str:
         return f"{self.path}/{name}"
-
-
-def _no_step(point: str) -> None:
-    pass
 
 
 def _content(path: str) -> bytes | None:

@@ -85,8 +85,15 @@ class ControlService:
         return self._message(run.status)
 
     def _selected(self, message: pb.Selection, call: Call) -> tuple[Selection, str, str | None]:
-        """Returns a selection that ``call`` may use, its text for people, and its tenant (None: all tenants)."""
-        selection = _selection_of(message)
+        """Returns a selection that ``call`` may use, its text for people, and its tenant (None: all tenants).
+
+        Raises InvalidRequest if it is empty or invalid.
+        """
+        selection = Selection(
+            namespace=message.namespace or None,
+            tenant=message.tenant if message.HasField("tenant") else None,
+            fingerprint=message.fingerprint,
+        )
         if selection.namespace is not None:
             namespace = self._service.worker.namespace(selection.namespace, call)
             return selection, f"{namespace.name}: {selection.describe()}", namespace.tenant
@@ -150,12 +157,3 @@ class ControlService:
                 worker=self._address(),
             )
         )
-
-
-def _selection_of(message: pb.Selection) -> Selection:
-    """Returns the selection in a message. Raises InvalidRequest if it is empty or invalid."""
-    return Selection(
-        namespace=message.namespace or None,
-        tenant=message.tenant if message.HasField("tenant") else None,
-        fingerprint=message.fingerprint,
-    )
