@@ -18,7 +18,7 @@ from dataclasses import replace
 from kvstore.census.selection import ClearOrder, Selection
 from kvstore.census.walk import ChunkFile, found_in, walk
 from kvstore.core.address import Address
-from kvstore.core.executor import Deadline, Loop, moved_on
+from kvstore.core.executor import Deadline, moved_on
 from kvstore.core.operations import Progress
 from kvstore.core.results import Cleared
 from kvstore.engine.engine import Engine
@@ -29,9 +29,10 @@ from kvstore.format.places import Name
 from kvstore.host.clears import HostClears
 from kvstore.host.eviction import Evicted, Eviction, EvictionVictim, begin_listing
 from kvstore.meta.clears import Clears, PublishedClear, PublishedOrder
+from kvstore.meta.follower import SessionFollower
 from kvstore.meta.keys import SessionId
 from kvstore.meta.session import Session
-from kvstore.meta.store import Watch, WatchLost
+from kvstore.meta.store import Snapshot, Watch
 from kvstore.root.fences import with_reserve
 from kvstore.root.posix import PosixRoot, translated
 
@@ -44,22 +45,16 @@ from kvstore.root.posix import PosixRoot, translated
 log = logging.getLogger(__name__)
 
 WAIT_S = 0.5
-RETRY_S = 1.0
 
 
-class ClearsFollower:
+class ClearsFollower(SessionFollower):
     """Follows orders while a session lives, and has the node obey them, in a thread of its own."""
 
     def __init__(self, node: Engine, clears: Clears, timeout_s: float) -> None:
+        super().__init__("clears", clears, WAIT_S, timeout_s)
         self._node = node
         self._clears = clears
-        self._timeout_s = timeout_s
-        self._changed = threading.Condition()
-        self._session: Session | None = None
-        self._watch: Watch | None = None
-        self._loop = Loop("kvstore-clears", self._changed, lambda: self._turn)
         # Only the thread uses the fields below.
-        self._followed: Session | None = None
         self._orders: dict[bytes, tuple[ClearOrder, bool, float]] = {}
         """The orders that are kept, whether each is done, and until when (monotonic) it forbids."""
         self._obeyed: dict[bytes, bool] = {}
@@ -71,77 +66,31 @@ class ClearsFollower:
         """Orders whose chunks may not be stored again."""
 
     def begin(self, session: Session) -> None:
-        """Follows orders from now on, as long as ``session`` lives."""
-        with self._changed:
-            self._session = session
-            self._loop.start()
-            self._changed.notify_all()
+        self.start()
+        super().begin(session)
 
-    def end(self, session: Session) -> None:
-        """Notes that the session is over: its answers went with it. The orders themselves stay."""
-        with self._changed:
-            if self._session is session:
-                self._session = None
-            watch = self._watch
-        if watch is not None:
-            watch.close()
-
-    def close(self, timeout_s: float) -> None:
-        with self._changed:
-            self._loop.stop()
-            self._session, watch = None, self._watch
-        if watch is not None:
-            watch.close()
-        self._loop.close(timeout_s)
-
-    def step(self, wait_s: float) -> bool:
-        """Applies new events, waiting up to ``wait_s`` for them; False if it cannot watch the orders at the moment."""
-        session = self._session
-        if session is None:
-            return False
-        try:
-            if session is not self._followed or self._watch is None:
-                self._read_afresh(session)
-            else:
-                for event in self._watch.next(wait_s) or ():
-                    self._apply(self._clears.read(event.key, event.kv), self._clears.passing_s)
-            self._answer(session)
-        except WatchLost as lost:
-            if not self._loop.closed:
-                log.info("clears.watch_lost %s", lost)
-            self._drop_watch()
-            return True
-        except KVStoreError as error:
-            log.info("clears.not_followed %s", error)
-            self._drop_watch()
-            return False
-        if self._unswept:
-            swept, self._unswept = self._unswept, []
-            self._node.sweep_disk(swept)  # no caller waits for it
-        return True
-
-    def _read_afresh(self, session: Session) -> None:
-        self._drop_watch()
-        snapshot = self._clears.snapshot(self._timeout_s)
-        watch = self._clears.watch(snapshot.revision + 1)
-        with self._changed:
-            if self._session is not session:
-                watch.close()
-                return
-            self._watch = watch
-        is_first = self._followed is None
-        if self._followed is not session:
-            self._answered.clear()
-        self._followed = session
+    def _read(self, snapshot: Snapshot, before: Session | None) -> None:
+        if before is not self._followed:
+            self._answered.clear()  # its answers went with the session
         orders = [self._clears.read(each.key, each) for each in snapshot.items]
         for id in self._orders.keys() - {each.id for each in orders if each is not None}:
             del self._orders[id]
         for each in orders:
-            self._apply(each, 0 if is_first else self._clears.passing_s)
-        if is_first:
+            self._apply(each, 0 if before is None else self._clears.passing_s)
+        if before is None:
             # This process began after these, or while they were swept: what was put here since must stay.
             self._obeyed = {id: True for id, (_, is_done, _) in self._orders.items() if is_done}
             self._node.refill([order for order, _, _ in self._orders.values()])
+
+    def _take(self, watch: Watch, wait_s: float) -> None:
+        for event in watch.next(wait_s) or ():
+            self._apply(self._clears.read(event.key, event.kv), self._clears.passing_s)
+
+    def _act(self, session: Session) -> None:
+        self._answer(session)
+        if self._unswept:
+            swept, self._unswept = self._unswept, []
+            self._node.sweep_disk(swept)  # no caller waits for it
 
     def _apply(self, order: PublishedOrder | None, passing_s: float) -> None:
         if order is None:
@@ -181,21 +130,6 @@ class ClearsFollower:
         for id in self._answered - waiting:
             self._clears.withdraw(session, id, self._timeout_s)
             self._answered.discard(id)
-
-    def _drop_watch(self) -> None:
-        with self._changed:
-            watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.close()
-
-    def _turn(self) -> None:
-        if not self.step(WAIT_S):
-            self._wait(self._session)
-
-    def _wait(self, session: Session | None) -> None:
-        """Waits until orders can be watched again: for a new session, or ``RETRY_S`` with the same one."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._loop.closed or self._session not in (None, session), timeout=RETRY_S)
 
 
 POLL_S = 0.2

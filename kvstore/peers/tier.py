@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,12 +17,13 @@ from kvstore.client.failover import Endpoint
 from kvstore.client.pool import PLAIN, Credentials, DataConnection
 from kvstore.core.address import Address
 from kvstore.core.clock import Clock
-from kvstore.core.executor import Deadline, Loop, moved_on
+from kvstore.core.executor import Deadline, moved_on
 from kvstore.core.metrics import Counters, NodeCount, TierName
 from kvstore.errors import KVStoreError
 from kvstore.format.keyset import ChunkKeys, KeySet
+from kvstore.meta.follower import SessionFollower
 from kvstore.meta.session import Session, SessionManager
-from kvstore.meta.store import KeyValue, Watch, WatchLost
+from kvstore.meta.store import KeyValue, Snapshot, Watch
 from kvstore.meta.workers import Digests, WorkerRecord
 from kvstore.peers.limits import PeerLimits
 from kvstore.peers.reports import EMPTY, DigestPublisher, Directory, PeerReports, Source
@@ -181,21 +181,17 @@ def runs(indexes: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 # Follows the peers' reports: one watch that feeds the directory.
-#
-# Depends on this node's session. When the session is lost, what was read from etcd may be outdated, so it is forgotten;
-# the next session begins by reading everything afresh. A lost watch alone is only a lag.
 
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 1.0
 BATCHES_MAX = 256
 """Batches of news taken in before the directory is built: a flood must not delay it for ever."""
 REST = 4
 """Wait this multiple of the last build time before rebuilding: with many peers there is always news."""
 
 
-class PeerFollower:
+class PeerFollower(SessionFollower):
     """``directory`` is always the newest there is. ``own`` is this node's address, whose digests are left out.
 
     Its thread also calls ``look_after`` of ``roster``.
@@ -210,6 +206,7 @@ class PeerFollower:
         clock: Clock,
         roster: PeerSelector,
     ) -> None:
+        super().__init__("peers", digests, limits.follow_s, limits.meta_deadline_s)
         self.directory: Directory = EMPTY
         self._digests = digests
         self._own = own
@@ -217,93 +214,33 @@ class PeerFollower:
         self._counters = counters
         self._clock = clock
         self._roster = roster
-        self._changed = threading.Condition()  # guards session, watch and directory
-        self._session: Session | None = None
-        self._loop = Loop("kvstore-peers-follow", self._changed, lambda: self._turn)
-        self._watch: Watch | None = None
         # Only the thread uses the fields below.
-        self._followed: Session | None = None
         self._reports = PeerReports(own, limits.prints_max)
         self._show_at_s = 0.0
 
-    def start(self) -> None:
-        self._loop.start()
+    def _forget(self) -> None:
+        self.directory = EMPTY
 
-    def begin(self, session: Session) -> None:
-        """Follows from now on, as long as ``session`` lives."""
-        with self._changed:
-            self._session = session
-            self._changed.notify_all()
-
-    def end(self, session: Session) -> None:
-        """Notes that the session is over, and forgets what was known because of it."""
-        with self._changed:
-            if self._session is session:
-                self._session, self.directory = None, EMPTY
-            watch = self._watch
-        if watch is not None:
-            watch.close()  # wakes the thread
-
-    def step(self, wait_s: float) -> bool:
-        """Takes in new events, waiting up to ``wait_s`` for them; False if it cannot receive any at the moment."""
-        session = self._session
-        if session is None:
-            self._followed = None
-            return False
-        try:
-            if session is not self._followed or self._watch is None:
-                self._read_afresh(session)
-            else:
-                self._take_batches(self._watch, min(wait_s, self._rest_s()) if self._reports.is_changed else wait_s)
-        except WatchLost as lost:
-            log.info("peers.watch_lost %s", lost)
-            self._drop_watch()
-            return True  # the next step reads afresh; until then the old directory is good enough
-        except KVStoreError as error:
-            log.info("peers.not_followed %s", error)
-            self._drop_watch()
-            return False
-        self._show(session)
-        return True
-
-    def close(self, timeout_s: float) -> None:
-        """Ends the watch and the thread. Idempotent."""
-        with self._changed:
-            self._loop.stop()
-            self._session, self.directory = None, EMPTY
-            watch = self._watch
-        if watch is not None:
-            watch.close()
-        self._loop.close(timeout_s)
-
-    def _read_afresh(self, session: Session) -> None:
-        self._drop_watch()
-        snapshot = self._digests.snapshot(self._limits.meta_deadline_s)
-        watch = self._digests.watch(snapshot.revision + 1)
-        with self._changed:
-            if self._session is not session:
-                watch.close()
-                return
-            self._watch = watch
-        self._followed, self._reports = session, PeerReports(self._own, self._limits.prints_max)
-        self._take((each.key, each) for each in snapshot.items)
+    def _read(self, snapshot: Snapshot, before: Session | None) -> None:
+        self._reports = PeerReports(self._own, self._limits.prints_max)
+        self._hear((each.key, each) for each in snapshot.items)
         self._counters.add(NodeCount.PEERS_READS_AFRESH)
 
-    def _take_batches(self, watch: Watch, wait_s: float) -> None:
-        batch = watch.next(wait_s)
+    def _take(self, watch: Watch, wait_s: float) -> None:
+        batch = watch.next(min(wait_s, self._rest_s()) if self._reports.is_changed else wait_s)
         for _ in range(BATCHES_MAX):
             if not batch:
                 break
-            self._take((event.key, event.kv) for event in batch)
+            self._hear((event.key, event.kv) for event in batch)
             batch = watch.next(0.0)
 
-    def _take(self, keys: Iterable[tuple[str, KeyValue | None]]) -> None:
+    def _hear(self, keys: Iterable[tuple[str, KeyValue | None]]) -> None:
         for key, found in keys:
             news = self._digests.read(key, found)
             if news is not None:
                 self._reports.hear(news)
 
-    def _show(self, session: Session) -> None:
+    def _act(self, session: Session) -> None:
         """Replaces the directory as a whole, unless the session has ended."""
         if not self._reports.is_changed or self._rest_s():
             return
@@ -318,22 +255,11 @@ class PeerFollower:
     def _rest_s(self) -> float:
         return max(0.0, self._show_at_s - self._clock.monotonic_s())
 
-    def _drop_watch(self) -> None:
-        with self._changed:
-            watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.close()
-
     def _turn(self) -> None:
-        is_followed = self.step(self._limits.follow_s)
+        is_followed = self.step(self._wait_s)
         self._roster.look_after(self.directory.numbers)
         if not is_followed:
             self._wait(self._session)
-
-    def _wait(self, session: Session | None) -> None:
-        """Waits until there may be new events: in a new session, or after ``RETRY_S`` in the same one."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._loop.closed or self._session not in (None, session), timeout=RETRY_S)
 
 
 # The tier of peers: chunks that other nodes have in memory, by their reports in etcd, read over bulk connections.
