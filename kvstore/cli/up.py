@@ -294,13 +294,6 @@ class _Worker:
     is_drained: bool = False
 
 
-@dataclass(slots=True)
-class _Other:
-    program: Program
-    due_s: float | None = None
-    """Time (monotonic) at which it is started again; None while it runs."""
-
-
 class Supervisor:
     """The workers of this host, and their helper programs. Adds each program that it starts to ``programs``."""
 
@@ -319,7 +312,9 @@ class Supervisor:
         self._stopper = stopper
         self._programs = programs
         self._workers: list[_Worker] = []
-        self._others: list[_Other] = []
+        self._others: list[Program] = []
+        self._due_s: dict[str, float] = {}
+        """Times (monotonic) at which those that ended are started again, by name."""
 
     def start(self, count: int, listen: str, metrics: str) -> None:
         """Starts the workers and waits until they serve. Raises Unavailable if one does not."""
@@ -414,18 +409,17 @@ class Supervisor:
 
     def stop(self) -> None:
         """Ends the workers, then the helper programs: puts that workers accepted may need space from the collector."""
-        others = [each.program for each in self._others]
-        stop_all([each for each in self._programs if each not in others], self._drain_s + WORKER_STOP_S)
-        stop_all(others)
+        stop_all([each for each in self._programs if each not in self._others], self._drain_s + WORKER_STOP_S)
+        stop_all(self._others)
 
     def watch(self, server: EmbeddedEtcd | None) -> None:
         """Returns when a signal came. Raises Unavailable if a worker keeps dying."""
         while not self._stopper.wait(WATCH_S):
             if server is not None and not server.running:
                 self._start_etcd(server)
-            for other in self._others:
-                if not other.program.running:
-                    _start_later(other)
+            for program in self._others:
+                if not program.running:
+                    self._start_later(program)
             for number, worker in enumerate(self._workers):
                 if not worker.program.running and not worker.is_drained:
                     self._again(number, worker)
@@ -477,21 +471,20 @@ class Supervisor:
     def _start_beside(self, name: str, command: list[str]) -> Program:
         program = Program(name, command)
         self._programs.append(program)
-        self._others.append(_Other(program))
+        self._others.append(program)
         log.info("up.starting name=%s", name)
         program.start()
         return program
 
-
-def _start_later(other: _Other) -> None:
-    """Starts an ended program again once its time has come; the first call says when that is."""
-    program, now_s = other.program, time.monotonic()
-    if other.due_s is None:
-        other.due_s = now_s + AGAIN_S
-        log.error("up.%s_ended exit_code=%s: starting it again in %g s", program.name, program.exit_code, AGAIN_S)
-    elif now_s >= other.due_s:
-        other.due_s = None
-        program.start()
+    def _start_later(self, program: Program) -> None:
+        """Starts an ended program again once its time has come; the first call says when that is."""
+        now_s = time.monotonic()
+        if program.name not in self._due_s:
+            self._due_s[program.name] = now_s + AGAIN_S
+            log.error("up.%s_ended exit_code=%s: starting it again in %g s", program.name, program.exit_code, AGAIN_S)
+        elif now_s >= self._due_s[program.name]:
+            del self._due_s[program.name]
+            program.start()
 
 
 def numbered(first: str, number: int) -> str:

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -409,33 +409,26 @@ NUMBER_MAX = 1 << 31
 """Requests on one connection, which is replaced then."""
 
 
+@dataclass(eq=False, repr=False)
 class DataConnection:
     """One connection that both ends have proved, and its arena. Used by one call at a time."""
 
-    def __init__(
-        self,
-        channel: Channel,
-        address: str,
-        hands_files: bool,
-        ledger: Ledger | None,
-        memory: WorkerMemory | None,
-        credentials_version: int,
-    ) -> None:
-        self.channel = channel
-        self.hands_files = hands_files
-        """True if the worker gives the files of its root."""
-        self.memory = memory
-        """The worker's memory, mapped; None if it has none or is on another host."""
-        self.arena: UploadArena | None = None
-        self.arena_bytes = 0
-        """Bytes reserved for the arena, which may not exist yet (``Links.reserve_arena``)."""
-        self.address = address
-        self._ledger = ledger
-        self.number = 0
-        """The number of the last request."""
-        self._never_blocks: dict[int, bool] = {}
-        self.credentials_version = credentials_version
-        """Version of the credentials with which this connection was made."""
+    channel: Channel
+    address: str
+    hands_files: bool
+    """True if the worker gives the files of its root."""
+    ledger: Ledger | None
+    memory: WorkerMemory | None
+    """The worker's memory, mapped; None if it has none or is on another host."""
+    credentials_version: int
+    """Version of the credentials with which this connection was made."""
+    arena: UploadArena | None = None
+    arena_bytes: int = 0
+    """Bytes reserved for the arena, which may not exist yet (``Links.reserve_arena``)."""
+    number: int = 0
+    """The number of the last request."""
+    known_devices: dict[int, bool] = field(default_factory=dict)
+    """Whether reading files of a device never waits, by the device's number."""
 
     @property
     def is_shared(self) -> bool:
@@ -490,7 +483,7 @@ class DataConnection:
 
         ``reserve(bytes)`` returns how many of those bytes the arena may have.
         """
-        arena, ledger = self.arena, self._ledger
+        arena, ledger = self.arena, self.ledger
         if ledger is None or (arena is not None and arena.size_bytes >= size_bytes):
             return
         # Twice, so that a run finds room in the ring while those before it are being written.
@@ -511,9 +504,9 @@ class DataConnection:
     def never_blocks(self, fd: int) -> bool:
         """True if reading this file never waits for a device."""
         device = os.fstat(fd).st_dev
-        known = self._never_blocks.get(device)
+        known = self.known_devices.get(device)
         if known is None:
-            known = self._never_blocks[device] = file_system_type(f"/proc/self/fd/{fd}") in MEMORY_FILE_SYSTEMS
+            known = self.known_devices[device] = file_system_type(f"/proc/self/fd/{fd}") in MEMORY_FILE_SYSTEMS
         return known
 
     def close(self) -> None:

@@ -176,7 +176,7 @@ class Executor:
             for number in range(count)
         ]
         self._closed = False
-        self._pid = os.getpid()
+        self._owner = Owner()
         for thread in self._threads:
             thread.start()
 
@@ -189,10 +189,7 @@ class Executor:
         """
         if self._closed:
             raise Unavailable("the store is closed: open it again")
-        if self._pid != os.getpid():
-            raise InvalidRequest(
-                "this store was opened before a fork, and its threads are not here: open it in the child"
-            )
+        self._owner.check()
         if self.stalled:
             raise Unavailable("the root does not answer: every thread waits for it; check the mount")
         if self._queue.qsize() >= self._queue_max:
@@ -235,7 +232,7 @@ class Executor:
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Ends the idle threads; a thread stuck in a call ends with the process."""
-        if self._closed or self._pid != os.getpid():
+        if self._closed or not self._owner.is_here:
             return
         self._closed = True
         for _ in self._threads:

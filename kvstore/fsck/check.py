@@ -209,51 +209,41 @@ def fsck(
         pause=pause,
     )
     repairer = Repairer(root, identity.shard_bits, inspector, RandomIds().fresh())
-    walk = _Walk(root, identity.shard_bits, options, inspector, repairer, clock.now_s(), found, progress)
+    report = FsckReport(options.findings_max)
+    walk = _Walk(report, root, options, inspector, repairer, clock.now_s(), found, progress)
     walk.top()
     walk.namespaces()
     walk.chunks()
     walk.staging()
     walk.quarantine()
-    walk.report.read_bytes = inspector.read_bytes
-    return walk.report
+    report.read_bytes = inspector.read_bytes
+    return report
 
 
+@dataclass(slots=True)
 class _Walk:
     """One check of one root; a method per folder."""
 
-    def __init__(
-        self,
-        root: Root,
-        shard_bits: int,
-        options: Options,
-        inspector: Inspector,
-        repairer: Repairer,
-        now_s: float,
-        found: Callable[[Finding], object],
-        progress: Callable[[int], object],
-    ) -> None:
-        self.report = FsckReport(options.findings_max)
-        self._root = root
-        self._shard_bits = shard_bits
-        self._options = options
-        self._inspector = inspector
-        self._repairer = repairer
-        self._now_s = now_s
-        self._found = found
-        self._progress = progress
-        self._recorded: set[NamespaceId] = set()
-        self._undescribed: set[NamespaceId] = set()
-        self._shards_done = 0
+    report: FsckReport
+    root: Root
+    options: Options
+    inspector: Inspector
+    repairer: Repairer
+    now_s: float
+    found: Callable[[Finding], object]
+    progress: Callable[[int], object]
+    recorded: set[NamespaceId] = field(default_factory=set)
+    undescribed: set[NamespaceId] = field(default_factory=set)
+    shards_done: int = 0
 
     def top(self) -> None:
         """Checks the root's own folder, the only one that must be readable."""
-        for entry in list(self._root.list(TOP)):
+        for entry in list(self.root.list(TOP)):
             name = Name(entry.name)
             if entry.name in _FILES or entry.name in FILE_SYSTEMS_OWN:
                 continue
             if entry.stat is None and SCRATCH_FOLDER.fullmatch(entry.name):
-                self._add(FindingKind.LEFTOVER, name, "", partial(self._repairer.remove_tree, name))
+                self._add(FindingKind.LEFTOVER, name, "", partial(self.repairer.remove_tree, name))
             elif entry.stat is not None or entry.name not in places.FOLDERS:
                 self._add(FindingKind.FOREIGN, name)
 
@@ -267,15 +257,15 @@ class _Walk:
                 continue
             try:
                 if suffix == "claim":
-                    check_claim(self._root, name)
-                elif (namespace := read_record(self._root, name)) is not None:
-                    self._recorded.add(namespace.id)
+                    check_claim(self.root, name)
+                elif (namespace := read_record(self.root, name)) is not None:
+                    self.recorded.add(namespace.id)
             except (InvalidRequest, RootMismatch) as wrong:
                 # Taken away, the next node that opens the namespace writes it again; the digest guards what it says.
-                self._add(FindingKind.BAD_RECORD, name, str(wrong), partial(self._repairer.set_aside, name))
+                self._add(FindingKind.BAD_RECORD, name, str(wrong), partial(self.repairer.set_aside, name))
             except KVStoreError as error:
                 self._add(FindingKind.UNREADABLE, name, str(error))
-        self.report.namespaces_count = len(self._recorded)
+        self.report.namespaces_count = len(self.recorded)
 
     def chunks(self) -> None:
         """Every chunk must be whole, and where its address says."""
@@ -286,12 +276,12 @@ class _Walk:
                 continue
             for entry in self._entries(name):
                 self._chunk(Name(f"{name}/{entry.name}"), entry)
-            self._shards_done += 1
-            self._progress(self._shards_done)
+            self.shards_done += 1
+            self.progress(self.shards_done)
 
     def staging(self) -> None:
         """Finds what dead sessions left: staged files, and their folders."""
-        live, now_s = self._options.live_sessions, self._now_s
+        live, now_s = self.options.live_sessions, self.now_s
         for folder in self._entries(places.STAGING):
             name = Name(f"{places.STAGING}/{folder.name}")
             session = parse_id(folder.name)
@@ -300,7 +290,7 @@ class _Walk:
                 continue
             if live is not None and session in live:
                 continue
-            wanted_age_s = self._options.staging_age_s if live is None else STAGING_GRACE_S
+            wanted_age_s = self.options.staging_age_s if live is None else STAGING_GRACE_S
             young = False
             for entry in self._entries(name):
                 file = Name(f"{name}/{entry.name}")
@@ -311,12 +301,12 @@ class _Walk:
                 mtime_ns = entry.stat.mtime_ns
                 is_old = now_s - mtime_ns / NS_PER_S >= wanted_age_s or was_never_stamped(mtime_ns, now_s)
                 if is_old:
-                    self._add(FindingKind.ORPHAN_STAGING, file, detail, partial(self._repairer.remove, file))
+                    self._add(FindingKind.ORPHAN_STAGING, file, detail, partial(self.repairer.remove, file))
                 else:
                     young = True  # perhaps a put in progress
-            if self._options.repair and live is not None and not young:
+            if self.options.repair and live is not None and not young:
                 # An empty folder of a dead session is no finding. If it lives after all it makes the folder again.
-                self._repairer.remove_folder(name)
+                self.repairer.remove_folder(name)
 
     def quarantine(self) -> None:
         """Lists quarantined files. Repair puts whole ones back and deletes damaged ones."""
@@ -326,14 +316,14 @@ class _Walk:
                 self._add(FindingKind.FOREIGN, name)
                 continue
             try:
-                verdict = self._inspector.look(name, thorough=True)
+                verdict = self.inspector.look(name, thorough=True)
             except KVStoreError as error:
                 self._add(FindingKind.UNREADABLE, name, str(error))
                 continue
             if verdict is not None:
                 detail = verdict.value if isinstance(verdict, Damage) else "whole"
-                self._add(FindingKind.QUARANTINED, name, detail, partial(self._repairer.settle, name))
-            self._progress(self._shards_done)
+                self._add(FindingKind.QUARANTINED, name, detail, partial(self.repairer.settle, name))
+            self.progress(self.shards_done)
 
     def _chunk(self, name: Name, entry: FolderEntry) -> None:
         parsed = places.parse_chunk(entry.name)
@@ -341,46 +331,46 @@ class _Walk:
             self._add(FindingKind.FOREIGN, name)
             return
         try:
-            verdict = self._inspector.look(name)
+            verdict = self.inspector.look(name)
         except KVStoreError as error:
             self._add(FindingKind.UNREADABLE, name, str(error))
             return
-        self._progress(self._shards_done)
+        self.progress(self.shards_done)
         if verdict is None:
             return  # removed since it was listed
         if isinstance(verdict, Damage):
-            self._add(FindingKind.DAMAGED, name, verdict.value, partial(self._repairer.take, name))
+            self._add(FindingKind.DAMAGED, name, verdict.value, partial(self.repairer.take, name))
             return
-        right = self._repairer.right_name(verdict)
+        right = self.repairer.right_name(verdict)
         if right != name:
             own_name = (verdict.address, NamespaceId(verdict.namespace[:8])) == parsed
             kind = FindingKind.WRONG_SHARD if own_name else FindingKind.MISPLACED
-            self._add(kind, name, f"belongs at {right}", partial(self._repairer.take, name))
+            self._add(kind, name, f"belongs at {right}", partial(self.repairer.take, name))
             return
         self.report.chunks_count += 1
         self.report.chunks_bytes += verdict.file_bytes
-        if parsed[1] not in self._recorded and parsed[1] not in self._undescribed:
-            self._undescribed.add(parsed[1])
+        if parsed[1] not in self.recorded and parsed[1] not in self.undescribed:
+            self.undescribed.add(parsed[1])
             self._add(FindingKind.NO_RECORD, name, f"namespace {verdict.namespace.hex()} has no record")
 
     def _entries(self, folder: Name) -> list[FolderEntry]:
         """Lists a folder completely before any entry is acted upon: repairing changes the folder."""
         try:
-            return list(self._root.list(folder))
+            return list(self.root.list(folder))
         except KVStoreError as error:
             self._add(FindingKind.UNREADABLE, folder, str(error))
             return []
 
     def _add(self, kind: FindingKind, name: Name, detail: str = "", act: Callable[[], Outcome] | None = None) -> None:
         finding = Finding(kind, name, detail)
-        if self._options.repair and act is not None:
+        if self.options.repair and act is not None:
             try:
                 action, said = act()
             except KVStoreError as error:
                 action, said = Action.FAILED, str(error)
             finding = replace(finding, action=action, detail="; ".join(part for part in (detail, said) if part))
         self.report.add(finding)
-        self._found(finding)
+        self.found(finding)
 
 
 def read_record(root: Root, name: Name) -> Namespace | None:
