@@ -576,17 +576,14 @@ class KVCache:
             end = min(at + step, len(ids))
             kv = tensors.gather(at - skipped, end - skipped)
             result = self._cache.put(ids[:end], kv, prefix=at, ttl=self._ttl_s, write=write)
-            if result.tokens_present < end:
-                write = (
-                    WriteMode.THROUGH
-                )  # behind, memory may have had no room for it; waiting for the root always helps
             written += result.chunks_written * size
             if result.tokens_present >= end:
                 at = end
                 if at == len(ids):
                     return at, written
             elif result.reason != StoreFull.reason and result.tokens_present >= skipped and holes < HOLES_MAX:
-                at, holes = result.tokens_present, holes + 1
+                # Behind, memory may have had no room for it; waiting for the root always helps.
+                at, holes, write = result.tokens_present, holes + 1, WriteMode.THROUGH
             else:
                 return result.tokens_present, written
 

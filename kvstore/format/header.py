@@ -512,25 +512,10 @@ def encode_fixed(
     size = encoded_header_bytes(len(expected.identity), expected.section_count)
     if size + payload_bytes == expected.file_bytes:
         size += PAGE_BYTES  # so that the size alone distinguishes it from a file of version 1
-    return _FIXED.pack(
-        MAGIC,
-        VERSION_2,
-        XXH3_64,
-        BLAKE2B_128,
-        expected.kind,
-        encoding,
-        expected.itemsize,
-        size,
-        expected.depth,
-        len(expected.identity),
-        expected.section_count,
-        expected.section_bytes,
-        expected.address,
-        expected.parent,
-        expected.namespace,
-        incarnation,
-        key_id,
-    )
+    kinds = VERSION_2, XXH3_64, BLAKE2B_128, expected.kind, encoding, expected.itemsize
+    sizes = size, expected.depth, len(expected.identity), expected.section_count, expected.section_bytes
+    names = expected.address, expected.parent, expected.namespace, incarnation, key_id
+    return _FIXED.pack(MAGIC, *kinds, *sizes, *names)
 
 
 def encode_header(fixed: bytes, sealed: bytes, salt: bytes, stored: list[Stored], descent: bytes = b"") -> bytearray:

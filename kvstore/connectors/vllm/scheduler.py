@@ -113,9 +113,6 @@ class RequestState:
     """Tokens that the prompt shares with a stored one, if a hit could not have all: others may share them too."""
     is_parting: bool = False
     """True until the blocks before ``parting`` that the engine has itself were ordered to be stored."""
-    loading: bytes = b""
-    """The first key of those that it loads now, for others to wait for; empty if it loads nothing."""
-    loading_until_s: float = 0.0
     is_mixed: bool = False
     """True if weights were replaced while it ran: its KV is of both, until vLLM computes it anew."""
 
@@ -179,8 +176,8 @@ class SchedulerHalf:
         """Until when blocks that could not be loaded are not looked up."""
         self._ordered: RecentMap[bytes, float] = RecentMap(ORDERED_MAX)
         """When blocks were last ordered to be stored."""
-        self._loading: dict[bytes, RequestState] = {}
-        """The request that loads a block, by the block's key."""
+        self._loading: dict[bytes, tuple[RequestState, float]] = {}
+        """The requests that load now, and until when others wait for them, by the first key of what they load."""
         self._asked: threading.Event | None = None
         """Set when something ends that vLLM asked for since the last step in vain."""
         self._adapters = Adapters(shape.adapters)
@@ -270,14 +267,13 @@ class SchedulerHalf:
 
     def _loads_already(self, key: bytes, tracked: RequestState) -> bool:
         """True if another request is loading this block: samples of one prompt, or requests that came together."""
-        other = self._loading.get(key)
-        return other is not None and other is not tracked and time.monotonic() < other.loading_until_s
+        other, until_s = self._loading.get(key, (tracked, 0.0))
+        return other is not tracked and time.monotonic() < until_s
 
     def _loaded(self, tracked: RequestState) -> None:
         """Ends the wait of others for what this request loads."""
-        if self._loading.get(tracked.loading) is tracked:
-            del self._loading[tracked.loading]
-        tracked.loading = b""
+        for key in [key for key, (other, _) in self._loading.items() if other is tracked]:
+            del self._loading[key]
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """Implements ``update_state_after_alloc``."""
@@ -289,9 +285,7 @@ class SchedulerHalf:
         if not external_tokens:
             return
         if lookup is not None and (key := lookup.first_key(lookup.asked)):
-            tracked.loading = key
-            tracked.loading_until_s = time.monotonic() + self._settings.load_timeout_s
-            self._loading[tracked.loading] = tracked
+            self._loading[key] = tracked, time.monotonic() + self._settings.load_timeout_s
         first, end = tracked.asked_tokens, tracked.asked_tokens + external_tokens
         if tracked.stored_tokens == first:
             # If the load fails fewer are computed, which stores them again.
@@ -315,7 +309,7 @@ class SchedulerHalf:
         offered = getattr(scheduled, "kv_connector_block_state", None)
         states = {} if offered is None else offered.boundary_state_offloads
         for request_id, _ in steps:
-            if (tracked := self._tracked.get(request_id)) is not None and tracked.loading:
+            if (tracked := self._tracked.get(request_id)) is not None:
                 self._loaded(tracked)
         if not self._stores:
             return orders
