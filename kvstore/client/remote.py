@@ -44,7 +44,7 @@ from kvstore.core.buffers import (
     Withdrawn,
     grouped,
 )
-from kvstore.core.clock import Clock, SystemClock
+from kvstore.core.clock import SystemClock
 from kvstore.core.executor import GROUP_BYTES_MIN, Deadline, Executor, group_size
 from kvstore.core.layout import Layout
 from kvstore.core.metrics import ClientCount, Counts, merged
@@ -928,12 +928,11 @@ class RemoteTransport:
         limits: ClientLimits | None = None,
         *,
         discovery: Discovery | None = None,
-        clock: Clock | None = None,
         bulk: Bulk = Bulk.AUTO,
         write: WriteMode | None = None,
         credentials: Credentials = PLAIN,
     ) -> None:
-        clock = clock or SystemClock()
+        clock = SystemClock()
         self.limits = limits = limits or ClientLimits()
         self.counters = counters = Counts(ClientCount)
         addresses = discovery.addresses if discovery else None

@@ -336,12 +336,10 @@ def verified(
     images: Sequence[memoryview],
     executor: Executor,
     deadline: Deadline,
-    *,
-    helps: bool = True,
 ) -> bytes:
     """Returns a byte for each image, 1 if it is that of the chunk at its index, whole and right.
 
-    Several threads verify, and the calling one if it ``helps``. Past the deadline, what is verified by then is right.
+    Several threads verify, and the calling one. Past the deadline, what is verified by then is right.
     """
     size = group_size(len(images), len(images[0]) if images else 0, executor.width)
     right = np.zeros(len(images), np.bool_)
@@ -352,7 +350,7 @@ def verified(
         return True
 
     with suppress(KVStoreError):
-        (executor.share if helps else executor.each)(-(-len(images) // size), verify, deadline)
+        executor.share(-(-len(images) // size), verify, deadline)
     return right.tobytes()
 
 

@@ -389,14 +389,13 @@ class Board:
         connect: Callable[[str], Store],
         collector: Sequence[str] | None,
         pace: RefreshIntervals | None = None,
-        clock: Clock | None = None,
     ) -> None:
         """``root_url`` is as in ``Root.url``; each function is called by a thread that may wait.
 
         ``connect`` opens a store through the workers of the root with this id, in hex. ``collector`` is the command
         line of the collector, with all that it needs to reach the same root; None if there is none.
         """
-        pace, clock = pace or RefreshIntervals(), clock or SystemClock()
+        pace, clock = pace or RefreshIntervals(), SystemClock()
         self._root_url = root_url
         self._clock = clock
         self._etcd = etcd = EtcdSource(open_meta, root_url)

@@ -150,20 +150,11 @@ class NamespaceClear:
     ``pinned`` reads what pins keep. It is called once nothing else can be pinned.
     """
 
-    def __init__(
-        self,
-        node: Engine,
-        clears: Clears,
-        pinned: Callable[[], Pinned],
-        *,
-        is_alone: bool = False,
-        pause: Callable[[float], object] = time.sleep,
-    ) -> None:
+    def __init__(self, node: Engine, clears: Clears, pinned: Callable[[], Pinned], *, is_alone: bool = False) -> None:
         self._node = node
         self._clears = clears
         self._pinned = pinned
         self._is_alone = is_alone
-        self._pause = pause
         self._timeout_s = node.limits.meta_deadline_s
 
     def count(self, order: ClearOrder, progress: Progress) -> Cleared:
@@ -248,7 +239,7 @@ class NamespaceClear:
             waiting()
             if not silent or deadline.passed:
                 return silent
-            self._pause(POLL_S)
+            time.sleep(POLL_S)
 
 
 class _Sweep:

@@ -123,7 +123,6 @@ class Engine:
         limits: Limits | None = None,
         clock: Clock | None = None,
         ids: Ids | None = None,
-        executor: Executor | None = None,
         arena: SealedArena | None = None,
         settings: TierSettings = NO_TIERS,
         keys: KeyFile | None = None,
@@ -145,7 +144,7 @@ class Engine:
         self.id = ids.fresh()
         self.durability = durability
         self.counters = Counters()
-        self.executor = executor or Executor(limits.io_threads, limits.width, limits.queue_max, limits.stall_s, clock)
+        self.executor = Executor(limits.io_threads, limits.width, limits.queue_max, limits.stall_s, clock)
         self.known = PresenceCache(limits.known_max, limits.quantum_s, clock)
         self.chains = RecentChains(limits.chains_bytes_max)
         if gc_state is None:
@@ -162,7 +161,7 @@ class Engine:
         self.tiers: TierStack | None = None
         """Memory and what goes with it; None where this node has none."""
         if arena is not None:
-            self.tiers = TierStack(self, arena, settings, executor)
+            self.tiers = TierStack(self, arena, settings)
         self.reader = Reader(self)
         self.blocks = Blocks(self)
         self.writer = Writer(self)

@@ -71,19 +71,12 @@ class Clears:
     """The orders of one root."""
 
     def __init__(
-        self,
-        meta: MetadataStore,
-        keys: Keys,
-        clock: Clock | None = None,
-        *,
-        passing_s: int = PASSING_S,
-        orders_max: int = ORDERS_MAX,
+        self, meta: MetadataStore, keys: Keys, clock: Clock | None = None, *, passing_s: int = PASSING_S
     ) -> None:
         self.meta = meta
         self.keys = keys
         self.clock = clock or SystemClock()
         self.passing_s = passing_s
-        self._orders_max = orders_max
 
     def publish(self, id: bytes, content: bytes, timeout_s: float) -> PublishedClear:
         """Publishes a new order, whose id is unused, to all nodes. Raises Unavailable: it may have been published."""
@@ -129,9 +122,9 @@ class Clears:
         return PublishedOrder(order, None if found is None else found.value, state == "done")
 
     def trim(self, timeout_s: float) -> int:
-        """Removes the oldest orders that are done beyond ``orders_max``; returns how many. Raises Unavailable."""
+        """Removes the oldest orders that are done beyond ORDERS_MAX; returns how many. Raises Unavailable."""
         done = self.meta.list(self.keys.clear_done(b""), timeout_s).items
         kept = sorted(done, key=lambda kv: kv.create_revision)
-        for kv in kept[: max(0, len(kept) - self._orders_max)]:
+        for kv in kept[: max(0, len(kept) - ORDERS_MAX)]:
             self.meta.delete(kv.key, timeout_s)
-        return max(0, len(kept) - self._orders_max)
+        return max(0, len(kept) - ORDERS_MAX)

@@ -155,14 +155,14 @@ class _Tries:
     def name(self, last: str) -> Name:
         return Name(f"{self._scratch}/{last}")
 
-    def stage(self, content: bytes, *, durable: bool = False) -> Name:
+    def stage(self, content: bytes) -> Name:
         self._count += 1
         staged = self.name(f"staging/{self._count}.part")
-        self._root.stage(staged, [memoryview(content)], stamp_ns=STAMP_NS, durable=durable)
+        self._root.stage(staged, [memoryview(content)], stamp_ns=STAMP_NS, durable=False)
         return staged
 
-    def write(self, last: str, content: bytes, *, durable: bool = False) -> bool:
-        return self._root.publish(self.stage(content, durable=durable), self.name(last), durable=durable)
+    def write(self, last: str, content: bytes) -> bool:
+        return self._root.publish(self.stage(content), self.name(last), durable=False)
 
     def read(self, last: str, offset: int, size: int) -> bytes | None:
         reader = self._root.open(self.name(last))

@@ -17,7 +17,7 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import FOLDER_MODE, PosixRoot
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-_KNOWN = "a path, file:///path, memory://name, s3://bucket/prefix, or any URL of fsspec (gs://, az://, sftp://, ...)"
+_KNOWN = "a path, file:///path, memory://name, s3://bucket/prefix, or any URL of fsspec (gs://, az://, ...)"
 _VIA_FSSPEC = "fsspec+"
 
 _memory: dict[str, MemoryFiles] = {}

@@ -133,18 +133,11 @@ class MemoryTier:
     Chunks are those of a chain, or engine-hashed blocks (``BlockKeys``); an index is that of the chain or request.
     """
 
-    def __init__(
-        self,
-        arena: SealedArena,
-        counters: Counters,
-        clock: Clock,
-        *,
-        admission: Admission | None = None,
-    ) -> None:
+    def __init__(self, arena: SealedArena, counters: Counters, clock: Clock) -> None:
         self.arena = arena
         self._room = Extents(arena.size_bytes)
         self._inventory = TierInventory(self._room)
-        self._admission = admission or Admission()
+        self._admission = Admission()
         self._counters = counters
         self._clock = clock
         self._lock = threading.Lock()

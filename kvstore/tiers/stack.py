@@ -398,8 +398,7 @@ class Reservation:
 class TierStack:
     """Takes ``arena`` over. Thread-safe."""
 
-    def __init__(self, node: Engine, arena: SealedArena, settings: TierSettings, executor: Executor | None) -> None:
-        """``executor`` is for copying; None makes one."""
+    def __init__(self, node: Engine, arena: SealedArena, settings: TierSettings) -> None:
         limits = node.limits
         self.node = node
         self.settings = settings
@@ -410,7 +409,7 @@ class TierStack:
         self._clock = node.clock
         self._counters = node.counters
         self.encodings = node.encodings
-        self.copiers = executor or Executor(limits.width, limits.width, limits.queue_max, limits.stall_s, node.clock)
+        self.copiers = Executor(limits.width, limits.width, limits.queue_max, limits.stall_s, node.clock)
         """Threads that never wait for a device: so memory is read while the root hangs."""
         self.behind = WriteBehind(node, self.memory)
         self._changed = threading.Condition()  # guards that chunks came into memory, and the bytes on their way there
