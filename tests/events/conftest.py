@@ -11,6 +11,7 @@ from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.root.posix import PosixRoot
 from tests.kit.clusters import Cluster, cluster
+from tests.kit.events import Ticking
 
 
 @pytest.fixture(params=["memory", "files"])
@@ -22,3 +23,8 @@ def any_root(request: pytest.FixtureRequest, tmp_root: Path) -> Root:
 def clustered(any_root: Root) -> Iterator[Cluster]:
     with cluster(any_root) as made:
         yield made
+
+
+@pytest.fixture
+def clock() -> Ticking:
+    return Ticking()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import msgspec
-import pytest
 
 from kvstore.core.address import Address
 from kvstore.format import places
@@ -19,11 +18,6 @@ from tests.kit.cases import for_each
 from tests.kit.clusters import SPACE, Cluster, cluster
 from tests.kit.events import Following, Ticking
 from tests.kit.strategies import chunk_file
-
-
-@pytest.fixture
-def clock(clustered: Cluster) -> Ticking:
-    return Ticking()
 
 
 def told(prompts: list[Prompt]) -> dict[int, tuple[int | None, list[int]]]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,8 +28,8 @@ from kvstore.format.places import Name
 from kvstore.meta.keys import Keys
 from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.meta.store import Compare, Delete, Put, TxnResult
-from kvstore.root.interface import FolderEntry, local_files
 from kvstore.root.memory import MemoryFiles, MemoryRoot
+from kvstore.root.posix import PosixRoot
 from tests.events.subscriber import Index
 from tests.kit.clusters import SPACE, Cluster, cluster, prompt, put
 from tests.kit.events import TICK_S, Ticking, await_tick
@@ -67,11 +68,6 @@ class Publishing:
     def _send(self, topic: str, batch: EventBatch) -> None:
         self.sent.append((topic, batch))
         self.index.apply(batch.seq, batch.payload)
-
-
-@pytest.fixture
-def clock(clustered: Cluster) -> Ticking:
-    return Ticking()
 
 
 def expected(*chains: ChunkKeys) -> dict[int, tuple[int | None, list[int]]]:
@@ -227,38 +223,39 @@ def test_long_chains_are_cut_into_batches_that_continue_each_other(clustered: Cl
         for events in messages.stored(model.inventory.snapshot(), MEDIUM, 4)
     ]
     assert sizes == [4, 4, 3]
-    assert SPACE.name == "m"
 
 
 def test_a_root_that_does_not_answer_silences_nobody() -> None:
-    with cluster() as made:
-        clock = Ticking()
-        node, publishing = made.node(), Publishing(made, clock)
+    faulty = FaultyRoot(MemoryRoot(MemoryFiles()))
+    with cluster(faulty) as made:
+        node, publishing = made.node(), Publishing(made, Ticking())
         _stored(node, prompt(1, 4))
         publishing.catch_up()
-        told, last, listed = dict(publishing.index.blocks), publishing.index.last, made.root.list
-        assert last is not None
-
-        def fails(folder: Name) -> Iterator[FolderEntry]:
-            raise Unavailable("the mount hangs")
-
-        made.root.list = fails  # type: ignore[method-assign]
-        clock.passed_s += EventLimits().heartbeat_s
+        told, last = dict(publishing.index.blocks), publishing.index.last or 0
+        faulty.set_rules([Rule("list", EIO)])
+        publishing.clock.passed_s += EventLimits().heartbeat_s
         publishing.speaker.step()
         assert publishing.speaker.fails
         assert publishing.index.blocks == told and publishing.index.last == last + 1
-        made.root.list = listed  # type: ignore[method-assign]
+        faulty.set_rules([])
         publishing.speaker.step()
         assert not publishing.speaker.fails
 
 
-def _apart(count: int) -> list[ChunkKeys]:
-    """Prompts of one chunk, in all shards."""
-    return [prompt(seed, 1) for seed in range(count)]
+CHAINS = [prompt(seed, 1) for seed in range(24)]
+"""Prompts of one chunk, in all shards."""
 
 
-def _shard_of(made: Cluster, chain: ChunkKeys) -> int:
-    return places.shard(chain.addresses[0], made.identity.shard_bits)
+def _filled(made: Cluster, limits: EventLimits | None = None) -> Publishing:
+    """A publisher of a root with ``CHAINS``, whose node has left."""
+    node = made.node()
+    _stored(node, *CHAINS)
+    node.close()
+    return Publishing(made, Ticking(), limits)
+
+
+def _apart_from_shard_0(made: Cluster) -> list[ChunkKeys]:
+    return [chain for chain in CHAINS if places.shard(chain.addresses[0], made.identity.shard_bits)]
 
 
 def _steps(publishing: Publishing, passed_s: float = 0.0) -> None:
@@ -271,138 +268,78 @@ def _steps(publishing: Publishing, passed_s: float = 0.0) -> None:
     assert not publishing.truth.is_busy, "what cannot be read rests"
 
 
-def _begins_with(*folders: str) -> Callable[[Name], bool]:
-    return lambda name: name.startswith(folders)
-
-
-def test_a_folder_that_cannot_be_read_holds_up_no_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_folders_and_files_that_cannot_be_read_rest_and_hold_up_no_other(caplog: pytest.LogCaptureFixture) -> None:
     faulty = FaultyRoot(MemoryRoot(MemoryFiles()))
     with cluster(faulty) as made:
-        clock = Ticking()
-        node, publishing, chains = made.node(), Publishing(made, clock), _apart(24)
-        _stored(node, *chains)
-        node.close()
-        readable = [chain for chain in chains if _shard_of(made, chain) != 0]
-        assert 0 < len(readable) < len(chains)
-        faulty.set_rules([Rule("list", EACCES, _begins_with(places.shard_folder(0)))])
+        publishing, names = _filled(made), tuple(made.name(chain.addresses[0]) for chain in CHAINS)
+        readable = _apart_from_shard_0(made)
+        last = names[CHAINS.index(readable[-1])]
+        bad = (places.shard_folder(0), last)
+        faulty.set_rules([Rule(each, EACCES, lambda name: name.startswith(bad)) for each in ("list", "look")])
+        looked = faulty.calls["look"]
         caplog.set_level(logging.WARNING)
         _steps(publishing)
-        assert publishing.index.blocks == expected(*readable)
+        assert publishing.index.blocks == expected(*readable[:-1])
+        assert faulty.calls["look"] - looked == len(readable), "each was tried once"
         for passed_s, logged in ((EventLimits().retry_s, 1), (60.0, 2)):
             _steps(publishing, passed_s)
             assert sum("events.failed" in each.message for each in caplog.records) == logged
         faulty.set_rules([])
         _steps(publishing, EventLimits().retry_s)
-        assert publishing.index.blocks == expected(*chains)
+        assert publishing.index.blocks == expected(*CHAINS)
 
 
-def test_a_folder_that_is_no_folder_of_the_root_holds_up_no_other(clustered: Cluster, clock: Ticking) -> None:
-    node, publishing, chains = clustered.node(), Publishing(clustered, clock), _apart(24)
-    _stored(node, *chains)
-    node.close()
-    local = local_files(clustered.root)
-    if local is None:
-        return
-    folder = Path(local.path) / places.shard_folder(0)
-    folder.rename(folder.with_name("elsewhere"))
-    folder.symlink_to("elsewhere")
-    _steps(publishing)
-    assert publishing.index.blocks == expected(*(chain for chain in chains if _shard_of(clustered, chain) != 0))
-
-
-def test_files_that_cannot_be_read_rest_until_they_are_tried_again() -> None:
-    faulty = FaultyRoot(MemoryRoot(MemoryFiles()))
-    with cluster(faulty) as made:
-        clock = Ticking()
-        node, publishing, chains = made.node(), Publishing(made, clock), _apart(24)
-        _stored(node, *chains)
-        node.close()
-        names = [made.name(chain.addresses[0]) for chain in chains]
-        faulty.set_rules([Rule("look", EIO, _begins_with(*names[1:]))])
-        looked = faulty.calls["look"]
+def test_a_folder_that_is_no_folder_of_the_root_holds_up_no_other(tmp_root: Path) -> None:
+    with cluster(PosixRoot(str(tmp_root))) as made:
+        publishing, folder = _filled(made), tmp_root / places.shard_folder(0)
+        folder.rename(folder.with_name("elsewhere"))
+        folder.symlink_to("elsewhere")
         _steps(publishing)
-        assert publishing.index.blocks == expected(chains[0])
-        assert faulty.calls["look"] - looked == len(chains), "each was tried once"
-        faulty.set_rules([])
-        _steps(publishing, EventLimits().retry_s)
-        assert publishing.index.blocks == expected(*chains)
+        assert publishing.index.blocks == expected(*_apart_from_shard_0(made))
 
 
-def test_a_namespaces_record_that_cannot_be_read_holds_up_no_other() -> None:
-    faulty = FaultyRoot(MemoryRoot(MemoryFiles()))
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_a_record_that_shows_late_holds_up_no_other_and_brings_its_whole_namespace(is_shown: bool) -> None:
+    faulty, record = FaultyRoot(MemoryRoot(MemoryFiles())), places.namespace_record(SPACE.digest)
+    hidden, tokens = Name(f"{places.NAMESPACES}/hidden"), np.arange(4, dtype=np.uint32)
     with cluster(faulty) as made:
-        clock = Ticking()
-        node, publishing, chains = made.node(), Publishing(made, clock), _apart(24)
-        other = Store(LocalTransport(node)).namespace("other", TINY)
-        tokens = np.arange(4, dtype=np.uint32)
+        other = Store(LocalTransport(made.node())).namespace("other", TINY)
         other.put(tokens, np.zeros(TINY.shape(4), np.int8))
-        _stored(node, *chains)
-        node.close()
-        record = places.namespace_record(Namespace.of("other", TINY).digest)
-        faulty.set_rules([Rule("open", EACCES, _begins_with(record))])
+        publishing = _filled(made)
+        if is_shown:
+            faulty.set_rules([Rule("open", EACCES, record.__eq__)])
+        else:
+            assert faulty.move(record, hidden)
         _steps(publishing)
-        assert publishing.index.blocks == expected(*chains)
+        assert {topic for topic, _ in publishing.sent} == {"kv@kvstore@other"}
         faulty.set_rules([])
+        assert is_shown or faulty.move(hidden, record)
         _steps(publishing, EventLimits().retry_s)
-        assert {topic for topic, _ in publishing.sent} == {TOPIC, "kv@kvstore@other"}
+        assert expected(*CHAINS).items() <= publishing.index.blocks.items()
 
 
-def test_a_record_that_shows_late_brings_all_chunks_of_its_namespace(clustered: Cluster, clock: Ticking) -> None:
-    node, publishing, chains = clustered.node(), Publishing(clustered, clock), _apart(24)
-    _stored(node, *chains)
-    node.close()
-    record, hidden = places.namespace_record(SPACE.digest), Name(f"{places.NAMESPACES}/hidden")
-    assert clustered.root.move(record, hidden)
+def test_replays_take_turns_with_a_step_after_each(clustered: Cluster) -> None:
+    limits, said = EventLimits(batch_blocks=1), list[str]()
+    publishing = _filled(clustered, limits)
     publishing.catch_up()
-    assert not publishing.index.blocks
-    assert clustered.root.move(hidden, record)
-    _steps(publishing, EventLimits().retry_s)
-    assert publishing.index.blocks == expected(*chains)
-
-
-class Clients:
-    """The sockets of a publisher, with clients that ask once for everything and take whatever comes."""
-
-    publish = replay = ""
-
-    def __init__(self, count: int) -> None:
-        self.asking = [ReplayQuery(bytes([number]), 0, None) for number in range(count)]
-        self.said: list[str] = []
-
-    def requests(self, wait_s: float) -> list[ReplayQuery]:
-        asking, self.asking = self.asking, []
-        return asking
-
-    def reply(self, client: bytes, batches: Sequence[EventBatch]) -> int:
-        self.said.append(f"replay {client[0]}")
-        return len(batches)
-
-
-def test_replays_take_turns_with_a_step_after_each(clustered: Cluster, clock: Ticking) -> None:
-    limits = EventLimits(batch_blocks=1)
-    node, publishing, clients = clustered.node(), Publishing(clustered, clock, limits), Clients(3)
-    _stored(node, *_apart(24))
-    node.close()
-    publishing.catch_up()
-    publisher = EventPublisher(publishing.truth, publishing.speaker, cast(Any, clients), "", limits, clock)
+    asking = [ReplayQuery(bytes([number]), 0, None) for number in range(3)]
+    clients: Any = SimpleNamespace(
+        publish="",
+        replay="",
+        requests=lambda wait_s: [asking.pop(0) for _ in range(len(asking))],
+        reply=lambda client, batches: said.append(f"replay {client[0]}") or len(batches),
+    )
+    publisher = EventPublisher(publishing.truth, publishing.speaker, clients, "", limits, publishing.clock)
     step = publishing.speaker.step
-
-    def noted() -> None:
-        clients.said.append("step")
-        step()
-
-    publishing.speaker.step = noted  # type: ignore[method-assign]
+    publishing.speaker.step = lambda: said.append("step") or step()  # type: ignore[method-assign]
     for _ in range(6):
         publisher.step()
-    assert clients.said == ["replay 0", "step", "replay 1", "step", "replay 2", "step"] * 2
+    assert said == ["replay 0", "step", "replay 1", "step", "replay 2", "step"] * 2
 
 
-def test_a_long_snapshot_keeps_the_lease(clustered: Cluster, clock: Ticking) -> None:
-    limits = EventLimits(batch_blocks=1)
-    node, publishing = clustered.node(), Publishing(clustered, clock, limits)
-    _stored(node, *_apart(24))
-    node.close()
+def test_a_long_snapshot_keeps_the_lease(clustered: Cluster) -> None:
+    publishing = _filled(clustered, EventLimits(batch_blocks=1))
     publishing.catch_up()
     for _ in publishing.speaker.replay(TOPIC, 0):
-        clock.passed_s += 1.0
+        publishing.clock.passed_s += 1.0
     assert publishing.speaker.speaks
