@@ -14,6 +14,7 @@ from kvstore.meta.session import Session, SessionManager, SessionRecord
 from kvstore.meta.store import Absent, LeaseId, Put
 from kvstore.meta.workers import WorkerRecord, WorkerRegistry
 from kvstore.testing import MetadataClients
+from tests.kit.descriptors import refuse_a_thread
 from tests.kit.etcd import PATIENCE_S, eventually
 from tests.kit.fake_meta import FakeClock
 from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
@@ -279,20 +280,12 @@ def test_failed_start_of_a_session_is_repeated(shared: MemoryStore) -> None:
         SessionManager(meta, KEYS).start(wait_s=0.05)
 
 
-@pytest.mark.parametrize("which", ["the session's thread", "a hook's thread"])
+@pytest.mark.parametrize("name", ["session", "hook"])
 def test_a_session_whose_threads_cannot_be_started_is_followed_by_another(
-    shared: MemoryStore, which: str, monkeypatch: pytest.MonkeyPatch
+    shared: MemoryStore, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process has as many as it may have, for a moment."""
-    presence, start, refused = SessionManager(MemoryMetadata(shared), KEYS), threading.Thread.start, list[str]()
-
-    def refuse(thread: threading.Thread) -> None:
-        if thread.name.startswith("session" if which == "the session's thread" else "hook") and not refused:
-            refused.append(thread.name)
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    presence, refused = SessionManager(MemoryMetadata(shared), KEYS), refuse_a_thread(monkeypatch, name)
     presence.attach(lambda session: threading.Thread(target=session.check, name="hook", daemon=True).start())
     presence.start()
     eventually(lambda: has_session(presence))

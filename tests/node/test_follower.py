@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,6 +28,7 @@ from kvstore.meta.usage import Capacity
 from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.kit.clusters import NODE_LIMITS, SPACE, Cluster, cluster, eventually, prompt, put
+from tests.kit.descriptors import refuse_a_thread
 from tests.kit.faulty_root import EIO, EROFS, FaultyRoot, Rule
 from tests.kit.followers import ALONE_LIMITS, SWEEP, Alone, SilentWatch, nothing
 from tests.kit.stores import TINY, kv_of, member_on, same
@@ -158,15 +158,7 @@ def test_a_session_whose_start_fails_does_not_stay() -> None:
 def test_a_node_whose_followers_thread_cannot_be_started_protects_in_the_next_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    start, refused = threading.Thread.start, list[str]()
-
-    def refuse(thread: threading.Thread) -> None:
-        if thread.name == "kvstore-follower" and not refused:
-            refused.append(thread.name)
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    refused = refuse_a_thread(monkeypatch, "kvstore-follower")
     with cluster() as c:
         member = c.node()
         put(member, prompt(1, 8))
@@ -475,49 +467,28 @@ def assert_stands_aside(c: Cluster, member: ClusterMember) -> None:
     assert member.presence.current() is session, "it was not revoked to get on"
 
 
-def test_c6_a_node_of_another_generation_stands_aside() -> None:
-    with cluster() as c:
-        first = c.node()
-        put(first, prompt(1, 8))
-        other = Generation(2, b"o" * 16).to_json()
-        MemoryMetadata(c.store).put(Keys(c.identity.root).generation, other)
-        with aside(c) as member:
-            assert_stands_aside(c, member)
-
-
-def test_c6_a_node_that_stood_aside_protects_once_root_and_etcd_agree() -> None:
+def test_c6_a_node_of_another_generation_stands_aside_until_root_and_etcd_agree() -> None:
     """Nobody else ends its session: an adoption was done before it began, or did not see its key."""
     with cluster() as c:
-        c.node()
+        put(c.node(), prompt(1, 8))
         meta, key = MemoryMetadata(c.store), Keys(c.identity.root).generation
         agreed = meta.get(key)
         assert agreed is not None
         meta.put(key, Generation(2, b"o" * 16).to_json())
         with aside(c) as member:
-            assert not member.node.gc_view.protects
+            assert_stands_aside(c, member)
             meta.put(key, agreed.value)
             eventually(lambda: member.node.gc_view.protects)
 
 
-def test_c4_a_node_that_could_not_fence_protects_once_it_can() -> None:
+def test_c4_a_node_that_cannot_fence_because_its_root_is_read_only_stands_aside_until_it_can() -> None:
     with cluster() as c:
-        c.node()
+        put(c.node(), prompt(1, 8))
         c.root.make_folder(places.trash_folder(SWEEP))
         root = FaultyRoot(c.root, READ_ONLY)
         with aside(c, root) as member:
-            assert member.presence.current().alive and not member.node.gc_view.protects
+            assert_stands_aside(c, member)
+            assert member.presence.current().alive and Name(f"{places.TRASH}/{SWEEP.hex()}") in c.leftovers()
             root.set_rules(())
             eventually(lambda: member.node.gc_view.protects)
         assert c.leftovers() == []
-
-
-def test_c4_a_node_that_cannot_fence_because_its_root_is_read_only_stands_aside() -> None:
-    with cluster() as c:
-        first = c.node()
-        put(first, prompt(1, 8))
-        c.root.make_folder(places.trash_folder(SWEEP))
-        with aside(c, FaultyRoot(c.root, READ_ONLY)) as member:
-            assert_stands_aside(c, member)
-        assert Name(f"{places.TRASH}/{SWEEP.hex()}") in c.leftovers()
-        c.node()
-        assert c.leftovers() == [], "a node that can fence does it"
