@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ import kvstore
 from kvstore.cli.app import COMMANDS, MODULES
 from tests.cli.conftest import parsed
 from tests.kit.cases import for_each
-from tests.kit.patience import PATIENCE_S
+from tests.kit.programs import ended
 
 Run = Callable[..., Result]
 
@@ -59,9 +58,7 @@ def test_help_lists_every_command_by_subject(run: Run) -> None:
 @for_each("package", ["click", "rich"])
 def test_a_missing_package_is_a_sentence(package: str) -> None:
     program = f"import sys; sys.modules[{package!r}] = None; from kvstore.cli.main import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
+    done = ended(sys.executable, "-c", program)
     assert done.returncode == 2
     assert done.stderr == f"kvstore: the command line needs {package}: pip install 'kvstore-llm[server]'\n"
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import KVSTORE, PATIENCE_S, SOURCE, descendants, eventually, gone
+from tests.kit.programs import ended
 
 pytestmark = pytest.mark.slow
 
@@ -29,15 +30,7 @@ def root_of(messages: str) -> Path:
 
 
 def test_it_ends_with_a_table_and_leaves_nothing(tmp_path: Path, temporary: dict[str, str]) -> None:
-    done = subprocess.run(
-        [*KVSTORE, "demo", "--requests", "30"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-        cwd=SOURCE,
-        env=temporary,
-    )
+    done = ended(*KVSTORE, "demo", "--requests", "30", env=temporary)
     assert done.returncode == 0, done.stderr
     assert "tokens matched" in done.stdout
     assert "wrong bytes: 0" in done.stdout

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import PATIENCE_S, SOURCE, Running
+from tests.cli.conftest import SOURCE, Running
 from tests.deploy.commands import understood
 from tests.kit.cases import for_each
+from tests.kit.programs import ended
 
 PAGES = [SOURCE / "README.md", *sorted((SOURCE / "docs").glob("*.md"))]
 PYTHON = {page: re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL) for page in PAGES}
@@ -50,15 +50,7 @@ def test_the_python_blocks_run_one_after_the_other(page: Path, up: Running, modu
         program = block.replace('"/mnt/kv"', repr(str(folder))).replace('"/tmp/kv-python"', repr(str(folder)))
         for made_up, real in places.items():
             program = program.replace(made_up, real)
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-            cwd=SOURCE,
-            env={**os.environ, "PYTHONPATH": str(SOURCE)},
-        )
+        done = ended(sys.executable, "-c", program, env={**os.environ, "PYTHONPATH": str(SOURCE)})
         assert done.returncode == 0, f"{block}\n{done.stderr}"
         assert done.stderr == "", f"{block}\n{done.stderr}"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import cast
@@ -15,6 +14,7 @@ from click.testing import Result
 
 from kvstore.cli.app import MODULES, app
 from kvstore.cli.signals import Stopper, exits_on_sigterm
+from tests.kit.programs import ended
 
 
 def interrupt() -> None:
@@ -64,8 +64,8 @@ with signals.Stopper(at_once=lambda: print("at once", flush=True)) as stopper:
     signal.raise_signal(signal.SIGTERM)
     print("went on")
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stdout) == (143, "at once\n"), ended.stderr
+    done = ended(sys.executable, "-c", script)
+    assert (done.returncode, done.stdout) == (143, "at once\n"), done.stderr
 
 
 def test_nohup_is_respected() -> None:

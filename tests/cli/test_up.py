@@ -22,6 +22,7 @@ from kvstore.meta.embedded_etcd import packaged_etcd
 from tests.cli.conftest import KVSTORE, PATIENCE_S, SOURCE, Running, descendants, eventually, gone, parsed, serving
 from tests.kit.cases import for_each
 from tests.kit.etcd import frozen
+from tests.kit.programs import ended
 
 pytestmark = pytest.mark.slow
 
@@ -30,13 +31,6 @@ LAYOUT = kvstore.Layout(layers=2, kv_heads=1, head_dim=8, dtype="float16", chunk
 
 def kv(tokens: int) -> np.ndarray[Any, np.dtype[np.float16]]:
     return np.arange(2 * 2 * tokens * 8, dtype=np.float16).reshape(LAYOUT.shape(tokens))
-
-
-def ended(*arguments: str, timeout_s: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
-    """Waits for a ``kvstore`` that ends by itself."""
-    return subprocess.run(
-        [*KVSTORE, *arguments], capture_output=True, text=True, timeout=timeout_s, check=False, cwd=SOURCE
-    )
 
 
 def test_it_serves_ends_on_sigterm_and_leaves_only_the_root(tmp_root: Path) -> None:
@@ -217,7 +211,7 @@ def test_second_up_on_one_root_is_refused(tmp_root: Path) -> None:
     at = ("--root", str(tmp_root / "root"), "--listen", "127.0.0.1:0", "--etcd-folder", str(tmp_root / "etcd"))
     with serving(tmp_root, "up", *at):
         for folder in ("etcd", "elsewhere"):
-            refused = ended("up", *at[:-1], str(tmp_root / folder))
+            refused = ended(*KVSTORE, "up", *at[:-1], str(tmp_root / folder))
             assert refused.returncode == 2 and "another kvstore up uses" in refused.stderr
             assert "Traceback" not in refused.stderr
 
@@ -227,7 +221,7 @@ def test_port_in_use_ends_up_and_all_that_was_started(tmp_root: Path, option: st
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         at = ("--root", str(tmp_root / "root"), "--etcd-folder", str(tmp_root / "etcd"), "--listen", "127.0.0.1:0")
-        done = ended("up", *at, option, f"tcp://{address}" if option == "--events" else address)
+        done = ended(*KVSTORE, "up", *at, option, f"tcp://{address}" if option == "--events" else address)
     assert (done.returncode, done.stdout) == (2, "")
     assert address in done.stderr and "Traceback" not in done.stderr
     assert not any(str(tmp_root) in command for command in descendants(1).values())
@@ -235,7 +229,8 @@ def test_port_in_use_ends_up_and_all_that_was_started(tmp_root: Path, option: st
 
 @for_each("command", ["up", "worker"])
 def test_etcd_that_does_not_answer_is_named_and_nothing_is_left(tmp_root: Path, command: str) -> None:
-    done = ended(command, "--root", str(tmp_root / "root"), "--etcd", "127.0.0.1:1", "--listen", "127.0.0.1:0")
+    at = ("--root", str(tmp_root / "root"), "--etcd", "127.0.0.1:1", "--listen", "127.0.0.1:0")
+    done = ended(*KVSTORE, command, *at)
     assert done.returncode == 2
     assert "etcd at 127.0.0.1:1 did not answer" in done.stderr and "Traceback" not in done.stderr
     assert list(tmp_root.iterdir()) == []

@@ -37,6 +37,7 @@ from tests.kit.hosts import (
     used_bytes,
 )
 from tests.kit.patience import NEVER_S, eventually
+from tests.kit.programs import ended
 
 TOKENS_COUNT = LARGE_CHUNKS * LARGE.chunk_tokens
 ONCE = [sys.executable, "-m", "kvstore_gc", "--once", "--root"]
@@ -253,5 +254,5 @@ def test_a_full_disk_is_emptied_by_one_command(volume: Path, reserve: str) -> No
     if reserve == "spent":
         (root / RESERVE).unlink()
     fill(volume / "other")
-    done = subprocess.run([*ONCE, str(root), "--max-bytes", "1MiB"], capture_output=True, text=True, check=False)
+    done = ended(*ONCE, str(root), "--max-bytes", "1MiB")
     assert done.returncode == 0 and used_bytes(root) <= MIB, done.stderr

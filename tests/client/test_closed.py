@@ -25,6 +25,7 @@ from kvstore.errors import StoreClosed
 from kvstore.segments.rope import Rope
 from tests.kit.cases import for_each
 from tests.kit.patience import PATIENCE_S, eventually
+from tests.kit.programs import ended
 from tests.kit.stores import TINY, kv_of
 from tests.kit.workers import connected, serving
 
@@ -303,10 +304,7 @@ store.close()
 
 
 def test_a_forked_child_closes_nothing(tmp_root: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", FORKING, str(tmp_root)], capture_output=True, text=True, timeout=PATIENCE_S, check=True
-    )
-    assert not ended.stderr
+    assert not ended(sys.executable, "-c", FORKING, str(tmp_root), check=True).stderr
 
 
 @for_each(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,9 +13,10 @@ from pathlib import Path
 from tests.kit.arenas import filled, serving_memory
 from tests.kit.cases import for_each
 from tests.kit.descriptors import open_now
+from tests.kit.programs import ended
 from tests.kit.stores import SMALL
 from tests.kit.transports import same, tokens_and_kv
-from tests.kit.workers import WAIT_S, Served, connected, serving
+from tests.kit.workers import Served, connected, serving
 
 CHUNKS = 100
 """More than the files that fit below the limit."""
@@ -103,14 +103,7 @@ def test_client_with_few_descriptors_keeps_its_hits(tmp_root: Path, holding: obj
     """What it has no descriptors for comes over gRPC, and none of them leaks."""
     limit = 24 if holding is holding_memory else 48
     with holding(tmp_root) as served:  # type: ignore[operator]
-        child = subprocess.run(
-            [sys.executable, "-c", _CLIENT, served.address, str(CHUNKS), "shared", str(limit)],
-            capture_output=True,
-            text=True,
-            timeout=2 * WAIT_S,
-            check=True,
-            cwd=Path(__file__).parents[2],
-        )
+        child = ended(sys.executable, "-c", _CLIENT, served.address, str(CHUNKS), "shared", str(limit), check=True)
         hits, errors, fds = json.loads(child.stdout)
         assert hits and errors == []
         for turn in fds:

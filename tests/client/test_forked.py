@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +15,7 @@ from kvstore.census.selection import Selection
 from kvstore.client.cache import Cache
 from kvstore.errors import InvalidRequest
 from tests.kit.cases import for_each
+from tests.kit.programs import ended
 from tests.kit.stores import SMALL, kv_of
 from tests.kit.workers import WAIT_S, Several, connected, serving
 
@@ -144,13 +143,5 @@ def test_a_child_that_was_forked_after_its_parent_connected_is_refused_a_connect
     """gRPC's threads are not in it: its calls there would wait for ever, past their deadlines."""
     env = {name: value for name, value in os.environ.items() if name != "GRPC_ENABLE_FORK_SUPPORT"}
     with serving() as served:
-        parent = subprocess.run(
-            [sys.executable, "-c", _PARENT, served.address],
-            capture_output=True,
-            text=True,
-            timeout=WAIT_S,
-            check=True,
-            cwd=Path(__file__).parents[2],
-            env=env,
-        )
+        parent = ended(sys.executable, "-c", _PARENT, served.address, check=True, env=env)
     assert parent.stdout.split("\n")[0] == "[1, 2, 1, 2]", "before, beside and after the parent's connection"

@@ -26,6 +26,7 @@ from kvstore.root.open import open_root
 from tests.kit.etcd import running_etcd
 from tests.kit.host_process import LAYOUT, TOKENS_COUNT, kv, tokens
 from tests.kit.hosts import collected, matched, neighbours
+from tests.kit.programs import ended
 from tests.kit.stores import SMALL, kv_of, same, store_on
 
 FIRST = Generation(1, bytes(16))
@@ -145,7 +146,7 @@ def test_a_cluster_waits_for_the_processes_of_a_host(tmp_path: Path, caplog: pyt
         with cache.hold(tokens(1)) as hold:
             with pytest.raises(RootMismatch, match=r"share it without etcd.*end them first"):
                 kvstore.open(path, etcd=etcd)
-            refused = subprocess.run(once, capture_output=True, text=True, check=False)
+            refused = ended(*once)
             assert refused.returncode == 2 and "is KVSTORE_ETCD set?" in refused.stderr, refused
             adopted = CliRunner().invoke(fsck, [str(path), "--adopt", "--etcd", etcd])
             assert adopted.exit_code == 2 and "end them first" in adopted.output, adopted.output
@@ -167,7 +168,7 @@ def test_a_process_that_opens_while_a_cluster_begins_stays(tmp_path: Path) -> No
 
 
 def mounting(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = ended(*command)
     if done.returncode:
         pytest.skip(f"{' '.join(command)} does not work here: {done.stderr.strip()}")
 

@@ -6,13 +6,12 @@ Only their imports are changed, and the two paths under /tmp.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.kit.patience import PATIENCE_S
+from tests.kit.programs import ended
 
 pytestmark = pytest.mark.slow
 
@@ -31,15 +30,7 @@ def run(name: str, tmp_root: Path) -> None:
         assert old in program
         program = program.replace(old, new)
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        cwd=tmp_root,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    done = ended(sys.executable, "-W", "error", "-c", program, cwd=tmp_root, env=environment)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

@@ -16,6 +16,7 @@ from kvstore import Layout
 from kvstore.meta.embedded_etcd import EmbeddedEtcd, find_etcd
 from tests.kit.collecting import GC, bounded_to
 from tests.kit.ports import free_port
+from tests.kit.programs import ended
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 LAYOUT = Layout(layers=1, kv_heads=1, head_dim=8, dtype="float16", chunk_tokens=16)
@@ -23,14 +24,7 @@ OLD, YOUNG, PLAIN = (list(range(first, first + 64)) for first in (0, 1000, 2000)
 
 
 def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(word) for word in command],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return ended(*command, env={**os.environ, **environment})
 
 
 def command(module: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.programs import ended
+
 SCRIPT = Path(__file__).resolve().parents[2] / "deploy" / "certificates.sh"
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 
 
 def certificates(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return ended(SCRIPT, *arguments)
 
 
 def openssl(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["openssl", *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False)
+    return ended("openssl", *arguments)
 
 
 @pytest.fixture(scope="module")

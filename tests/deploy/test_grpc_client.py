@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
-from tests.kit.workers import WAIT_S, serving
+from tests.kit.programs import ended
+from tests.kit.workers import serving
 
 SOURCE = Path(__file__).resolve().parents[2]
 
@@ -21,8 +21,6 @@ def test_example_client_without_kvstore_reads_its_put(tmp_path: Path) -> None:
         (package / "__init__.py").touch()  # a namespace package would lose against the installed one
     client = shutil.copy(SOURCE / "deploy" / "examples" / "grpc_client.py", tmp_path)
     with serving() as served:
-        ran = subprocess.run(
-            [sys.executable, client, served.address], capture_output=True, text=True, timeout=WAIT_S, check=False
-        )
+        ran = ended(sys.executable, client, served.address)
         assert served.worker.service.counters()["chunks_written"] == 4, ran.stderr
     assert ran.returncode == 0, ran.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from kvstore import Layout
 from kvstore.core.namespace import NamespaceDigest
 from kvstore.meta.keys import PinId
 from kvstore.meta.pins import StoredPin
-from tests.kit.programs import load_program
+from tests.kit.programs import ended, load_program
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 PAGE = (DEPLOY / "SIZING.md").read_text()
@@ -61,7 +60,5 @@ def test_the_page_shows_what_the_program_says() -> None:
     shown = re.findall(r"^\$ python3 deploy/(sizing\.py .*)\n((?:.+\n)+?)```", PAGE, re.MULTILINE)
     assert len(shown) >= 2
     for command, output in shown:
-        ran = subprocess.run(
-            [sys.executable, *shlex.split(command)], cwd=DEPLOY, capture_output=True, text=True, check=True
-        )
+        ran = ended(sys.executable, *shlex.split(command), cwd=DEPLOY, check=True)
         assert ran.stdout == output

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.deploy.commands import understood
+from tests.kit.programs import ended
 
 SYSTEMD = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
 UNITS = sorted([*SYSTEMD.glob("*.service"), *SYSTEMD.glob("*.timer")])
@@ -54,7 +55,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @needs_systemd
 def test_systemd_finds_nothing_wrong(installed: Path) -> None:
     command = ["systemd-analyze", "verify", "--man=no", *(str(installed / unit.name) for unit in UNITS)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ran = ended(*command)
     assert (ran.returncode, ran.stdout + ran.stderr) == (0, "")
 
 
@@ -62,7 +63,7 @@ def test_systemd_finds_nothing_wrong(installed: Path) -> None:
 @pytest.mark.parametrize("unit", SERVICES, ids=unit_names(SERVICES))
 def test_a_service_is_hardened(unit: Path) -> None:
     command = ["systemd-analyze", "security", "--offline=true", "--no-pager", str(unit)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ran = ended(*command)
     exposure = re.search(r"Overall exposure level for \S+: ([0-9.]+)", ran.stdout)
     assert exposure is not None, ran.stderr
     assert float(exposure[1]) <= EXPOSURE_MAX, ran.stdout

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from tests.kit.collecting import GC, bounded_to
 from tests.kit.etcd import running_etcd
 from tests.kit.patience import PATIENCE_S, eventually
 from tests.kit.ports import free_port
+from tests.kit.programs import ended
 from tests.kit.stores import TINY
 
 
@@ -63,15 +63,7 @@ def on_root(root: Path) -> set[int]:
 
 
 def collect(root: Path, etcd: str, max_bytes: int) -> None:
-    subprocess.run(
-        [
-            *(*GC, "--root", str(root), "--etcd", etcd, "--once"),
-            *bounded_to(max_bytes),
-        ],
-        check=True,
-        timeout=PATIENCE_S,
-        capture_output=True,
-    )
+    ended(*GC, "--root", str(root), "--etcd", etcd, "--once", *bounded_to(max_bytes), check=True)
 
 
 def test_an_index_is_right_again_after_kills_cuts_and_clears(root: Path, etcd: str) -> None:
@@ -102,14 +94,8 @@ def test_an_index_is_right_again_after_kills_cuts_and_clears(root: Path, etcd: s
 
 def test_a_root_of_a_cluster_needs_its_etcd(root: Path, etcd: str) -> None:
     kvstore.open(root, etcd=etcd).close()
-    done = subprocess.run(
-        [*KVSTORE, "events", "--root", str(root), "--publish", "tcp://*:0"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-        env={name: value for name, value in os.environ.items() if name != "KVSTORE_ETCD"},
-    )
+    without = {name: value for name, value in os.environ.items() if name != "KVSTORE_ETCD"}
+    done = ended(*KVSTORE, "events", "--root", str(root), "--publish", "tcp://*:0", env=without)
     assert (done.returncode, done.stdout) == (2, "") and "give --etcd ENDPOINTS" in done.stderr, done
 
 

@@ -29,6 +29,7 @@ from tests.cli.conftest import PATIENCE_S, SOURCE, Running, descendants, eventua
 from tests.kit.cases import for_each
 from tests.kit.collecting import GC, bounded_to
 from tests.kit.etcd import frozen
+from tests.kit.programs import ended
 
 LAYOUT = kvstore.Layout(layers=2, kv_heads=1, head_dim=64, dtype="float16", chunk_tokens=4)
 CHUNK_BYTES = 6144
@@ -75,12 +76,6 @@ def test_a_bound_without_a_unit_is_refused_in_a_policy(policy: str, says: str, t
 
 
 # Real programs
-
-
-def ended(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*GC, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, check=False, cwd=SOURCE
-    )
 
 
 def line(done: subprocess.CompletedProcess[str]) -> Any:
@@ -145,8 +140,8 @@ def test_a_dry_run_changes_neither_the_root_nor_etcd(up: Running, at: tuple[str,
     meta = EtcdMetadata(up.etcd)
     try:
         before, revision = tree(root), meta.list("/kv/").revision
-        as_json = line(ended(*at, "--dry-run", *limit, "--json"))
-        shown = ended(*at, "--dry-run", *limit)
+        as_json = line(ended(*GC, *at, "--dry-run", *limit, "--json"))
+        shown = ended(*GC, *at, "--dry-run", *limit)
         assert (tree(root), meta.list("/kv/").revision) == (before, revision)
     finally:
         meta.close()
@@ -155,7 +150,7 @@ def test_a_dry_run_changes_neither_the_root_nor_etcd(up: Running, at: tuple[str,
     assert shown.returncode == 0
     assert "would delete 16 chunks" in shown.stdout and "over capacity" in shown.stdout
 
-    done = line(ended(*at, "--once", *limit, "--json"))
+    done = line(ended(*GC, *at, "--once", *limit, "--json"))
     assert done["reaped"]["chunks"] in (16, 17), "in slices"
     assert done["used_bytes_after"] == chunks(root) * CHUNK_BYTES <= done["target_bytes"]
 
@@ -165,11 +160,11 @@ def test_what_cannot_be_finished_is_exit_code_1(up: Running, at: tuple[str, ...]
     put(up, 10, first=5000)
     with kvstore.connect(up.grpc) as store:
         pin = store.namespace("model", LAYOUT).pin(list(range(500_000, 500_040)), ttl=600)
-        done = ended(*at, "--once", *bounded_to(2 * CHUNK_BYTES))
+        done = ended(*GC, *at, "--once", *bounded_to(2 * CHUNK_BYTES))
         assert done.returncode == 1, done.stderr
         assert "unfinished: the root's files still take" in done.stderr and "kept: 10 chunks" in done.stdout
         pin.release()
-    assert ended(*at, "--once", *bounded_to(2 * CHUNK_BYTES)).returncode == 0
+    assert ended(*GC, *at, "--once", *bounded_to(2 * CHUNK_BYTES)).returncode == 0
 
 
 @pytest.mark.slow
@@ -215,7 +210,7 @@ def test_sigterm_during_a_grace_ends_it_and_takes_nothing(up: Running, at: tuple
     finally:
         silent.close(PATIENCE_S)
         meta.close()
-    done = ended(*at, "--once", *bounded_to(CHUNK_BYTES * 2))
+    done = ended(*GC, *at, "--once", *bounded_to(CHUNK_BYTES * 2))
     assert done.returncode == 0, done.stdout + done.stderr
     assert list((root / "trash").iterdir()) == [] and list((root / "plans").iterdir()) == []
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
 import threading
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import pytest
 
@@ -23,8 +21,9 @@ from kvstore_gc.threads import Stopped
 from tests.kit.clusters import TIMINGS, site_of
 from tests.kit.fake_meta import FakeClock
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
-from tests.kit.patience import PATIENCE_S, returns
+from tests.kit.patience import returns
 from tests.kit.place import Place
+from tests.kit.programs import ended
 
 
 @dataclass
@@ -154,13 +153,6 @@ sys.exit("it did not end")
 
 @pytest.mark.slow
 def test_a_signal_ends_a_collector_whose_root_hangs() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", HANGING],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
+    done = ended(sys.executable, "-c", HANGING)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert "gc.left_hanging" in done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -17,6 +16,7 @@ from kvstore_gc.host import HostCollector, opened
 from tests.kit.host_parts import CHUNKS, SHARD_BITS, Parts, child_of
 from tests.kit.hosts import TICK_S, chunks_count, used_bytes
 from tests.kit.patience import eventually
+from tests.kit.programs import ended
 
 FILE_BYTES = 6144
 
@@ -174,6 +174,6 @@ def test_leftovers_of_a_killed_writer_are_removed_after_a_while(parts: Parts, mo
 def test_one_round_beside_a_collector_names_its_process(parts: Parts) -> None:
     command = [sys.executable, "-m", "kvstore_gc", "--root", str(parts.folder), "--once"]
     with opened(str(parts.folder), Config(), {}):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = ended(*command)
         assert done.returncode == 2 and f"process {os.getpid()} collects it" in done.stderr, done.stderr
-    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    assert ended(*command).returncode == 0

@@ -1,11 +1,15 @@
-"""Programs of the repository that are no part of the package, as modules."""
+"""Programs: those of the repository that are no part of the package, as modules; and any, run to its end."""
 
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+from tests.kit.patience import PATIENCE_S
 
 SOURCE = Path(__file__).resolve().parents[2]
 
@@ -18,3 +22,9 @@ def load_program(path: str) -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def ended(*command: str | Path, check: bool = False, **more: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a program in the folder of the repository to its end; what it said is text."""
+    given: dict[str, Any] = {"cwd": SOURCE, "timeout": PATIENCE_S, **more}
+    return subprocess.run(command, check=check, capture_output=True, text=True, **given)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.native import library as native
-from tests.kit.programs import load_program
+from tests.kit.programs import ended, load_program
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "kvstore" / "native"
@@ -40,9 +40,7 @@ def used(path: Path, setting: str) -> str:
     """Returns the report of a process with ``KVSTORE_NATIVE`` set after it stored and read something."""
     search = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     environment = {**os.environ, "KVSTORE_NATIVE": setting, "PYTHONPATH": search}
-    command = [sys.executable, "-c", USE, str(path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=True)
-    return done.stdout.strip()
+    return ended(sys.executable, "-c", USE, str(path), env=environment, check=True).stdout.strip()
 
 
 def test_turned_off_by_the_environment(tmp_root: Path) -> None:

@@ -9,7 +9,6 @@ import ctypes
 import os
 import resource
 import struct
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from kvstore.native import is_available
 from kvstore.native import library as native
 from tests.kit.images import chain_of, made
 from tests.kit.native_modes import chunks_of, opened
+from tests.kit.programs import ended
 from tests.kit.stores import LARGE, SMALL, TINY, chunk_files, flip, fresh, kv_of, resealed, same
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="the native library was not built, or is turned off")
@@ -274,5 +274,5 @@ print(int(items["status"][0]) == native.OTHER)
 
 def test_a_root_whose_name_is_too_long_is_left_to_python() -> None:
     """In a separate process: a name that does not fit would overwrite the memory behind it."""
-    done = subprocess.run([sys.executable, "-c", LONG_NAME], capture_output=True, text=True, timeout=60, check=False)
+    done = ended(sys.executable, "-c", LONG_NAME)
     assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr[-500:]

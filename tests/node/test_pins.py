@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,6 +39,7 @@ from tests.kit.etcd import eventually, running_etcd
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
 from tests.kit.patience import PATIENCE_S
 from tests.kit.ports import free_port
+from tests.kit.programs import ended
 from tests.kit.stores import TINY, kv_of, member_of, member_on, same, store_on
 
 TOKENS = np.arange(6 * TINY.chunk_tokens)
@@ -252,10 +252,7 @@ def test_c6_an_etcd_restored_from_a_snapshot_has_pins_of_before_and_after_it(tmp
     peer_port = free_port()
 
     def etcdctl(*arguments: str) -> None:
-        binary = Path(program).with_name("etcdctl")
-        subprocess.run(
-            [binary, *arguments], env={"ETCDCTL_API": "3"}, check=True, capture_output=True, timeout=PATIENCE_S
-        )
+        ended(Path(program).with_name("etcdctl"), *arguments, env={"ETCDCTL_API": "3"}, check=True)
 
     with (
         EmbeddedEtcd(folder, peer_port=peer_port, binary=program) as etcd,

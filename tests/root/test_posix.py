@@ -15,6 +15,7 @@ from kvstore.errors import KVStoreError, Overloaded, PermissionDenied
 from kvstore.format.places import Name
 from kvstore.root.posix import BOUNCE_BYTES, PosixRoot
 from kvstore.testing.roots import content_of, names, publish, stage
+from tests.kit.programs import ended
 from tests.kit.stores import fresh
 
 A = Name("chunks/0001/a")
@@ -75,12 +76,7 @@ def test_entry_that_is_no_file_is_missing(tmp_path: Path) -> None:
 def mounted(folder: Path, size_bytes: int) -> Iterator[Path]:
     """Mounts a small tmpfs. Needs root, and the right to mount."""
     folder.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    done = ended("mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder))
     if done.returncode:
         pytest.skip(f"cannot mount a tmpfs here: {done.stderr.strip()}")
     try:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.kit.programs import load_program
+from tests.kit.programs import ended, load_program
 
 SOURCE = Path(__file__).resolve().parents[2]
 FOLDERS = ("docs", "kvstore", "gc", "deploy", "benchmarks", "tests")
@@ -63,7 +62,7 @@ def test_figures_are_of_a_recent_commit(page: str) -> None:
     for part in re.split(r"\n## |\n- |\n<!-- picture", (SOURCE / page).read_text()):
         for commit, date in re.findall(r"[Cc]ommit ([0-9a-f]{8,40})( of \d{4}-\d\d-\d\d)?", part):
             counting = ["git", "-C", str(SOURCE), "rev-list", "--count", f"{commit}..HEAD"]
-            counted = subprocess.run(counting, check=False, capture_output=True, text=True)
+            counted = ended(*counting)
             if counted.returncode:
                 pytest.skip(f"this clone lacks the commit: {counted.stderr.strip()}")
             if not date or ("H200" not in part and int(counted.stdout) > FIGURES_COMMITS_MAX):

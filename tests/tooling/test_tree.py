@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.kit.patience import PATIENCE_S
+from tests.kit.programs import ended
 
 ROOT = Path(__file__).resolve().parents[2]
 # Hosts of package indexes and their mirrors, spelled so that this file does not name one.
@@ -36,16 +35,10 @@ COMMON_FOLDERS = {
 
 def repository_files() -> list[Path]:
     """Every file that is, or is about to be, in the repository; relative paths."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    listed = ended("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     if listed.returncode != 0:
         pytest.skip("not a git checkout")
-    names = [name for name in listed.stdout.decode().split("\0") if name]
+    names = [name for name in listed.stdout.split("\0") if name]
     return [Path(name) for name in names if (ROOT / name).is_file()]
 
 

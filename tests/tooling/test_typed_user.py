@@ -14,6 +14,7 @@ import pytest
 
 import kvstore
 from tests.kit.patience import PATIENCE_S
+from tests.kit.programs import ended
 
 ROOT = Path(__file__).resolve().parents[2]
 RIGHT = Path(__file__).with_name("typed_user.py").read_text()
@@ -70,18 +71,11 @@ def complaints(checker: str, program: str, folder: Path) -> dict[int, str]:
     file = folder / "program.py"
     file.write_text(program)
     (folder / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')
-    ended = subprocess.run(
-        [sys.executable, "-m", checker, *CHECKERS[checker], str(file)],
-        cwd=folder,
-        env={**os.environ, "MYPYPATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert ended.returncode in (0, 1) and not ended.stderr, ended.stderr
-    found = re.findall(r"program\.py:(\d+):(?:\d+)?.*?error: (.*)", ended.stdout)
-    assert bool(found) == bool(ended.returncode), ended.stdout
+    environment = {**os.environ, "MYPYPATH": ""}
+    done = ended(sys.executable, "-m", checker, *CHECKERS[checker], file, cwd=folder, env=environment)
+    assert done.returncode in (0, 1) and not done.stderr, done.stderr
+    found = re.findall(r"program\.py:(\d+):(?:\d+)?.*?error: (.*)", done.stdout)
+    assert bool(found) == bool(done.returncode), done.stdout
     return {int(line): said for line, said in found}
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from tests.kit.patience import PATIENCE_S
+from tests.kit.programs import ended
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,13 +19,7 @@ pytestmark = pytest.mark.slow
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """A wheel built from this checkout by the declared backend."""
     folder = tmp_path_factory.mktemp("wheel")
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        timeout=PATIENCE_S,
-    )
+    ended(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder, check=True)
     (path,) = folder.glob("*.whl")
     return zipfile.ZipFile(path)
 

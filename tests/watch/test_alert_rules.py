@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from collections import Counter
 
 import pytest
 
 from tests.kit.cases import for_each
+from tests.kit.programs import ended
 from tests.kit.watch_page import series_names
 from tests.kit.watch_queries import DEPLOY, RULES, RULES_TEST, used
 
@@ -46,7 +46,5 @@ def test_every_alert_has_a_test_in_which_it_fires_and_one_in_which_it_does_not()
     [("check", "rules", "alerts.yml"), ("test", "rules", "alerts_test.yml"), ("check", "config", "prometheus.yml")],
 )
 def test_promtool_accepts_what_ships(arguments: tuple[str, ...]) -> None:
-    ended = subprocess.run(
-        ["promtool", *arguments], cwd=DEPLOY / "prometheus", capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    done = ended("promtool", *arguments, cwd=DEPLOY / "prometheus")
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.kit.cases import for_each
+from tests.kit.programs import ended
 from tests.kit.watch_page import documented, series_names
 from tests.kit.watch_queries import ADDED, DASHBOARDS, grouped, panels, shown, used
 
@@ -50,6 +50,6 @@ def test_prometheus_can_parse_every_query(tmp_path: Path) -> None:
     ]
     path = tmp_path / "rules.yml"
     path.write_text(json.dumps({"groups": [{"name": "dashboards", "rules": rules}]}))  # JSON is YAML as well
-    checked = subprocess.run(["promtool", "check", "rules", path], capture_output=True, text=True, check=False)
+    checked = ended("promtool", "check", "rules", path)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert f"{len(rules)} rules found" in checked.stdout + checked.stderr

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.kit.patience import eventually
+from tests.kit.programs import ended
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PYTHON = REPOSITORY / ".cache/engines/vllm/bin/python"
@@ -391,27 +392,14 @@ def wait_stored(root: Path, count: int) -> set[Path]:
 
 def fsck(root: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Runs ``kvstore fsck``, which exits with 0 if it finds nothing wrong."""
-    return subprocess.run(
-        [sys.executable, "-m", "kvstore.cli.main", "fsck", str(root), *options],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=REPOSITORY,
-    )
+    return ended(sys.executable, "-m", "kvstore.cli.main", "fsck", str(root), *options, timeout=120, cwd=REPOSITORY)
 
 
 def collect(root: Path, *options: str) -> None:
     """Runs one round of ``kvstore-gc`` beside the processes of this host."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kit.collecting", "--root", str(root), "--once", *options],
-        capture_output=True,
-        text=True,
-        timeout=ANSWER_S,
-        check=False,
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'gc'}"},
-    )
+    words = ("tests.kit.collecting", "--root", str(root), "--once", *options)
+    path = {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'gc'}"}
+    done = ended(sys.executable, "-m", *words, timeout=ANSWER_S, cwd=REPOSITORY, env={**os.environ, **path})
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from tests.engines.vllm.engines import (
     transfer,
     wait_stored,
 )
+from tests.kit.programs import ended
 
 LONG = PROMPTS["long"]
 
@@ -129,15 +129,8 @@ def test_every_setting_that_changes_the_kv_changes_the_namespace(workplace: Path
     engines |= {
         name: {"model": str(empty if "weights" in name else model), **changes} for name, (changes, _) in REFUSED.items()
     }
-    done = subprocess.run(
-        [str(PYTHON), str(HERE / "names.py"), json.dumps(engines)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=workplace,
-        env=engine_environment(workplace),
-    )
+    program, environment = str(HERE / "names.py"), engine_environment(workplace)
+    done = ended(str(PYTHON), program, json.dumps(engines), timeout=300, cwd=workplace, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, list[str] | str] = json.loads(done.stdout.splitlines()[-1])
     for name, (_, said) in REFUSED.items():

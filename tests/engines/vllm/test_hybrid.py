@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 from tests.engines.vllm.conftest import PROMPTS
@@ -17,6 +16,7 @@ from tests.engines.vllm.engines import (
     stored_files,
     transfer,
 )
+from tests.kit.programs import ended
 from tests.kit.stores import flip
 
 LONG, BRANCH = PROMPTS["long"], PROMPTS["branch"]
@@ -44,13 +44,7 @@ def test_both_kinds_are_stored_loaded_and_when_damaged_computed_anew(workplace: 
 
 
 def test_what_a_hit_needs_is_what_vllm_itself_needs(workplace: Path) -> None:
-    done = subprocess.run(
-        [str(PYTHON), str(HERE / "hits.py"), "500"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=workplace,
-        env=engine_environment(workplace),
+    done = ended(
+        str(PYTHON), str(HERE / "hits.py"), "500", timeout=300, cwd=workplace, env=engine_environment(workplace)
     )
     assert done.stdout.endswith("same 500\n"), done.stdout[-2000:] + done.stderr[-3000:]
