@@ -1,4 +1,4 @@
-"""Batch files: what is read of each form, what is refused, and that a reordered file loses nothing."""
+"""Batch files: what is read of each form, what is refused, what a reordered file and one of results keep."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kvstore.batch.file import RequestFile, load_tokenizer, read_batch
+from kvstore.batch.upload import Results, ServerAnswer
 from kvstore.errors import InvalidRequest
 from tests.kit.cases import for_each
 
@@ -159,3 +162,41 @@ def test_what_a_tokenizer_refuses_is_named_with_its_line(
         batch_of(tmp_path, good, openai("b", prompt="x"), tokenizer=tokenizer)
     with pytest.raises(InvalidRequest, match=f"line 2: the tokenizer refuses the messages: {said}$"):
         batch_of(tmp_path, good, openai("b", messages=[{"role": "user"}]), tokenizer=tokenizer)
+
+
+def line(custom_id: str, **response: object) -> str:
+    return json.dumps({"id": "result-0", "custom_id": custom_id, "response": response})
+
+
+def ids(path: Path) -> list[str]:
+    return [json.loads(each)["custom_id"] for each in path.read_text().splitlines()]
+
+
+BODIES = st.one_of(
+    st.binary(max_size=50),
+    st.text(max_size=50).map(lambda text: json.dumps(text, ensure_ascii=False).encode(errors="replace")),
+    st.sampled_from([b"\xff" * 50, b"\x01" * 50, '"ü"'.encode() * 25, b"[1e15,1e15]", b"[[],[],{}]", b'"\\ud800"']),
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(BODIES)
+def test_result_of_any_answer_is_read_again(tmp_path: Path, body: bytes) -> None:
+    path = tmp_path / "results"
+    path.unlink(missing_ok=True)
+    custom_id = "\U0001f600" * 1024
+    with Results(path) as opened:
+        opened.add(custom_id, ServerAnswer(200, body))
+    with Results(path) as opened:
+        assert opened.known == {custom_id}
+
+
+@for_each("last", ['{"custom_id":"c0","response":{}}', line("c0")])
+def test_a_last_result_without_a_newline_stays_and_the_next_begins_a_line(tmp_path: Path, last: str) -> None:
+    path = tmp_path / "results"
+    path.write_text(last)
+    with Results(path) as opened:
+        assert opened.known == {"c0"}
+        opened.add("c1", ServerAnswer(200, b"{}"))
+    assert path.read_text().startswith(f"{last}\n")
+    assert ids(path) == ["c0", "c1"]

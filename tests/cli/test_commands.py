@@ -1,4 +1,4 @@
-"""Commands over a root in this process: what they print, their exit codes, and how they refuse."""
+"""Commands over a root in this process: what they print, their exit codes, how they refuse, and tables."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from click.testing import Result
 
 import kvstore
 from kvstore.cli.app import COMMANDS, MODULES
+from kvstore.cli.output import print_table
+from kvstore.core.validate import shown
 from tests.cli.conftest import parsed
 from tests.kit.cases import for_each
 from tests.kit.programs import ended
@@ -204,3 +206,10 @@ def test_fsck_tells_leftovers_from_damage_by_its_exit_code(run: Run, root: str) 
     assert text.exit_code == 0 and "leftovers (not damage):\norphan_staging" in text.stdout
     assert run("fsck", root, "--repair").exit_code == 0
     assert not staged.exists()
+
+
+def test_a_table_shows_control_characters_and_no_terminal_obeys_them(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(("label",), [("canary\x1b[2J\x1b]0;title\x07\x9b1m\ud800",)])
+    said = capsys.readouterr().out
+    assert r"canary\x1b[2J\x1b]0;title\x07\x9b1m\ud800" in said and "\x1b" not in said
+    assert shown("Zoë, 模型") == "Zoë, 模型" and shown("two\nlines\r") == r"two\nlines\r"

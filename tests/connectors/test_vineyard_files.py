@@ -1,4 +1,4 @@
-"""KVCache over files (FileCacheConfig): the results of Vineyard's file mode, except its defects, and refusals."""
+"""KVCache over files (FileCacheConfig): results of Vineyard's file mode, except its defects, and refusals. KVTensor."""
 
 from __future__ import annotations
 
@@ -143,3 +143,23 @@ def test_after_close_every_call_raises_and_closing_again_is_fine(cache: KVCache)
     for call in calls:
         with pytest.raises(RuntimeError, match="closed"):
             call()
+
+
+def test_reads_the_callers_memory_without_a_copy() -> None:
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    tensor: Any = KVTensor(array.ctypes.data, array.nbytes)
+    seen = np.frombuffer(tensor, dtype=np.float32).reshape(2, 3)
+    array[1, 2] = -7.0
+    assert np.array_equal(seen, array)
+    assert (tensor.data, tensor.length) == (array.ctypes.data, 24)
+
+
+@for_each("data, length", [("0", 4), (0, 4.0), (None, 4), (0, None)])
+def test_anything_but_integers_is_a_type_error(data: object, length: object) -> None:
+    with pytest.raises(TypeError):
+        KVTensor(data, length)  # type: ignore[arg-type]
+
+
+def test_a_negative_length_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="negative"):
+        KVTensor(0, -1)

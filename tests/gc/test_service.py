@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from kvstore.errors import Unavailable
+from kvstore.errors import RootMismatch, Unavailable
 from kvstore.meta.memory import MemoryMetadata
 from kvstore_gc.capacity import Pressure
 from kvstore_gc.collector import RETRY_S_MIN, Collector, CycleScheduler
@@ -17,11 +17,11 @@ from kvstore_gc.config import Config
 from kvstore_gc.cycle import Cycle
 from kvstore_gc.rank import CountAndBytes
 from kvstore_gc.summary import Summary
-from kvstore_gc.threads import Stopped
+from kvstore_gc.threads import Stop, Stopped, Threads, within
 from tests.kit.clusters import TIMINGS, site_of
 from tests.kit.fake_meta import FakeClock
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
-from tests.kit.patience import returns
+from tests.kit.patience import PATIENCE_S, returns
 from tests.kit.place import Place
 from tests.kit.programs import ended
 
@@ -156,3 +156,39 @@ def test_a_signal_ends_a_collector_whose_root_hangs() -> None:
     done = ended(sys.executable, "-c", HANGING)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert "gc.left_hanging" in done.stderr
+
+
+# Threads for calls to the root, which may never return
+
+
+def test_nobody_waits_for_a_hanging_call_once_the_end_is_asked_for() -> None:
+    stop, release, reached = Stop(), threading.Event(), threading.Event()
+
+    def hang(number: int) -> None:
+        reached.set()
+        release.wait()
+
+    def ask() -> None:
+        reached.wait(PATIENCE_S)
+        stop.ask()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    with pytest.raises(Stopped):
+        Threads(2, stop).each(2, hang)
+    release.set()
+    asking.join(PATIENCE_S)
+
+
+def test_a_call_that_does_not_return_in_time_is_unavailable() -> None:
+    release = threading.Event()
+    with pytest.raises(Unavailable, match="the root did not answer"):
+        within(0.05, "the root", release.wait)
+    release.set()
+    assert within(10, "the root", lambda: 7) == 7
+    with pytest.raises(RootMismatch):
+        within(10, "the root", _mismatch)
+
+
+def _mismatch() -> None:
+    raise RootMismatch("another")

@@ -1,22 +1,25 @@
-"""Cases of a mounted root only: cold files, hostile names, full and read-only mounts."""
+"""Cases of a mounted root only: cold files, hostile names, links, modes, full and read-only mounts."""
 
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import kvstore
 from kvstore.core.buffers import BufferLoan
-from kvstore.errors import KVStoreError, Overloaded, PermissionDenied
-from kvstore.format.places import Name
+from kvstore.errors import KVStoreError, Overloaded, PermissionDenied, RootMismatch, Unavailable
+from kvstore.format.places import FOLDERS, Name
 from kvstore.root.posix import BOUNCE_BYTES, PosixRoot
 from kvstore.testing.roots import content_of, names, publish, stage
 from tests.kit.programs import ended
-from tests.kit.stores import fresh
+from tests.kit.stores import TINY, fresh, kv_of, store_on
 
 A = Name("chunks/0001/a")
 
@@ -139,3 +142,79 @@ def test_lost_mount_never_gives_wrong_bytes(tmp_path: Path) -> None:
                 assert memory[:count] == b"content"[:count]
         finally:
             subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(folder)], check=True)
+
+
+# Folders of a root that are symbolic links: what would be written there goes to somebody else, so it is refused.
+
+
+LAYOUT = kvstore.Layout(layers=1, kv_heads=1, head_dim=4, dtype="int8", chunk_tokens=4)
+
+
+def test_a_root_with_a_folder_that_is_a_link_is_refused(tmp_root: Path) -> None:
+    for exists in (True, False):
+        for link in sorted(FOLDERS):
+            folder = fresh(tmp_root)
+            root, elsewhere = folder / "root", folder / "elsewhere"
+            kvstore.open(root, max_bytes=None).close()
+            if (root / link).exists():
+                (root / link).rename(folder / "before")
+            if exists:
+                elsewhere.mkdir()
+            (root / link).symlink_to(elsewhere)
+            with pytest.raises(RootMismatch, match=rf"{link} is a symbolic link: .* remove the link"):
+                kvstore.open(root)
+            (root / link).unlink()
+            if (folder / "before").exists():
+                (folder / "before").rename(root / link)
+            with kvstore.open(root) as store:
+                assert (
+                    store.namespace("m", LAYOUT).put(range(4), np.zeros(LAYOUT.shape(4), np.int8)).chunks_written == 1
+                )
+
+
+@pytest.mark.parametrize("link", ["staging", "chunks"])
+def test_nothing_is_written_through_a_link_that_comes_later(tmp_root: Path, link: str) -> None:
+    root, elsewhere = PosixRoot(tmp_root / "root"), tmp_root / "elsewhere"
+    (tmp_root / "root").mkdir()
+    elsewhere.mkdir()
+    (tmp_root / "root" / link).symlink_to(elsewhere)
+    with pytest.raises(Unavailable, match="is a symbolic link"):
+        root.stage(Name(f"{link}/ab/1.part"), [memoryview(b"x")], stamp_ns=0, durable=False)
+    assert list(elsewhere.iterdir()) == []
+
+
+# Modes of what a root gets: nothing is for others, and a group gets what the umask leaves it.
+
+
+@contextmanager
+def umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+class NotNative(PosixRoot):
+    """A root whose files only Python writes."""
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_a_root_is_for_its_owner_and_group(tmp_path: Path, native: bool) -> None:
+    for mask, file, folder in ((0o022, 0o640, 0o750), (0o002, 0o660, 0o770), (0, 0o660, 0o770)):
+        place = fresh(tmp_path)
+        root, tokens = place / "root", np.arange(4 * TINY.chunk_tokens)
+        with umask(mask):
+            if native:
+                store = kvstore.open(str(root))
+            else:
+                root.mkdir(folder)
+                store = store_on(NotNative(root))
+            with store:
+                cache = store.namespace("m", TINY)
+                assert cache.put(tokens, kv_of(TINY, tokens)).chunks_written == 4
+                assert cache.blocks.put([b"k" * 16], [bytes(100)]) == [True]
+        found = [root, *root.rglob("*")]
+        assert sum(each.is_file() and "chunks" in each.parts for each in found) == 5
+        assert {stat.S_IMODE(each.stat().st_mode) for each in found if each.is_file()} == {file}
+        assert {stat.S_IMODE(each.stat().st_mode) for each in found if each.is_dir()} == {folder}

@@ -119,9 +119,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant("access-quota-ignored", at(f"{QUOTAS}:Meter", "refusal", giving(None)), "security/test_rules.py"),
     mutant(
-        "access-audit-silent",
-        at("kvstore.security.audit:AuditLog", "write", giving(None)),
-        "security/test_audit.py security/test_rules.py",
+        "access-audit-silent", at("kvstore.security.audit:AuditLog", "write", giving(None)), "security/test_rules.py"
     ),
     mutant(
         "access-every-host-is-this-one",
