@@ -121,17 +121,6 @@ def test_the_first_puts_after_a_crash_stay_within_the_bound(tmp_root: Path) -> N
                     os.kill(pid, signal.SIGKILL)
 
 
-def test_interrupt_ends_it_as_well(tmp_root: Path) -> None:
-    with serving(tmp_root, "up", "--root", str(tmp_root / "root"), "--listen", "127.0.0.1:0") as running:
-        programs = descendants(running.child.pid)
-        assert running.end(signal.SIGINT) == 130
-        lines = running.log.read_text().splitlines()
-        assert lines[-1] == "Aborted!"
-        for started in ("etcd", "worker 0", "gc"):
-            assert any(f"up.starting name={started}" in line for line in lines), started
-        assert gone(programs)
-
-
 @for_each("number", [signal.SIGINT, signal.SIGTERM])
 @for_each("name", ["dashboard", "events"])
 def test_a_signal_while_it_waits_for_a_program_is_no_failure(tmp_path: Path, name: str, number: signal.Signals) -> None:

@@ -17,10 +17,8 @@ from kvstore.errors import InvalidRequest
 from tests.kit.cases import for_each
 from tests.kit.programs import ended
 from tests.kit.stores import SMALL, kv_of
-from tests.kit.workers import WAIT_S, Several, connected, serving
+from tests.kit.workers import KV, TOKENS, WAIT_S, Several, connected, serving
 
-TOKENS = np.arange(4 * SMALL.chunk_tokens)
-KV = kv_of(SMALL, TOKENS)
 FORKS = 20
 _PARENT = """
 import os, sys

@@ -19,12 +19,10 @@ from kvstore.client.cache import BlockHold, Hold
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.segments import Held, Rope
 from tests.kit.cases import for_each
-from tests.kit.stores import SMALL, kv_of
-from tests.kit.workers import connected, serving
+from tests.kit.stores import SMALL
+from tests.kit.workers import KV, TOKENS, connected, serving
 from tests.segments.test_rope import LLAMA
 
-TOKENS = np.arange(4 * SMALL.chunk_tokens)
-KV = kv_of(SMALL, TOKENS)
 KEYS = [bytes([number]) * 16 for number in range(3)]
 LONG = 10**5000
 ODD: list[Any] = [

@@ -25,14 +25,19 @@ from tests.kit.cases import for_each
 from tests.kit.etcd import Proxy
 from tests.kit.patience import stretched
 from tests.kit.stores import SMALL, kv_of, same
-from tests.kit.workers import WAIT_S, chain_of, connected, images_of, sections_of, serving, tokens_of
+from tests.kit.workers import (
+    IMAGES,
+    KV,
+    TOKENS,
+    WAIT_S,
+    connected,
+    serving,
+    tokens_of,
+)
 
 pytestmark = pytest.mark.slow
 
-TOKENS = np.arange(4 * SMALL.chunk_tokens)
-KV = kv_of(SMALL, TOKENS)
 NAMESPACE = Namespace.of("m", SMALL)
-IMAGES = images_of(chain_of(SMALL, TOKENS), sections_of(KV, SMALL))
 HASTY = stretched(
     ClientLimits(match_s=2.0, read_s=0.5, write_s=2.0, pin_s=5.0), "match_s", "read_s", "write_s", "pin_s"
 )

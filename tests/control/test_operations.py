@@ -11,11 +11,11 @@ from kvstore.census.selection import Selection
 from kvstore.core.operations import OperationRun
 from kvstore.errors import InvalidRequest
 from kvstore.v1 import control_pb2 as pb
-from tests.kit.administration import KV, SIZE, TOKENS, raw_control
+from tests.kit.administration import SIZE, raw_control
 from tests.kit.memory_workers import caching, running, waiters, working
 from tests.kit.stores import SMALL, same
 from tests.kit.tiers import LARGE, eventually, faulty
-from tests.kit.workers import WAIT_S, Served, connected, packed, refused, serving
+from tests.kit.workers import KV, TOKENS, WAIT_S, Served, connected, packed, refused, serving
 
 pytestmark = pytest.mark.slow
 

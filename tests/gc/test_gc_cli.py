@@ -17,18 +17,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 import kvstore
-from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.meta.etcd import EtcdMetadata
-from kvstore.meta.keys import Keys
-from kvstore.meta.session import Session
-from kvstore.root.identity import read_identity
-from kvstore.root.posix import PosixRoot
 from kvstore_gc.cli import command
 from kvstore_gc.cycle import FRESH_S
 from tests.cli.conftest import PATIENCE_S, SOURCE, Running, descendants, eventually, serving
 from tests.kit.cases import for_each
 from tests.kit.collecting import GC, bounded_to
-from tests.kit.etcd import frozen
 from tests.kit.programs import ended
 
 LAYOUT = kvstore.Layout(layers=2, kv_heads=1, head_dim=64, dtype="float16", chunk_tokens=4)
@@ -189,47 +183,6 @@ def test_rounds_go_on_until_sigterm(up: Running, at: tuple[str, ...], module_roo
         assert left == [], "it has left, and nothing is open"
     finally:
         meta.close()
-
-
-@pytest.mark.slow
-def test_sigterm_during_a_grace_ends_it_and_takes_nothing(up: Running, at: tuple[str, ...], module_root: Path) -> None:
-    root = module_root / "root"
-    put(up, 10, first=20_000)
-    before = chunks(root)
-    meta = EtcdMetadata(up.etcd)
-    identity = read_identity(PosixRoot(str(root)))
-    assert identity is not None
-    silent = Session.open(meta, Keys(identity.root), clock=SystemClock(), ids=RandomIds(), ttl_s=3600)
-    try:
-        with collecting(module_root, *at, "--interval", "1h", *bounded_to(CHUNK_BYTES)) as (child, said):
-            eventually(lambda: any((root / "trash").iterdir()), "a sweep has begun, and waits for the silent node")
-            time.sleep(0.5)
-            child.send_signal(signal.SIGTERM)
-            assert child.wait(PATIENCE_S) == 0, said()  # the next round is an hour away, the end of the grace minutes
-        assert chunks(root) == before
-    finally:
-        silent.close(PATIENCE_S)
-        meta.close()
-    done = ended(*GC, *at, "--once", *bounded_to(CHUNK_BYTES * 2))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert list((root / "trash").iterdir()) == [] and list((root / "plans").iterdir()) == []
-
-
-@pytest.mark.slow
-def test_a_frozen_etcd_is_said_once_and_rounds_go_on_afterwards(up: Running, tmp_path: Path, module_root: Path) -> None:
-    (pid,) = [pid for pid, text in descendants(up.child.pid).items() if "--data-dir" in text]
-    where = ("--root", str(module_root / "root"), "--etcd", up.etcd)
-    with collecting(tmp_path, *where, "--interval", "1s", "--json") as (child, said):
-        assert child.stdout is not None
-        json.loads(child.stdout.readline())
-        with frozen(pid):
-            eventually(lambda: "gc.round_failed" in said(), "the round fails")
-            time.sleep(8)
-            assert child.poll() is None
-            assert said().count("gc.round_failed") == 1 and said().count("gc.place_failed") <= 1
-        eventually(lambda: "gc.round_recovered" in said(), "it goes on")
-        child.send_signal(signal.SIGTERM)
-        assert child.wait(PATIENCE_S) == 0
 
 
 @pytest.mark.slow

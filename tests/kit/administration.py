@@ -7,15 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-
 from kvstore.v1.control_pb2_grpc import ControlStub
-from tests.kit.stores import SMALL, flip, kv_of
+from tests.kit.stores import SMALL, flip
 from tests.kit.workers import Served, raw_channel
 
 SIZE = SMALL.chunk_tokens
-TOKENS = np.arange(4 * SIZE)
-KV = kv_of(SMALL, TOKENS)
 
 
 @contextmanager

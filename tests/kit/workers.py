@@ -42,7 +42,7 @@ from kvstore.worker.server import Worker
 from tests.kit.images import encoded
 from tests.kit.patience import PATIENCE_S, is_stopped
 from tests.kit.patience import eventually as eventually
-from tests.kit.stores import member_on
+from tests.kit.stores import SMALL, kv_of, member_on
 
 WAIT_S = PATIENCE_S
 """For what must happen soon."""
@@ -287,3 +287,10 @@ class Several:
 def tokens_of(number: int, count: int) -> npt.NDArray[np.int64]:
     """``count`` tokens that no other number has."""
     return np.arange(count, dtype=np.int64) + 1000 * number
+
+
+TOKENS = np.arange(4 * SMALL.chunk_tokens)
+"""A prompt of four chunks."""
+KV = kv_of(SMALL, TOKENS)
+SECTIONS = sections_of(KV, SMALL)
+IMAGES = images_of(chain_of(SMALL, TOKENS), SECTIONS)

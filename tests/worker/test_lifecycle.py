@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
-import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -29,19 +28,19 @@ from tests.kit.patience import stretched
 from tests.kit.stores import SMALL, kv_of, member_on, same
 from tests.kit.tiers import held
 from tests.kit.workers import (
+    IMAGES,
+    KV,
+    TOKENS,
     WAIT_S,
     Several,
-    chain_of,
     connected,
     eventually,
-    images_of,
     opened,
     packed,
     put_messages,
     raw_channel,
     raw_stub,
     refused,
-    sections_of,
     serving,
     tokens_of,
     worker_process,
@@ -49,9 +48,6 @@ from tests.kit.workers import (
 
 pytestmark = pytest.mark.slow
 
-TOKENS = np.arange(4 * SMALL.chunk_tokens)
-KV = kv_of(SMALL, TOKENS)
-IMAGES = images_of(chain_of(SMALL, TOKENS), sections_of(KV, SMALL))
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 
 from kvstore.client import Cache, Store
@@ -18,8 +17,12 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
 from kvstore.worker.limits import WorkerLimits
 from tests.kit.cases import for_each
-from tests.kit.stores import SMALL, kv_of, same
+from tests.kit.stores import SMALL, same
 from tests.kit.workers import (
+    IMAGES,
+    KV,
+    SECTIONS,
+    TOKENS,
     WAIT_S,
     Served,
     chain_of,
@@ -32,15 +35,9 @@ from tests.kit.workers import (
     raw_channel,
     raw_stub,
     refused,
-    sections_of,
     serving,
 )
 
-SIZE = SMALL.chunk_tokens
-TOKENS = np.arange(4 * SIZE)
-KV = kv_of(SMALL, TOKENS)
-SECTIONS = sections_of(KV, SMALL)
-IMAGES = images_of(chain_of(SMALL, TOKENS), SECTIONS)
 KEY = b"\x10" + bytes(16)
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 

@@ -17,21 +17,20 @@ from kvstore.worker.limits import WorkerLimits
 from tests.kit.cases import for_each
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
 from tests.kit.patience import stretched
-from tests.kit.stores import SMALL, kv_of
+from tests.kit.stores import SMALL
 from tests.kit.workers import (
+    IMAGES,
+    TOKENS,
     WAIT_S,
     Served,
-    chain_of,
     connected,
     eventually,
-    images_of,
     opened,
     packed,
     put_messages,
     raw_channel,
     raw_stub,
     refused,
-    sections_of,
     serving,
 )
 
@@ -44,9 +43,6 @@ def impatient(idle_s: float = 0.3, **more: int) -> WorkerLimits:
 
 
 LARGE = Layout(layers=4, kv_heads=8, head_dim=128, dtype="float16", chunk_tokens=256)  # 4 MiB
-TOKENS = np.arange(4 * SMALL.chunk_tokens)
-KV = kv_of(SMALL, TOKENS)
-IMAGES = images_of(chain_of(SMALL, TOKENS), sections_of(KV, SMALL))
 
 
 def nothing_in_use(served: Served) -> None:
