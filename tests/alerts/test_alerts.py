@@ -29,17 +29,7 @@ from kvstore.core.write_mode import WriteModeName
 from kvstore.errors import KVStoreError
 from kvstore.meta.embedded_etcd import EmbeddedEtcd
 from tests.alerts.prometheus import PATIENCE_S, Prometheus
-from tests.alerts.stage import (
-    AUDIT_BYTES,
-    DISK_BYTES,
-    ROOT_BYTES,
-    Hanging,
-    Program,
-    Stage,
-    filled,
-    stopped,
-    tmpfs,
-)
+from tests.alerts.stage import AUDIT_BYTES, DISK_BYTES, ROOT_BYTES, Hanging, Program, Stage, filled, stopped, tmpfs
 from tests.kit.certificates import Authority, Pair
 from tests.kit.patience import eventually
 from tests.kit.watch_page import series_names

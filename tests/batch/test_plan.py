@@ -89,13 +89,7 @@ def test_a_prompt_that_is_wrong_is_named(prompts: Any, said: str) -> None:
         PromptSet.of_tokens(prompts)
 
 
-@for_each(
-    "wrong, said",
-    [
-        ({"memory_tokens": -1}, "memory_tokens=-1"),
-        ({"memory_tokens": 2.5}, "memory_tokens=2.5"),
-    ],
-)
+@for_each("wrong, said", [({"memory_tokens": -1}, "memory_tokens=-1"), ({"memory_tokens": 2.5}, "memory_tokens=2.5")])
 def test_a_wrong_argument_is_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         make_plan(PromptSet.of_tokens([[1], np.array([2])]), **wrong)

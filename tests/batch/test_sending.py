@@ -187,10 +187,7 @@ def test_what_is_no_whole_answer_is_no_result(batch: RequestFile, tmp_path: Path
     assert ids(tmp_path / "results") == []
 
 
-@for_each(
-    "status, said",
-    [(401, "rejected the API key"), (403, "rejected the API key"), (302, "redirects")],
-)
+@for_each("status, said", [(401, "rejected the API key"), (403, "rejected the API key"), (302, "redirects")])
 def test_a_server_that_refuses_everybody_ends_the_run_without_results(
     batch: RequestFile, tmp_path: Path, status: int, said: str
 ) -> None:

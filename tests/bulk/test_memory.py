@@ -189,10 +189,7 @@ def test_more_views_than_descriptors_for_leases_are_copies(on_files: Served) -> 
     limits = ClientLimits(leases_max=2)
     tokens, kv = TOKENS[: 4 * SIZE], KV[:, :, : 4 * SIZE]
     filled(on_files, tokens, kv, MEDIUM)
-    with (
-        connected(on_files, bulk="shared", limits=limits) as store,
-        store.namespace("m", MEDIUM).hold(tokens) as hold,
-    ):
+    with connected(on_files, bulk="shared", limits=limits) as store, store.namespace("m", MEDIUM).hold(tokens) as hold:
         views = [hold.view() for _ in range(5)]
         eventually(lambda: len(on_files.worker.service.bulk_requests.leases or ()) == 2, "two views have leases")
         assert all(same(view[3], kv[:, :, 3 * SIZE :]) for view in views)

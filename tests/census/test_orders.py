@@ -200,9 +200,7 @@ def answers(meta: MetadataStore, keys: Keys = KEYS) -> set[bytes]:
     return {bytes.fromhex(each.key.split("/")[-2]) for each in found}
 
 
-def test_an_order_is_kept_as_long_as_its_sweep_takes(
-    nodes: tuple[ModelNode, ModelNode, FaultyMeta],
-) -> None:
+def test_an_order_is_kept_as_long_as_its_sweep_takes(nodes: tuple[ModelNode, ModelNode, FaultyMeta]) -> None:
     """Nodes that forgot it in between would take its chunks back."""
     passing_s = 4 * round(slowness())
     good, bad, _ = nodes

@@ -86,8 +86,7 @@ def test_command_without_a_target_names_the_options(run: Run, arguments: tuple[s
 
 
 @for_each(
-    "arguments, said",
-    [(("--once",), "which root? give --root URL"), (("--root", "x", "--once"), "x does not exist")],
+    "arguments, said", [(("--once",), "which root? give --root URL"), (("--root", "x", "--once"), "x does not exist")]
 )
 def test_so_does_the_collector(arguments: tuple[str, ...], said: str) -> None:
     result = CliRunner().invoke(collector, list(arguments), prog_name="kvstore-gc")

@@ -25,15 +25,7 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.kit.cases import for_each
 from tests.kit.patience import stretched
 from tests.kit.stores import SMALL, kv_of, same
-from tests.kit.workers import (
-    Served,
-    Several,
-    connected,
-    eventually,
-    serving,
-    tokens_of,
-    worker_process,
-)
+from tests.kit.workers import Served, Several, connected, eventually, serving, tokens_of, worker_process
 
 pytestmark = pytest.mark.slow
 
@@ -183,11 +175,7 @@ def test_a_read_goes_on_at_another_worker_where_the_first_one_died() -> None:
 
 def test_a_hold_says_that_it_is_gone_with_its_worker(tmp_root: Path) -> None:
     """Another worker of the same root does not help: it knows nothing of this hold."""
-    with (
-        worker_process(tmp_root) as doomed,
-        worker_process(tmp_root) as other,
-        connected(doomed.address) as store,
-    ):
+    with worker_process(tmp_root) as doomed, worker_process(tmp_root) as other, connected(doomed.address) as store:
         cache = store.namespace("m", SMALL)
         cache.put(TOKENS, KV)
         hold = cache.hold(TOKENS)

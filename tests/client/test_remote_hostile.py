@@ -25,15 +25,7 @@ from tests.kit.cases import for_each
 from tests.kit.etcd import Proxy
 from tests.kit.patience import stretched
 from tests.kit.stores import SMALL, kv_of, same
-from tests.kit.workers import (
-    IMAGES,
-    KV,
-    TOKENS,
-    WAIT_S,
-    connected,
-    serving,
-    tokens_of,
-)
+from tests.kit.workers import IMAGES, KV, TOKENS, WAIT_S, connected, serving, tokens_of
 
 pytestmark = pytest.mark.slow
 

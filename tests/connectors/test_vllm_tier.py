@@ -25,11 +25,7 @@ MODULES: dict[str, dict[str, Any]] = {
         "get_offload_group_idx": lambda key: int.from_bytes(key[-4:], "big"),
     },
     f"{OFFLOAD}.tiering.async_lookup": {"AsyncLookupManager": type("Base", (), {"__init__": lambda self, **_: None})},
-    f"{OFFLOAD}.tiering.base": {
-        "JobResult": SimpleNamespace,
-        "SecondaryTierManager": object,
-        "TransferJob": object,
-    },
+    f"{OFFLOAD}.tiering.base": {"JobResult": SimpleNamespace, "SecondaryTierManager": object, "TransferJob": object},
 }
 
 

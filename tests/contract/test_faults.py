@@ -296,10 +296,7 @@ def test_pin_after_clear_cut_short_keeps_its_chunks(tmp_root: Path, deletion: in
 # Ends of holds: each returns its share of the worker's limits
 
 HELD = np.arange(4 * SMALL.chunk_tokens)
-LIMITED = {
-    "count": WorkerLimits(holds_max=2),
-    "tokens": WorkerLimits(hold_tokens_max=2 * len(HELD)),
-}
+LIMITED = {"count": WorkerLimits(holds_max=2), "tokens": WorkerLimits(hold_tokens_max=2 * len(HELD))}
 HOLD_ROUNDS = 4
 """Twice as many holds as fit at once."""
 

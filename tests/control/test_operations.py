@@ -53,10 +53,7 @@ def test_selection_is_counted_then_cleared_except_pinned_chunks() -> None:
 
 def test_invalid_selection_is_refused_and_begins_nothing() -> None:
     with serving() as served, raw_control(served) as stub, connected(served) as store:
-        for request in (
-            pb.ClearSelectedRequest(),
-            pb.ClearSelectedRequest(selection=pb.Selection(namespace=b"short")),
-        ):
+        for request in (pb.ClearSelectedRequest(), pb.ClearSelectedRequest(selection=pb.Selection(namespace=b"short"))):
             code, _, _ = refused(lambda asked=request: stub.ClearSelected(asked, timeout=WAIT_S))  # type: ignore[misc]
             assert code is grpc.StatusCode.INVALID_ARGUMENT
         with pytest.raises(InvalidRequest, match="no namespace of this root is meant by tenant 'nobody'"):

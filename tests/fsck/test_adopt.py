@@ -90,10 +90,7 @@ def condemn_key(meta: MetadataStore, keys: Keys, part: int, sweep: SweepId) -> N
     before = meta.get(keys.gc_seq)
     prev = Seq.from_json(before.value).nonce if before else NO_NONCE
     record = Condemned.of_victims(sweep, bytes(16), [])
-    puts = (
-        Put(keys.condemned_in(part), record.to_bytes()),
-        Put(keys.gc_seq, Seq(RandomIds().fresh(), prev).to_json()),
-    )
+    puts = (Put(keys.condemned_in(part), record.to_bytes()), Put(keys.gc_seq, Seq(RandomIds().fresh(), prev).to_json()))
     assert meta.txn((Absent(keys.condemned_in(part)),), puts).succeeded
 
 

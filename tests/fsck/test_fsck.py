@@ -233,7 +233,7 @@ def test_staged_files_of_dead_sessions_are_removed(memory: Filled) -> None:
         write(memory.root, places.staged(session, 1), b"part", age_s=age_s)
     report = check(memory, repair=True, live_sessions={live})
     assert set(found(report)) == {
-        (FindingKind.ORPHAN_STAGING, places.staged(dead, 1), "4 bytes", Action.REMOVED),
+        (FindingKind.ORPHAN_STAGING, places.staged(dead, 1), "4 bytes", Action.REMOVED)
     }  # the new one may have begun after the list was read
     assert names(memory.root, "staging") == {live.hex(), new.hex()} and report.is_clean
     assert read(memory.root, places.staged(live, 1)) == read(memory.root, places.staged(new, 1)) == b"part"

@@ -110,13 +110,5 @@ def forests(draw: st.DrawFn, *, spaces: Sequence[NamespaceId] = SPACES) -> list[
         age_s, depth, uses, priority, ttl = born
         mtime_ns = stamp(age_s, depth, uses, Hints(priority, TTLS[ttl]))
         about.append(born)
-        found.append(
-            Chunk(
-                Address(rnd.randbytes(16)),
-                namespace,
-                rnd.randint(1, size_most),
-                mtime_ns,
-                address,
-            )
-        )
+        found.append(Chunk(Address(rnd.randbytes(16)), namespace, rnd.randint(1, size_most), mtime_ns, address))
     return found

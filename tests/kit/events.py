@@ -42,12 +42,7 @@ class Ticking:
 class Following:
     """What one subscriber has, by addresses."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        meta: MetadataStore | None = None,
-        wanted: Wanted = lambda _: True,
-    ) -> None:
+    def __init__(self, cluster: Cluster, meta: MetadataStore | None = None, wanted: Wanted = lambda _: True) -> None:
         self.clock = Ticking()
         self.root = cluster.root
         limits, keys = EventLimits(), Keys(cluster.identity.root)

@@ -89,14 +89,7 @@ class Alone:
         identity = create_or_open(root, ids)
         self.meta = HookedMeta(MemoryStore(clock))
         self.keys = Keys(identity.root)
-        self.node = Engine(
-            root,
-            identity,
-            session=lambda: bytes(16),
-            limits=limits,
-            clock=clock,
-            ids=ids,
-        )
+        self.node = Engine(root, identity, session=lambda: bytes(16), limits=limits, clock=clock, ids=ids)
         assert isinstance(self.node.gc_view, ClusterGcState)
         self.view = self.node.gc_view
         fence: Fence | None = None

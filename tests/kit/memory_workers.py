@@ -18,10 +18,7 @@ from tests.kit.workers import Served, connected
 
 @contextmanager
 def working(
-    root: Root,
-    *,
-    write: WriteMode = WriteMode.UNCACHED,
-    disk: Path | None = None,
+    root: Root, *, write: WriteMode = WriteMode.UNCACHED, disk: Path | None = None
 ) -> Iterator[tuple[Acting, Served]]:
     """A worker with memory, and the member behind it."""
     limits = replace(QUICK, write_deadline_s=10.0, operations_max=32)

@@ -15,12 +15,7 @@ class MemoryObjectRoot(MemoryRoot):
     """Folders are only parts of names, the mtime stays as staged, and nothing is mapped."""
 
     traits = Traits(
-        exclusive_publish=True,
-        ordered_publish=False,
-        touch=False,
-        mapped=False,
-        fenced=False,
-        conditional_remove=True,
+        exclusive_publish=True, ordered_publish=False, touch=False, mapped=False, fenced=False, conditional_remove=True
     )
 
     def open(self, name: Name) -> MemoryReader | None:

@@ -26,7 +26,7 @@ EVENTS: dict[str, dict[str, Any]] = {
     "vllm.v1.core.kv_cache_utils": {
         "generate_block_hash_extra_keys": lambda request, start, end, media: (("a salt", start), media),
         "to_event_extra_keys": lambda extra_keys: extra_keys,
-    },
+    }
 }
 """The parts of vLLM that the connector's descents use."""
 

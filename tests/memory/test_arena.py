@@ -235,8 +235,7 @@ def test_a_container_sees_its_own_limit_at_the_top(cgroups: Path, name: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("line", "above"),
-    [("0::/a.slice/b.service", "a.slice"), ("4:memory:/a/b", "memory/a"), ("4:cpu:/x\n0::/a/b", "a")],
+    ("line", "above"), [("0::/a.slice/b.service", "a.slice"), ("4:memory:/a/b", "memory/a"), ("4:cpu:/x\n0::/a/b", "a")]
 )
 def test_a_service_is_limited_by_its_cgroup_and_by_those_around_it(cgroups: Path, line: str, above: str) -> None:
     limit(cgroups / "membership", f"{line}\n")

@@ -20,15 +20,7 @@ from kvstore.meta.session import Session, SessionManager
 from kvstore.meta.store import Absent, Event, LeaseId, Put, WatchLost
 from kvstore.testing.metadata import take
 from tests.kit.cases import for_each
-from tests.kit.etcd import (
-    PATIENCE_S,
-    Proxy,
-    compact,
-    enable_auth,
-    eventually,
-    frozen,
-    running_etcd,
-)
+from tests.kit.etcd import PATIENCE_S, Proxy, compact, enable_auth, eventually, frozen, running_etcd
 from tests.kit.patience import returns
 
 pytestmark = pytest.mark.slow

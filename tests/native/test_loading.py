@@ -58,11 +58,7 @@ def test_without_a_compiler_it_says_so_and_leaves_nothing(tmp_path: Path, monkey
 
 @pytest.mark.parametrize(
     ("source", "reason"),
-    [
-        (None, "was not built"),
-        ("", "of another version"),
-        ("int kv_abi(void) { return 99; }", "of another version"),
-    ],
+    [(None, "was not built"), ("", "of another version"), ("int kv_abi(void) { return 99; }", "of another version")],
     ids=["missing", "foreign", "newer"],
 )
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")

@@ -21,14 +21,7 @@ from tests.kit.stores import TINY, SetClock, kv_of, same, store_on
 
 pytestmark = pytest.mark.slow
 
-POINTS = [
-    "stage.created",
-    "stage.written",
-    "stage.complete",
-    "publish.before",
-    "publish.linked",
-    "publish.done",
-]
+POINTS = ["stage.created", "stage.written", "stage.complete", "publish.before", "publish.linked", "publish.done"]
 CHUNKS = 6
 
 

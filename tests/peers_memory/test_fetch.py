@@ -27,17 +27,7 @@ from kvstore.transport.channel import SPAN_BYTES, Channel, FrameKind, encode_spa
 from kvstore.v1 import kvstore_pb2 as pb
 from tests.kit.etcd import Proxy
 from tests.kit.patience import NEVER_S, PATIENCE_S, eventually, returns, slowness
-from tests.kit.peer_channel import (
-    Say,
-    Speaker,
-    chain_of,
-    honest,
-    image_of,
-    room_for,
-    send_file,
-    speaking,
-    start,
-)
+from tests.kit.peer_channel import Say, Speaker, chain_of, honest, image_of, room_for, send_file, speaking, start
 from tests.kit.peer_reports import KEYS, Held, shard_of, sorted_prints
 from tests.kit.transports import send_head
 

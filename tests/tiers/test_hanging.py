@@ -24,16 +24,7 @@ from tests.kit.faulty_root import ENOSPC, FaultyRoot, Hang, Rule
 from tests.kit.memory_tiers import empty
 from tests.kit.patience import PATIENCE_S, returns, slowness
 from tests.kit.stores import same
-from tests.kit.tiers import (
-    ASKING,
-    LARGE,
-    QUEUE_CHUNKS,
-    Acting,
-    eventually,
-    faulty,
-    held,
-    quick,
-)
+from tests.kit.tiers import ASKING, LARGE, QUEUE_CHUNKS, Acting, eventually, faulty, held, quick
 
 
 @pytest.mark.slow

@@ -20,15 +20,7 @@ from kvstore.tiers.stack import MemoryPut
 from tests.kit.faulty_root import ENOSPC, EROFS, FaultyRoot, Rule
 from tests.kit.patience import PATIENCE_S, returns, slowness
 from tests.kit.stores import kv_of
-from tests.kit.tiers import (
-    QUEUE_CHUNKS,
-    Acting,
-    eventually,
-    faulty,
-    held,
-    on_posix,
-    quick,
-)
+from tests.kit.tiers import QUEUE_CHUNKS, Acting, eventually, faulty, held, on_posix, quick
 
 
 @pytest.fixture(params=["memory", "posix"])

@@ -114,10 +114,7 @@ def test_type_checkers_and_programs_see_the_same_names() -> None:
 
 @pytest.mark.parametrize(
     ("program", "absent"),
-    [
-        ("kvstore.Layout(1, 1, 8)", {"grpc", "fsspec"}),
-        ("import kvstore.cli.main", {"numpy", "click", "socket"}),
-    ],
+    [("kvstore.Layout(1, 1, 8)", {"grpc", "fsspec"}), ("import kvstore.cli.main", {"numpy", "click", "socket"})],
 )
 def test_importing_the_package_imports_little(program: str, absent: set[str]) -> None:
     program = f"import sys, kvstore; {program}; assert not {absent} & sys.modules.keys()"

@@ -174,11 +174,7 @@ def test_every_call_returns_in_time_while_the_root_hangs() -> None:
     root = FaultyRoot(MemoryRoot(MemoryFiles()))
     limits = Limits(io_threads=2, width=2, stall_s=0.2, match_deadline_s=0.5, read_deadline_s=0.5, write_deadline_s=1.0)
     limits = stretched(limits, "stall_s", "match_deadline_s", "read_deadline_s", "write_deadline_s")
-    with (
-        serving(root, limits=limits) as served,
-        connected(served) as store,
-        raw_channel(served) as channel,
-    ):
+    with serving(root, limits=limits) as served, connected(served) as store, raw_channel(served) as channel:
         cache = store.namespace("m", SMALL)
         cache.put(TOKENS, KV)
         served.member.node.forget()

@@ -159,10 +159,7 @@ def test_an_object_that_is_only_bytes_is_found_whatever_comes_out_of_it(tmp_root
 def test_bytes_of_a_serialiser_are_shared_with_those_that_are_told_the_same_of_it(tmp_root: Path) -> None:
     """Equally long bytes may come from another type, shape or serialiser, and LMCache does not say which."""
     packed = {"dtype": torch.uint8, "shape": (5000,)}
-    for settings, found_by in (
-        ({}, []),
-        ({"serde": "fp8 e4m3 tp4"}, [{"serde": "fp8 e4m3 tp4"}]),
-    ):
+    for settings, found_by in (({}, []), ({"serde": "fp8 e4m3 tp4"}, [{"serde": "fp8 e4m3 tp4"}])):
         with adapter(root=str(tmp_root), **settings) as l2:
             stored(l2, [key(1)], [made(1, **packed)])
             assert found(l2, [key(1)]) == [0]

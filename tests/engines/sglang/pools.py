@@ -24,11 +24,7 @@ class HostPool:
     storage_format_tag: str | None = None
     dcp_size, dcp_rank = 1, 0
 
-    def __init__(
-        self,
-        layout: str,
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> None:
+    def __init__(self, layout: str, dtype: torch.dtype = torch.bfloat16) -> None:
         self.layout, self.dtype = layout, dtype
         self.page_size, self.page_num, self.size, self.layer_num = PAGE, PAGES, SIZE, LAYERS
         self.head_num, self.head_dim = HEADS, DIM

@@ -15,15 +15,7 @@ from kvstore.connectors.common import EngineSettings
 from kvstore.engine.settings import Limits
 from kvstore.root.posix import PosixRoot
 from tests.engines.sglang.on_cpu import StorageMetricsCollector, cache_controller
-from tests.engines.sglang.rank import (
-    PAGE,
-    Rank,
-    device_pool,
-    holds,
-    host_pool,
-    page_keys,
-    taken,
-)
+from tests.engines.sglang.rank import PAGE, Rank, device_pool, holds, host_pool, page_keys, taken
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
 from tests.kit.stores import chunk_files, flip, store_on
 

@@ -17,14 +17,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolHitPolicy, Poo
 from sglang.srt.server_args import ServerArgs
 
 from kvstore.errors import InvalidRequest
-from tests.engines.sglang.pools import (
-    HostPool,
-    OddPool,
-    backend,
-    config,
-    indices,
-    same,
-)
+from tests.engines.sglang.pools import HostPool, OddPool, backend, config, indices, same
 
 
 def hashes(count: int, seed: str = "") -> list[str]:

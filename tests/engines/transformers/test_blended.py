@@ -13,13 +13,7 @@ import torch
 from transformers import DynamicCache
 
 from kvstore.client import Store
-from kvstore.connectors.transformers import (
-    BlendedCache,
-    model_cache,
-    prefill_blended,
-    prefill_with_store,
-    put_segments,
-)
+from kvstore.connectors.transformers import BlendedCache, model_cache, prefill_blended, prefill_with_store, put_segments
 from kvstore.connectors.transformers.cache_spec import checked, run
 from kvstore.connectors.transformers.decoder import Decoder
 from kvstore.connectors.transformers.gate import Case, prepare

@@ -9,14 +9,7 @@ import pytest
 import torch
 
 from kvstore.connectors.transformers.decoder import Decoder, deviation
-from kvstore.connectors.transformers.gate import (
-    UNMEASURED,
-    Case,
-    Prepared,
-    Split,
-    choose,
-    prepare,
-)
+from kvstore.connectors.transformers.gate import UNMEASURED, Case, Prepared, Split, choose, prepare
 from kvstore.errors import InvalidRequest
 from kvstore.segments import Bounds, Rule, Verdict
 from tests.engines.transformers.models import (

@@ -9,15 +9,7 @@ import pytest
 
 from kvstore.core.recency import PRIORITY_DEFAULT, decode
 from kvstore.engine.settings import Limits
-from tests.engines.vllm.engines import (
-    Engine,
-    collect,
-    prompt,
-    running_engine,
-    stored_files,
-    transfer,
-    wait_stored,
-)
+from tests.engines.vllm.engines import Engine, collect, prompt, running_engine, stored_files, transfer, wait_stored
 
 BLOCKS = 9
 """Full blocks of a prompt of 300 tokens."""

@@ -105,14 +105,7 @@ def test_garbage_collection_at_full_tilt_costs_misses_only(
     engine: Engine, root: Path, etcd: str, reference: dict[str, Answer]
 ) -> None:
     with running_program(
-        "tests.kit.collecting",
-        "--root",
-        str(root),
-        "--etcd",
-        etcd,
-        "--interval",
-        "0.1",
-        *bounded_to(60 << 10),
+        "tests.kit.collecting", "--root", str(root), "--etcd", etcd, "--interval", "0.1", *bounded_to(60 << 10)
     ):
         ends_s = time.monotonic() + 8
         cached = []

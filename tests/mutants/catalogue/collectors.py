@@ -252,9 +252,7 @@ TAKING = [
     ),
     mutant("g6-closes-before-the-fence", at(FENCED, "remove_folder", _keep_the_fence_open), "gc/test_rules.py"),
     mutant(
-        "g6-closes-another-sweep",
-        at(LEDGER, "close", _close_whatever_is_there),
-        "gc/test_ledger.py gc/test_races.py",
+        "g6-closes-another-sweep", at(LEDGER, "close", _close_whatever_is_there), "gc/test_ledger.py gc/test_races.py"
     ),
     mutant(
         "g6-closing-compares-one-shard", _first_key_alone("/condemned/", True), "gc/test_ledger.py gc/test_races.py"
@@ -331,9 +329,7 @@ KEEPING = [
         "gc/test_orphans.py",
     ),
     mutant(
-        "timings-that-contradict",
-        at("kvstore.core.validate", "check_limits", giving(None)),
-        "client/test_input.py",
+        "timings-that-contradict", at("kvstore.core.validate", "check_limits", giving(None)), "client/test_input.py"
     ),
     mutant(
         "policy-ranks-nothing",

@@ -95,9 +95,7 @@ MUTANTS: list[Mutant] = [
         "host/test_eviction.py",
     ),
     mutant(
-        "host-put-renews-no-parent",
-        at("kvstore.engine.writer:PutGuard", "renew", giving(None)),
-        "host/test_clears.py",
+        "host-put-renews-no-parent", at("kvstore.engine.writer:PutGuard", "renew", giving(None)), "host/test_clears.py"
     ),
     mutant("host-log-forgets-nothing", at(KNOWN, "forget_each", giving(None)), "host/test_view.py"),
     mutant("host-overrun-forgets-nothing", at(KNOWN, "clear", giving(None)), "host/test_view.py"),

@@ -79,9 +79,7 @@ MUTANTS: list[Mutant] = [
         "security/test_rules.py",
     ),
     mutant(
-        "limit-client-holds",
-        at("kvstore.worker.context:ClientHolds", "add", _add_unlimited),
-        "security/test_rules.py",
+        "limit-client-holds", at("kvstore.worker.context:ClientHolds", "add", _add_unlimited), "security/test_rules.py"
     ),
     mutant("limit-pins-of-an-owner", at(PINS, "pin", _pin_unlimited), "meta/test_pins.py"),
     mutant("limit-full-root", at(VIEW, "check_room", giving(None)), "node/test_view.py"),

@@ -347,8 +347,7 @@ RESTORED = [
     mutant(
         "c2-lost-write-unnoticed",
         several(
-            comparing_less(lambda one, operations: "/sessions/" in one.key),
-            at(SESSION, "check_chain", giving(None)),
+            comparing_less(lambda one, operations: "/sessions/" in one.key), at(SESSION, "check_chain", giving(None))
         ),
         "meta/test_meta_session.py",
     ),
