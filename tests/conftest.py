@@ -128,7 +128,6 @@ def module_root() -> Iterator[Path]:
         yield Path(path)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Leftovers. Every process that a test starts inherits RUN_TAG in its environment, so one that outlived its parent (and
 # has init for a parent now) is still known as ours.
 

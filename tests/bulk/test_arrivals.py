@@ -17,7 +17,8 @@ from kvstore.v1 import kvstore_pb2 as pb
 from tests.kit.arenas import memory_of, serving_memory
 from tests.kit.memory_tiers import empty
 from tests.kit.transports import MEDIUM, greeted, same, send_head, tokens_and_kv
-from tests.kit.workers import WAIT_S, Served, connected, eventually, opened, packed, raw_stub
+from tests.kit.wire import opened, packed, raw_stub
+from tests.kit.workers import WAIT_S, Served, connected, eventually
 
 pytestmark = [
     pytest.mark.slow,

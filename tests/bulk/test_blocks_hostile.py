@@ -48,7 +48,8 @@ from tests.kit.engine_blocks import blocks_of, buffers_for, keys_of, same
 from tests.kit.images import encoded
 from tests.kit.patience import slowness
 from tests.kit.transports import MEDIUM, greeted, linked
-from tests.kit.workers import WAIT_S, Served, connected, eventually, opened, raw_stub
+from tests.kit.wire import opened, raw_stub
+from tests.kit.workers import WAIT_S, Served, connected, eventually
 
 pytestmark = pytest.mark.slow
 BOTH = pytest.mark.parametrize("way", ["shared", "tcp"])

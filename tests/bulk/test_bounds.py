@@ -21,7 +21,8 @@ from kvstore.worker.data_server import BulkListener
 from kvstore.worker.limits import WorkerLimits
 from tests.kit.patience import NEVER_S, returns, slowness
 from tests.kit.transports import MEDIUM, greeted, is_cut_off, same, send_head, tokens_and_kv
-from tests.kit.workers import WAIT_S, Served, connected, eventually, opened, packed, raw_stub, serving, worker_process
+from tests.kit.wire import opened, packed, raw_stub
+from tests.kit.workers import WAIT_S, Served, connected, eventually, serving, worker_process
 
 pytestmark = pytest.mark.slow
 BOTH = pytest.mark.parametrize("way", ["shared", "tcp"])

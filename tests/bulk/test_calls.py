@@ -15,7 +15,8 @@ from kvstore.transport.channel import SHORT_CALLS, Channel, FrameKind, encode_re
 from kvstore.transport.messages import parse, traced
 from kvstore.v1 import kvstore_pb2 as pb
 from tests.kit.transports import MEDIUM, WAYS, greeted, tokens_and_kv
-from tests.kit.workers import WAIT_S, Served, connected, opened, raw_stub, serving
+from tests.kit.wire import opened, raw_stub
+from tests.kit.workers import WAIT_S, Served, connected, serving
 
 pytestmark = pytest.mark.slow
 PATHS = {"shared": "unix", "tcp": "tcp", "grpc": "grpc"}

@@ -39,7 +39,8 @@ from tests.kit.transports import (
     shared_memory,
     tokens_and_kv,
 )
-from tests.kit.workers import WAIT_S, Served, connected, eventually, opened, packed, raw_stub, serving
+from tests.kit.wire import opened, packed, raw_stub
+from tests.kit.workers import WAIT_S, Served, connected, eventually, serving
 
 pytestmark = pytest.mark.slow
 BOTH = pytest.mark.parametrize("way", ["shared", "tcp"])

@@ -27,7 +27,8 @@ from kvstore.worker.limits import WorkerLimits
 from tests.kit.arenas import all_let_go, filled, leases_end, lose, memory_of, referenced_bytes, serving_memory
 from tests.kit.patience import slowness
 from tests.kit.transports import MEDIUM, greeted, is_cut_off, same, tokens_and_kv
-from tests.kit.workers import WAIT_S, Served, connected, eventually, opened, packed, raw_stub
+from tests.kit.wire import opened, packed, raw_stub
+from tests.kit.workers import WAIT_S, Served, connected, eventually
 
 pytestmark = pytest.mark.slow
 COUNT = 100

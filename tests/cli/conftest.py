@@ -23,10 +23,11 @@ from tests.kit.patience import eventually as eventually
 
 KVSTORE = (sys.executable, "-m", "kvstore.cli.main")
 SOURCE = Path(__file__).parents[2]
+Run = Callable[..., Result]
 
 
 @pytest.fixture
-def run() -> Callable[..., Result]:
+def run() -> Run:
     """Calls the command line in this process."""
 
     def call(*arguments: str, stdin: str | None = None) -> Result:

@@ -7,22 +7,19 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import Result
 
 import kvstore
 from kvstore.cli.app import COMMANDS, MODULES
 from kvstore.cli.output import print_table
 from kvstore.core.validate import shown
-from tests.cli.conftest import parsed
+from tests.cli.conftest import Run, parsed
 from tests.kit.cases import for_each
 from tests.kit.programs import ended
-
-Run = Callable[..., Result]
 
 LAYOUT = kvstore.Layout(layers=2, kv_heads=1, head_dim=8, dtype="float16", chunk_tokens=4)
 TOKENS = list(range(10))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,8 @@ from click.testing import Result
 
 import kvstore
 from kvstore.cli import doctor
-from tests.cli.conftest import parsed
+from tests.cli.conftest import Run, parsed
 from tests.kit.workers import Served, serving
-
-Run = Callable[..., Result]
 
 
 def results(result: Result) -> dict[str, str]:

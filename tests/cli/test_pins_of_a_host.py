@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import Result
 
 import kvstore
 from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.format.header import Generation
 from kvstore.root.identity import publish
 from kvstore.root.open import open_root
-from tests.cli.conftest import parsed
+from tests.cli.conftest import Run, parsed
 from tests.kit.workers import serving
 
-Run = Callable[..., Result]
 LAYOUT = kvstore.Layout(layers=1, kv_heads=1, head_dim=8, dtype="int8", chunk_tokens=4)
 TOKENS = "0,1,2,3"
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import Result
 
 import kvstore
-from tests.cli.conftest import parsed
+from tests.cli.conftest import Run, parsed
 from tests.kit.cases import for_each
 from tests.kit.stores import SMALL, kv_of
 
-Run = Callable[..., Result]
 SIZE = SMALL.chunk_tokens
 
 

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from collections.abc import Callable
 
 import numpy as np
 import pytest
-from click.testing import Result
 
 from kvstore.engine.prefetch import Prefetcher
-from tests.cli.conftest import KVSTORE, PATIENCE_S, SOURCE, parsed
+from tests.cli.conftest import KVSTORE, PATIENCE_S, SOURCE, Run, parsed
 from tests.kit.cases import for_each
 from tests.kit.memory_workers import waiters, working
 from tests.kit.tiers import eventually, faulty
 from tests.kit.workers import Served, connected
 
-Run = Callable[..., Result]
 pytestmark = pytest.mark.slow
 
 

@@ -7,22 +7,19 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
 
 from kvstore.client.cache import Cache
 from kvstore.replay import expect, generate, write_trace
 from kvstore.replay.trace import BLOCK_TOKENS
-from tests.cli.conftest import KVSTORE, PATIENCE_S, SOURCE, eventually, parsed
+from tests.cli.conftest import KVSTORE, PATIENCE_S, SOURCE, Run, eventually, parsed
 from tests.kit.cases import for_each
 
 pytestmark = pytest.mark.slow
 
-Run = Callable[..., Result]
 
 REQUESTS = generate(60, seed=4)
 

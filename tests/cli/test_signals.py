@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
 from typing import cast
 
 import click
 import pytest
-from click.testing import Result
 
 from kvstore.cli.app import MODULES, app
 from kvstore.cli.signals import Stopper, exits_on_sigterm
+from tests.cli.conftest import Run
 from tests.kit.programs import ended
 
 
@@ -33,9 +32,7 @@ def test_sigterm_in_work_cleans_up_and_exits() -> None:
 
 
 @pytest.mark.parametrize("command", [name for name in MODULES if name != "token"])
-def test_command_after_ctrl_c_exits_130(
-    command: str, run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_after_ctrl_c_exits_130(command: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 

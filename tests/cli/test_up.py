@@ -8,18 +8,16 @@ import signal
 import socket
 import subprocess
 import urllib.request
-from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import Result
 
 import kvstore
 from kvstore.meta.embedded_etcd import packaged_etcd
-from tests.cli.conftest import KVSTORE, PATIENCE_S, SOURCE, Running, descendants, eventually, gone, parsed, serving
+from tests.cli.conftest import KVSTORE, PATIENCE_S, SOURCE, Run, Running, descendants, eventually, gone, parsed, serving
 from tests.kit.cases import for_each
 from tests.kit.etcd import frozen
 from tests.kit.programs import ended
@@ -228,9 +226,7 @@ def test_etcd_that_does_not_answer_is_named_and_nothing_is_left(tmp_root: Path, 
 # One cluster of two workers, shared by what follows.
 
 
-def test_commands_reach_workers_directly_or_through_etcd(
-    run: Callable[..., Result], up: Running, module_root: Path
-) -> None:
+def test_commands_reach_workers_directly_or_through_etcd(run: Run, up: Running, module_root: Path) -> None:
     tokens = ",".join(map(str, range(100, 112)))
     with kvstore.connect(*up.grpc.split(",")) as store:
         store.namespace("by-hand", LAYOUT).put(list(range(100, 112)), kv(12))
@@ -251,9 +247,7 @@ def test_commands_reach_workers_directly_or_through_etcd(
     assert "quarantined" in every
 
 
-def test_fsck_beside_a_cluster_knows_who_lives_and_tells_etcd(
-    run: Callable[..., Result], up: Running, module_root: Path
-) -> None:
+def test_fsck_beside_a_cluster_knows_who_lives_and_tells_etcd(run: Run, up: Running, module_root: Path) -> None:
     assert parsed(run("fsck", str(module_root / "root"), "--etcd", up.etcd, "--json"))["metadata"] is None
     found = parsed(run("fsck", str(module_root / "root"), "--etcd", up.etcd, "--adopt", "--json"))
     assert found["clean"] is True
@@ -262,3 +256,29 @@ def test_fsck_beside_a_cluster_knows_who_lives_and_tells_etcd(
     # Their sessions were ended: they are listed again once they have noticed. Reads meanwhile may be misses.
     listed = ("ls", "--workers", "--etcd", up.etcd, "--json")
     eventually(lambda: len(parsed(run(*listed))["workers"]) == 2, "both workers are listed")
+
+
+WIDE = kvstore.Layout(layers=2, kv_heads=2, head_dim=32, dtype="float16", chunk_tokens=16)
+CHUNKS = 400
+
+
+def test_w3_sigterm_right_after_a_put_behind_loses_nothing(tmp_root: Path, run: Run) -> None:
+    root, disk = tmp_root / "root", tmp_root / "disk"
+    tokens = np.arange(CHUNKS * WIDE.chunk_tokens)
+    kv = np.random.default_rng(1).standard_normal(WIDE.shape(len(tokens)), np.float32).astype(np.float16)
+    at = ("--root", str(root), "--listen", "127.0.0.1:0", "--memory", "32MiB", "--disk", f"{disk}:64MiB")
+    with serving(tmp_root, "up", *at) as running:
+        with kvstore.connect(running.grpc) as store:
+            cache = store.namespace("model", WIDE)
+            assert cache.put(tokens, kv).tokens_present == len(tokens)
+            count, got = cache.get(tokens)
+            assert count == len(tokens) and np.array_equal(got, kv)
+            eventually(lambda: store.stats()["memory_bytes"] == kv.nbytes, "the worker hears what was read")
+            assert store.stats()["memory_hits"] == CHUNKS
+        said = run("stats", "--connect", running.grpc).stdout
+        assert "memory_hits" in said and "memory_bytes" in said
+        assert running.end() == 0
+    assert os.listdir(root / "staging") == []
+    with kvstore.open(str(root)) as store:
+        count, got = store.namespace("model", WIDE).get(tokens)
+        assert count == len(tokens) and np.array_equal(got, kv)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +11,9 @@ from click.testing import CliRunner, Result
 import kvstore
 from kvstore.cli.app import app
 from kvstore_gc.cli import command as collector
-from tests.cli.conftest import parsed
+from tests.cli.conftest import Run, parsed
 from tests.kit.cases import for_each
 from tests.kit.workers import serving
-
-Run = Callable[..., Result]
 
 LAYOUT = kvstore.Layout(layers=1, kv_heads=1, head_dim=4, dtype="int8", chunk_tokens=4)
 UNREACHED = "127.0.0.1:9"

@@ -17,7 +17,8 @@ from kvstore.errors import InvalidRequest
 from tests.kit.cases import for_each
 from tests.kit.programs import ended
 from tests.kit.stores import SMALL, kv_of
-from tests.kit.workers import KV, TOKENS, WAIT_S, Several, connected, serving
+from tests.kit.wire import KV, TOKENS
+from tests.kit.workers import WAIT_S, Several, connected, serving
 
 FORKS = 20
 _PARENT = """

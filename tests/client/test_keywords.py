@@ -20,7 +20,8 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.segments import Held, Rope
 from tests.kit.cases import for_each
 from tests.kit.stores import SMALL
-from tests.kit.workers import KV, TOKENS, connected, serving
+from tests.kit.wire import KV, TOKENS
+from tests.kit.workers import connected, serving
 from tests.segments.test_rope import LLAMA
 
 KEYS = [bytes([number]) * 16 for number in range(3)]

@@ -32,7 +32,8 @@ from kvstore.worker.server import Worker
 from tests.kit.etcd import frozen
 from tests.kit.faulty_meta import FaultyMeta
 from tests.kit.stores import SMALL, kv_of, same
-from tests.kit.workers import KV, TOKENS, WAIT_S, Served, connected, eventually, serving, tokens_of
+from tests.kit.wire import KV, TOKENS
+from tests.kit.workers import WAIT_S, Served, connected, eventually, serving, tokens_of
 
 META_S = 60.0
 """What a call that waits for a frozen etcd would take, and more than all of them take on a busy machine."""

@@ -25,7 +25,8 @@ from tests.kit.cases import for_each
 from tests.kit.etcd import Proxy
 from tests.kit.patience import stretched
 from tests.kit.stores import SMALL, kv_of, same
-from tests.kit.workers import IMAGES, KV, TOKENS, WAIT_S, connected, serving, tokens_of
+from tests.kit.wire import IMAGES, KV, TOKENS
+from tests.kit.workers import WAIT_S, connected, serving, tokens_of
 
 pytestmark = pytest.mark.slow
 

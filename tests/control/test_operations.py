@@ -15,7 +15,8 @@ from tests.kit.administration import SIZE, raw_control
 from tests.kit.memory_workers import caching, running, waiters, working
 from tests.kit.stores import SMALL, same
 from tests.kit.tiers import LARGE, eventually, faulty
-from tests.kit.workers import KV, TOKENS, WAIT_S, Served, connected, packed, refused, serving
+from tests.kit.wire import KV, TOKENS, packed, refused
+from tests.kit.workers import WAIT_S, Served, connected, serving
 
 pytestmark = pytest.mark.slow
 

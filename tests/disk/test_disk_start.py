@@ -37,7 +37,6 @@ from tests.kit.faulty_root import Hang, Rule
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import flip
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The next start
 
 
@@ -170,7 +169,6 @@ def test_nothing_is_written_before_all_files_are_taken_in(folder: Path) -> None:
         disk.tier.close()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Whose folder it is
 
 

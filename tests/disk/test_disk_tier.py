@@ -29,7 +29,6 @@ from tests.kit.disks import (
 from tests.kit.faulty_root import EIO, Hang, Rule
 from tests.kit.patience import PATIENCE_S, eventually
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What goes in comes out
 
 
@@ -53,7 +52,6 @@ def test_an_image_whose_header_is_wrong_is_not_written(disk: Disk) -> None:
     assert not files_under(disk.path)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The bound
 
 
@@ -96,7 +94,6 @@ def test_what_is_larger_than_the_tier_is_refused_and_evicts_nothing(folder: Path
         assert disk.has(chain, 0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Clear
 
 
@@ -141,7 +138,6 @@ def test_what_is_taken_in_while_its_namespace_is_cleared_goes_too(folder: Path) 
         disk.tier.close()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # At once
 
 

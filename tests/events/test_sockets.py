@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import zmq
 import zmq.auth
-from click.testing import Result
 
 import kvstore
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.events.stream import END, TERM_BITS, Curve, EventBatch, Sockets, ended
+from tests.cli.conftest import Run, serving
 from tests.cli.conftest import run as run
-from tests.cli.conftest import serving
 from tests.events.subscriber import Subscriber
 from tests.events.test_processes import on_root, store
 from tests.kit.cases import for_each
@@ -84,7 +82,7 @@ def test_endpoints_that_cannot_be_bound_are_named(tmp_path: Path) -> None:
     ],
 )
 def test_prompts_are_not_served_to_others_by_mistake(
-    run: Callable[..., Result], tmp_root: Path, arguments: tuple[str, ...], says: str
+    run: Run, tmp_root: Path, arguments: tuple[str, ...], says: str
 ) -> None:
     result = run("events", "--root", str(tmp_root), *arguments)
     assert result.exit_code == 2

@@ -6,11 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kit.clusters import cluster
+from tests.kit.clusters import Cluster, cluster
 from tests.kit.place import Place
 
 
 @pytest.fixture
-def place() -> Iterator[Place]:
+def c() -> Iterator[Cluster]:
     with cluster() as made:
-        yield Place(made)
+        yield made
+
+
+@pytest.fixture
+def place(c: Cluster) -> Place:
+    return Place(c)

@@ -36,12 +36,6 @@ SWEEP = b"s" * 16
 
 
 @pytest.fixture
-def c() -> Iterator[Cluster]:
-    with cluster() as made:
-        yield made
-
-
-@pytest.fixture
 def on_files(tmp_root: Path) -> Iterator[Cluster]:
     (tmp_root / "root").mkdir()
     with cluster(PosixRoot(tmp_root / "root")) as made:

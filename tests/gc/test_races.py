@@ -6,7 +6,7 @@ The simulation (tests/sim) meets these races rarely or, if another rule hides th
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -24,7 +24,7 @@ from kvstore.root import fences
 from kvstore.root.memory import MemoryFile, MemoryRoot
 from kvstore_gc.grace import Announced, Grace
 from kvstore_gc.ledger import SweepStore
-from tests.kit.clusters import SPACE, TIMINGS, Cluster, cluster, looking, prompt, put, site_of
+from tests.kit.clusters import SPACE, TIMINGS, Cluster, looking, prompt, put, site_of
 from tests.kit.hooked_meta import ActingMeta
 
 KEYS = Keys(b"r" * 16)
@@ -54,12 +54,6 @@ def ledger(meta: MemoryMetadata) -> SweepStore:
 @pytest.fixture
 def meta() -> StaleMeta:
     return StaleMeta(MemoryStore(SystemClock()))
-
-
-@pytest.fixture
-def c() -> Iterator[Cluster]:
-    with cluster() as made:
-        yield made
 
 
 def sweeps(meta: MemoryMetadata) -> dict[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -29,12 +29,6 @@ from tests.kit.faulty_root import EIO, FaultyRoot, Rule
 from tests.kit.hooked_meta import ActingMeta
 from tests.kit.object_root import MemoryObjectRoot
 from tests.kit.sweeping import WholeSweeper
-
-
-@pytest.fixture
-def c() -> Iterator[Cluster]:
-    with cluster() as made:
-        yield made
 
 
 class Noted(FaultyRoot):

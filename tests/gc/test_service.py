@@ -1,8 +1,9 @@
-"""Cycles one after another, and a root that hangs."""
+"""Cycles one after another, a root that hangs, and what a collector imports."""
 
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
 import threading
 from dataclasses import dataclass, field, replace
@@ -192,3 +193,14 @@ def test_a_call_that_does_not_return_in_time_is_unavailable() -> None:
 
 def _mismatch() -> None:
     raise RootMismatch("another")
+
+
+UNUSED = ("click", "rich", "prometheus_client", "grpc", "fsspec", "sqlite3", "cryptography", "opentelemetry")
+
+
+def test_a_collector_imports_only_where_it_is_used() -> None:
+    program = (
+        f"import sys, kvstore_gc.collector; sys.exit(str([name for name in {UNUSED} if name in sys.modules] or ''))"
+    )
+    found = subprocess.run([sys.executable, "-c", program], timeout=PATIENCE_S, check=False, capture_output=True)
+    assert found.stderr.strip() == b"", found.stderr

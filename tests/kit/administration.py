@@ -9,7 +9,8 @@ from pathlib import Path
 
 from kvstore.v1.control_pb2_grpc import ControlStub
 from tests.kit.stores import SMALL, flip
-from tests.kit.workers import Served, raw_channel
+from tests.kit.wire import raw_channel
+from tests.kit.workers import Served
 
 SIZE = SMALL.chunk_tokens
 

@@ -20,7 +20,8 @@ from kvstore.transport.channel import NONCE_BYTES, Channel, FrameKind, Grant, di
 from kvstore.v1 import kvstore_pb2 as pb
 from tests.kit.patience import stretched
 from tests.kit.stores import same as same
-from tests.kit.workers import WAIT_S, Served, raw_stub
+from tests.kit.wire import raw_stub
+from tests.kit.workers import WAIT_S, Served
 
 MEDIUM = Layout(layers=4, kv_heads=2, head_dim=64, dtype="float16", chunk_tokens=64)
 """128 KiB a chunk."""

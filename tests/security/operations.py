@@ -15,7 +15,8 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.control_pb2_grpc import ControlStub
 from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
 from tests.kit.stores import SMALL, kv_of
-from tests.kit.workers import WAIT_S, packed
+from tests.kit.wire import packed
+from tests.kit.workers import WAIT_S
 
 TOKENS = np.arange(3 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)

@@ -5,24 +5,20 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import Result
 
 import kvstore
 from kvstore.errors import InvalidRequest, PermissionDenied
-from tests.cli.conftest import eventually, parsed, serving
+from tests.cli.conftest import Run, eventually, parsed, serving
 from tests.cli.conftest import run as run
 from tests.kit.cases import for_each
 from tests.kit.certificates import Authority
 
 LAYOUT = kvstore.Layout(layers=2, kv_heads=2, head_dim=32, dtype="float16", chunk_tokens=16)
 TOKENS = np.arange(100 * LAYOUT.chunk_tokens)
-
-Run = Callable[..., Result]
 
 
 @for_each(

@@ -16,21 +16,8 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
 from tests.kit.faulty_root import FaultyRoot, Lost, Rule
 from tests.kit.stores import SMALL, kv_of, same
-from tests.kit.workers import (
-    WAIT_S,
-    Served,
-    chain_of,
-    connected,
-    eventually,
-    got,
-    images_of,
-    opened,
-    packed,
-    put_messages,
-    raw_stub,
-    sections_of,
-    serving,
-)
+from tests.kit.wire import chain_of, got, images_of, opened, packed, put_messages, raw_stub, sections_of
+from tests.kit.workers import WAIT_S, Served, connected, eventually, serving
 
 SIZE = SMALL.chunk_tokens
 TOKENS = np.arange(6 * SIZE)

@@ -18,7 +18,8 @@ from kvstore.worker.limits import WorkerLimits
 from tests.kit.cases import for_each
 from tests.kit.fake_meta import AheadClock
 from tests.kit.stores import SMALL, kv_of
-from tests.kit.workers import TOKENS, WAIT_S, Served, connected, eventually, opened, packed, raw_stub, serving
+from tests.kit.wire import TOKENS, opened, packed, raw_stub
+from tests.kit.workers import WAIT_S, Served, connected, eventually, serving
 
 LEASE_S = 30.0
 _CLIENT = """

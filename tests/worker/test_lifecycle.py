@@ -27,24 +27,8 @@ from tests.kit.faulty_root import FaultyRoot
 from tests.kit.patience import stretched
 from tests.kit.stores import SMALL, kv_of, member_on, same
 from tests.kit.tiers import held
-from tests.kit.workers import (
-    IMAGES,
-    KV,
-    TOKENS,
-    WAIT_S,
-    Several,
-    connected,
-    eventually,
-    opened,
-    packed,
-    put_messages,
-    raw_channel,
-    raw_stub,
-    refused,
-    serving,
-    tokens_of,
-    worker_process,
-)
+from tests.kit.wire import IMAGES, KV, TOKENS, opened, packed, put_messages, raw_channel, raw_stub, refused
+from tests.kit.workers import WAIT_S, Several, connected, eventually, serving, tokens_of, worker_process
 
 pytestmark = pytest.mark.slow
 

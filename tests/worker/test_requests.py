@@ -18,16 +18,12 @@ from kvstore.v1.kvstore_pb2_grpc import KVStoreStub
 from kvstore.worker.limits import WorkerLimits
 from tests.kit.cases import for_each
 from tests.kit.stores import SMALL, same
-from tests.kit.workers import (
+from tests.kit.wire import (
     IMAGES,
     KV,
     SECTIONS,
     TOKENS,
-    WAIT_S,
-    Served,
     chain_of,
-    connected,
-    eventually,
     images_of,
     opened,
     packed,
@@ -35,8 +31,8 @@ from tests.kit.workers import (
     raw_channel,
     raw_stub,
     refused,
-    serving,
 )
+from tests.kit.workers import WAIT_S, Served, connected, eventually, serving
 
 KEY = b"\x10" + bytes(16)
 INVALID = grpc.StatusCode.INVALID_ARGUMENT

@@ -18,21 +18,8 @@ from tests.kit.cases import for_each
 from tests.kit.faulty_root import FaultyRoot, Hang, Rule
 from tests.kit.patience import stretched
 from tests.kit.stores import SMALL
-from tests.kit.workers import (
-    IMAGES,
-    TOKENS,
-    WAIT_S,
-    Served,
-    connected,
-    eventually,
-    opened,
-    packed,
-    put_messages,
-    raw_channel,
-    raw_stub,
-    refused,
-    serving,
-)
+from tests.kit.wire import IMAGES, TOKENS, opened, packed, put_messages, raw_channel, raw_stub, refused
+from tests.kit.workers import WAIT_S, Served, connected, eventually, serving
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from tests.kit.memory_workers import caching, working
 from tests.kit.patience import PATIENCE_S
 from tests.kit.stores import same
 from tests.kit.tiers import faulty, held
-from tests.kit.workers import chain_of, images_of, opened, packed, put_messages, raw_stub, refused, sections_of
+from tests.kit.wire import chain_of, images_of, opened, packed, put_messages, raw_stub, refused, sections_of
 
 WAIT_S = PATIENCE_S
 pytestmark = pytest.mark.slow
