@@ -55,13 +55,6 @@ def test_held_chunks_of_another_process_stay_until_its_end(tmp_path: Path) -> No
         assert collected(root).count == 4 and matched(store, 1) == 0
 
 
-def test_held_chunks_of_a_killed_process_are_evicted(tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    with neighbours(root, "holds") as (holder,):
-        holder.kill()
-        assert collected(root).count == 4
-
-
 def test_a_clear_keeps_pins_of_another_process(tmp_path: Path) -> None:
     root = tmp_path / "root"
     with neighbours(root, "pins"), kvstore.open(root) as store:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -86,11 +87,8 @@ def test_writers_together_never_pass_the_limit(parts: Parts) -> None:
                 room._released.append(40)
                 room._settle()
 
-    threads = [threading.Thread(target=write, args=(room,)) for room in rooms]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(write, rooms))
     assert 40 <= max(most) <= 100 and parts.shared[Number.USED] == 0
     for room in rooms:
         room._table.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -22,7 +23,6 @@ from tests.kit.cases import for_each
 from tests.kit.faulty_meta import Fault, FaultyMeta, Rule
 from tests.kit.faulty_root import EIO, FaultyRoot
 from tests.kit.faulty_root import Rule as RootRule
-from tests.kit.patience import PATIENCE_S
 from tests.kit.roots import join_root
 
 KEYS = Keys(bytes(range(16)))
@@ -111,11 +111,8 @@ def test_racing_nodes_of_two_etcds_agree_with_one() -> None:
         start.wait()
         found[number % 2].append(join_root(MemoryMetadata(stores[number % 2]), root, KEYS))
 
-    threads = [threading.Thread(target=one, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(one, range(8)))
     kinds = [{type(each) for each in found[side]} for side in (0, 1)]
     assert kinds in ([{Agreed}, {Foreign}], [{Foreign}, {Agreed}])
 

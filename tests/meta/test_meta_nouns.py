@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -55,11 +55,8 @@ def test_one_of_two_layouts_claimed_at_once_wins(store: MetadataClients) -> None
         except LayoutMismatch:
             outcomes.append(None)
 
-    threads = [threading.Thread(target=claim, args=(one,)) for one in claims]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(claim, claims))
     winners = [layers for layers in outcomes if layers]
     assert len(outcomes) == 8 and len(winners) == 4 and len(set(winners)) == 1
     assert {one.layout.layers for one in Namespaces(store.meta, store.keys).list()} == set(winners)
