@@ -323,15 +323,20 @@ def test_replays_take_turns_with_a_step_after_each(clustered: Cluster) -> None:
     publishing = _filled(clustered, limits)
     publishing.catch_up()
     asking = [ReplayQuery(bytes([number]), 0, None) for number in range(3)]
-    clients: Any = SimpleNamespace(
-        publish="",
-        replay="",
-        requests=lambda wait_s: [asking.pop(0) for _ in range(len(asking))],
-        reply=lambda client, batches: said.append(f"replay {client[0]}") or len(batches),
-    )
-    publisher = EventPublisher(publishing.truth, publishing.speaker, clients, "", limits, publishing.clock)
     step = publishing.speaker.step
-    publishing.speaker.step = lambda: said.append("step") or step()  # type: ignore[method-assign]
+
+    def reply(client: bytes, batches: Sequence[EventBatch]) -> int:
+        said.append(f"replay {client[0]}")
+        return len(batches)
+
+    def noted() -> None:
+        said.append("step")
+        step()
+
+    clients: Any = SimpleNamespace(publish="", replay="", reply=reply)
+    clients.requests = lambda wait_s: [asking.pop(0) for _ in range(len(asking))]
+    publisher = EventPublisher(publishing.truth, publishing.speaker, clients, "", limits, publishing.clock)
+    publishing.speaker.step = noted  # type: ignore[method-assign]
     for _ in range(6):
         publisher.step()
     assert said == ["replay 0", "step", "replay 1", "step", "replay 2", "step"] * 2

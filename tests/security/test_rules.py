@@ -336,7 +336,6 @@ def test_messages_of_denials_hold_no_token() -> None:
     assert token not in repr(Presented(token=token))
 
 
-KEY, PUBLIC = new_key()
 NOW_S, HOUR_S = 1_700_000_000.0, 3600.0
 
 
