@@ -810,12 +810,7 @@ class Cache:
         """
         self._port.evict_first(self.namespace, token_array(tokens))
 
-    def plan(
-        self,
-        prompts: Iterable[Tokens],
-        *,
-        memory_tokens: int,
-    ) -> Plan:
+    def plan(self, prompts: Iterable[Tokens], *, memory_tokens: int) -> Plan:
         """Plans a batch: groups of prompts that share a prefix, and the order that computes the fewest tokens.
 
         Stored prefixes count as free; a store that does not answer holds nothing. kvstore/batch/PLANNING.md has the
@@ -838,12 +833,7 @@ class Cache:
         with _span("kvstore.plan"):
             size = self.layout.chunk_tokens
             packed = PromptSet.of_tokens(prompts, size)
-            return make_plan(
-                packed,
-                memory_tokens=memory_tokens,
-                chunk_tokens=size,
-                storage=TokenStorage(self, packed),
-            )
+            return make_plan(packed, memory_tokens=memory_tokens, chunk_tokens=size, storage=TokenStorage(self, packed))
 
     def segments(self, rope: Rope, *, chunk_tokens: int = CHUNK_TOKENS) -> Segments:
         """Returns the segments of this model: KV computed alone, for reuse anywhere in a prompt after a verdict.

@@ -24,17 +24,7 @@ from kvstore.client.pool import PLAIN, Bulk, Credentials, Links
 from kvstore.client.routing import Marking, Spreading
 from kvstore.core import tracing
 from kvstore.core.clock import Clock
-from kvstore.core.executor import (
-    CLOSE_S,
-    QUEUE_MAX,
-    STALL_S,
-    WIDTH,
-    Decision,
-    Executor,
-    Loop,
-    Owner,
-    within,
-)
+from kvstore.core.executor import CLOSE_S, QUEUE_MAX, STALL_S, WIDTH, Decision, Executor, Loop, Owner, within
 from kvstore.core.metrics import ClientCount, Counts
 from kvstore.core.namespace import Namespace
 from kvstore.core.validate import SECONDS_MAX, brief, kind_of

@@ -34,16 +34,7 @@ from kvstore.client.pool import PLAIN, Bulk, ClientLease, Credentials, DataConne
 from kvstore.client.routing import Marking, marks_of, marks_of_keys
 from kvstore.codec.image import ChunkRun, ImagesIn, read_verified, take_images, verified
 from kvstore.core.address import TokenArray
-from kvstore.core.buffers import (
-    BlockBuffers,
-    BufferLoan,
-    BufferMap,
-    Pieces,
-    Planes,
-    Sections,
-    Withdrawn,
-    grouped,
-)
+from kvstore.core.buffers import BlockBuffers, BufferLoan, BufferMap, Pieces, Planes, Sections, Withdrawn, grouped
 from kvstore.core.clock import SystemClock
 from kvstore.core.executor import GROUP_BYTES_MIN, Deadline, Executor, group_size
 from kvstore.core.layout import Layout

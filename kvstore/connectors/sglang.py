@@ -430,10 +430,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
 
         (read, read_rates), (written, write_rates) = self._read.take(), self._written.take()
         return StorageMetrics(
-            prefetch_pgs=read,
-            backup_pgs=written,
-            prefetch_bandwidth=read_rates,
-            backup_bandwidth=write_rates,
+            prefetch_pgs=read, backup_pgs=written, prefetch_bandwidth=read_rates, backup_bandwidth=write_rates
         )
 
     # Closing

@@ -20,16 +20,7 @@ from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, PermissionD
 from kvstore.format.header import checksum
 from kvstore.meta.keys import Keys, PinId
 from kvstore.meta.session import Session
-from kvstore.meta.store import (
-    TRIES_MAX,
-    Delete,
-    EtcdDeadline,
-    LeaseGone,
-    LeaseId,
-    MetadataStore,
-    ModifiedAt,
-    Put,
-)
+from kvstore.meta.store import TRIES_MAX, Delete, EtcdDeadline, LeaseGone, LeaseId, MetadataStore, ModifiedAt, Put
 
 log = logging.getLogger(__name__)
 

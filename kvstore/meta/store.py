@@ -194,10 +194,7 @@ class MetadataStore(Protocol):
         ...
 
     def txn(
-        self,
-        compares: Sequence[Compare],
-        operations: Sequence[Put | Delete],
-        timeout_s: float | None = None,
+        self, compares: Sequence[Compare], operations: Sequence[Put | Delete], timeout_s: float | None = None
     ) -> TxnResult:
         """Applies ``operations`` if all ``compares`` hold, all at one revision. A key occurs once among ``operations``.
 
@@ -205,13 +202,7 @@ class MetadataStore(Protocol):
         """
         ...
 
-    def put(
-        self,
-        key: str,
-        value: bytes,
-        lease: LeaseId = NO_LEASE,
-        timeout_s: float | None = None,
-    ) -> int:
+    def put(self, key: str, value: bytes, lease: LeaseId = NO_LEASE, timeout_s: float | None = None) -> int:
         """Writes one key (idempotent, retried within the deadline); returns the revision."""
         ...
 

@@ -14,11 +14,4 @@ from kvstore.connectors.transformers.blend import Blended, prefill_blended, put_
 from kvstore.connectors.transformers.cache_spec import BlendedCache, model_cache
 from kvstore.connectors.transformers.prefill import prefill_with_store
 
-__all__ = [
-    "Blended",
-    "BlendedCache",
-    "model_cache",
-    "prefill_blended",
-    "prefill_with_store",
-    "put_segments",
-]
+__all__ = ["Blended", "BlendedCache", "model_cache", "prefill_blended", "prefill_with_store", "put_segments"]

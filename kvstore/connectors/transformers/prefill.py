@@ -25,14 +25,7 @@ from kvstore.connectors.transformers.cache_spec import (
 )
 from kvstore.core.buffers import aligned
 from kvstore.core.layout import Layout
-from kvstore.errors import (
-    HoldBroken,
-    Overloaded,
-    PermissionDenied,
-    RootMismatch,
-    SessionLost,
-    Unavailable,
-)
+from kvstore.errors import HoldBroken, Overloaded, PermissionDenied, RootMismatch, SessionLost, Unavailable
 
 # KV moves between GPU memory and the store layer by layer, through pinned memory, while both keep working.
 #

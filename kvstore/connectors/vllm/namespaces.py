@@ -189,12 +189,7 @@ def check_heads(vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any
 
 def _cluster(spec: Any, groups: tuple[int, ...]) -> LayerGroups:
     """Returns the cluster of groups with such a specification. Raises InvalidRequest if it is none that we know."""
-    from vllm.v1.kv_cache_interface import (
-        ChunkedLocalAttentionSpec,
-        FullAttentionSpec,
-        MambaSpec,
-        SlidingWindowSpec,
-    )
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
     tokens, one = int(spec.block_size), _one(spec)
     if isinstance(one, FullAttentionSpec):

@@ -277,12 +277,7 @@ class WorkerHalf:
     """The connector's state on one rank, whose KV has these ``namespaces``. Used by its engine thread alone."""
 
     def __init__(
-        self,
-        settings: ConnectorSettings,
-        shape: KVTopology,
-        namespaces: Mapping[int, Namespace],
-        *,
-        stores: bool,
+        self, settings: ConnectorSettings, shape: KVTopology, namespaces: Mapping[int, Namespace], *, stores: bool
     ) -> None:
         self._settings = settings
         self.shape = shape
