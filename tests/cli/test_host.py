@@ -7,7 +7,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -45,7 +45,7 @@ def test_what_runs_beside_the_workers_ends_after_them(tmp_path: Path) -> None:
     with Stopper() as stopper:
         # Neither a root nor etcd is needed to end them.
         served = Supervisor(cast(WorkerOptions, None), 1.0, stopper, programs)
-        served._others.append(cast(Any, SimpleNamespace(program=programs[1], due_s=None)))
+        served._others.append(programs[1])
         served.stop()
     assert order.read_text().split("\n") == ["worker 0", "gc", ""]
 
