@@ -25,6 +25,7 @@ THREADED = (
     "kvstore.core.executor",
     "kvstore.host.tables",
     "kvstore.engine.host",
+    "kvstore.meta.follower",
     "kvstore.meta.session",
     "kvstore.engine.gc_state",
     "kvstore.engine.capacity",
