@@ -188,7 +188,7 @@ class EventNames:
         return PublishScope(self.pod, frozenset(self.namespaces), tenants, self.medium)
 
 
-@click.command(cls=Command, short_help="Tell routers which KV the root has, and which it has deleted.")
+@click.command(cls=Command, short_help="Publish what the root stores and deletes, for routers.")
 @takes("cluster", ClusterAccess)
 @takes("endpoints", EventAddresses)
 @takes("names", EventNames)

@@ -118,7 +118,7 @@ def revoke(access: str, token_file: str | None, keep_s: float, ids: tuple[str, .
                 "issuer made it, give --token-file FILE"
             )
     path = Path(access).parent / REVOKED
-    # A token that nobody takes any more need not be listed.
+    # Expired tokens need not be listed; clocks of workers may differ by SKEW_S.
     listed = {id: ends_s for id, ends_s in read_revoked(path).items() if ends_s + SKEW_S > now_s} | wanted
     _replace(path, json.dumps(listed, indent=1).encode() + b"\n", 0o644)
     if as_json:

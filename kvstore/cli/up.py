@@ -52,7 +52,7 @@ one before."""
 COUNTED_LOOK_S = 0.1
 WATCH_S = 0.5
 WORKER_STOP_S = 30.0
-"""What a worker may take after its drain: it ends itself 25 s after it, with a message."""
+"""How long a worker may take after its drain. After 25 s it ends itself and logs why."""
 ETCD_AGAIN_S = 5.0
 """Time between two attempts to start an etcd that ended."""
 SHORT_LIFE_S = 10.0

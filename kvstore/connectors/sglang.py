@@ -521,7 +521,7 @@ def _launched_with() -> dict[str, str]:
 
 
 def _adapters() -> dict[str, str]:
-    """Returns the content of the launch's adapters, of which the keys of pages have the name and path alone.
+    """Returns the content of the adapters given at launch: page keys contain only their names and paths.
 
     Raises InvalidRequest for one that is neither a folder nor in the Hugging Face cache.
     """

@@ -77,11 +77,7 @@ def parse_size(given: object) -> object:
 
 def shown(text: str) -> str:
     """Returns text with its control characters made visible, those that begin a line too."""
-    return (
-        text
-        if text.isprintable()
-        else "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-    )
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 # JSON that others wrote: on a shared root, in etcd, in a file of a user, in a request.

@@ -186,11 +186,11 @@ class HostMember:
             try:
                 self._in_use.join(lambda: shared_file.is_made(folder), make)
                 self.shared = Shared(folder)
+                settle_left(folder, self.shared)
                 self.table = HoldTable(folder)
             except BaseException:
                 self._in_use.close()
                 raise
-        settle_left(folder, self.shared)
         numbers = self.table.numbers
         numbers[Own.MAX_BYTES], numbers[Own.TTL_MS] = self.max_bytes, int(1000 * (ttl_s or 0))
         self.collecting = None if max_bytes is None and ttl_s is None else Collecting(folder)

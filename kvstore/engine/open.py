@@ -171,7 +171,7 @@ def join(
     presence = SessionManager(meta, etcd_keys, clock=clock, ids=ids, ttl_s=options.session_ttl_s)
     presence.attach(began, ended)
     if host is not None:
-        presence.attach(lambda session: session.only_while(node.holds.expire), lambda _: None)
+        presence.attach(lambda session: session.only_while(node.holds.expire))
     if isinstance(node.gc_view, ClusterGcState):
         fence = StartFence(node, meta, etcd_keys) if in_cluster else None
         follower = GcFollower(node, node.gc_view, meta, etcd_keys, fence)

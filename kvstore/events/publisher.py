@@ -122,7 +122,7 @@ class Fence:
 
 
 REPORT_S = 60.0
-"""What fails is logged at most so often: an unreadable folder fails at every attempt."""
+"""Shortest interval between two logged failures: an unreadable folder fails at every attempt."""
 
 Send = Callable[[str, EventBatch], object]
 """Gives a batch of a topic to all subscribers. Never waits: who is too slow misses it, and sees that by its number."""

@@ -150,7 +150,7 @@ def evicting_lock(folder: str, *, waits: bool = True) -> Iterator[None]:
 
 
 def _unlock(fd: int) -> None:
-    """Unlocks a file, and closes it: a child that was forked meanwhile has it open, and would keep the lock."""
+    """Unlocks a file before closing it: a child forked in the meantime has it open, and would keep the lock."""
     fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
 

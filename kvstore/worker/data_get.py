@@ -63,7 +63,7 @@ class SlotLease:
         self.watched, self.handed = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.slots: list[Slots] = []
         try:
-            # For the end only: what a client writes into its pipe is never read. Once: until it is kept, nobody acts.
+            # Only its end counts: what a client writes is never read. Once: nothing is done before it is kept.
             epoll.register(self.watched, select.EPOLLONESHOT)
         except BaseException:
             self.handed_over()
@@ -98,7 +98,7 @@ class Leases:
             if self._loop.closed or self._count >= self._leases_max:
                 return None
             try:
-                if self._epoll is None:  # first: a lease that nobody watches would never end
+                if self._epoll is None:  # first: a lease without a watcher would never end
                     epoll = select.epoll()
                     self._loop.start()
                     self._epoll = epoll

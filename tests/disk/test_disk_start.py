@@ -35,6 +35,7 @@ from tests.kit.disks import (
 )
 from tests.kit.faulty_root import Hang, Rule
 from tests.kit.patience import PATIENCE_S
+from tests.kit.programs import forked
 from tests.kit.stores import flip
 
 # The next start
@@ -181,18 +182,11 @@ def test_two_nodes_on_one_folder(folder: Path) -> None:
 
 
 def test_a_forked_child_does_not_keep_the_folder(folder: Path) -> None:
-    reader, writer = os.pipe()
     with disk_on(folder):
-        child = os.fork()
-        if not child:
-            os.close(writer)
-            os.read(reader, 1)
-            os._exit(0)
-    os.close(reader)
+        end_child = forked()
     with disk_on(folder):
         pass
-    os.close(writer)
-    os.waitpid(child, 0)
+    end_child()
 
 
 def test_a_root_is_no_disk_tier_and_a_disk_tier_no_root(tmp_root: Path, folder: Path) -> None:

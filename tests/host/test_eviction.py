@@ -25,6 +25,7 @@ from tests.kit.host_parts import CHUNKS, SHARD_BITS, SPACE, Parts, child_of
 from tests.kit.host_process import LAYOUT, TOKENS_COUNT, kv, tokens
 from tests.kit.hosts import TICK_S
 from tests.kit.patience import eventually
+from tests.kit.programs import forked
 
 STEPS = {"append": (Shared, "append"), "tables": (eviction, "live_tables"), "pins": (PinnedPrints, "read")}
 
@@ -152,18 +153,11 @@ def test_the_batch_of_a_killed_process_is_settled_by_a_put_and_by_an_opening(par
 
 
 def test_a_forked_child_does_not_keep_the_lock_of_an_eviction(parts: Parts) -> None:
-    reader, writer = os.pipe()
     with evicting_lock(str(parts.folder)):
-        child = os.fork()
-        if not child:
-            os.close(writer)
-            os.read(reader, 1)
-            os._exit(0)
-    os.close(reader)
+        end_child = forked()
     with evicting_lock(str(parts.folder), waits=False):
         pass
-    os.close(writer)
-    os.waitpid(child, 0)
+    end_child()
 
 
 # What was remembered is forgotten before it counts

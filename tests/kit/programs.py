@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,3 +30,20 @@ def ended(*command: str | Path, check: bool = False, **more: Any) -> subprocess.
     """Runs a program in the folder of the repository to its end; what it said is text."""
     given: dict[str, Any] = {"cwd": SOURCE, "timeout": PATIENCE_S, **more}
     return subprocess.run(command, check=check, capture_output=True, text=True, **given)
+
+
+def forked() -> Callable[[], None]:
+    """Forks a child that keeps what it inherits, until the returned function ends it."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0)
+    os.close(reader)
+
+    def end() -> None:
+        os.close(writer)
+        os.waitpid(child, 0)
+
+    return end

@@ -152,7 +152,7 @@ class SchedulerHalf:
     ) -> None:
         """``describer`` describes stored blocks in their files; None: they say nothing.
 
-        ``waits`` is False if an idle step must end at once: other data-parallel ranks are in the same step.
+        ``waits`` is False if an idle step must not wait: other data-parallel ranks are in the same step.
         """
         self._settings = settings
         self._describer = describer
