@@ -218,8 +218,8 @@ FASTER = Picture(
     "serving",
     "Time to first token",
     Plot("way", ("new prompt s", "stored prompt s"), unit="s"),
-    "Measured with vLLM on a CPU and a root on tmpfs. `none`: no store;\n"
-    "`async`: the connector on a folder; `worker`: the connector and a worker that has the KV in memory.\n"
+    "Measured with vLLM on a CPU, with the root on tmpfs. `none`: no store;\n"
+    "`async`: the engine opens the root itself; `worker`: it asks a worker that has the KV in memory.\n"
     "A stored prompt is read instead of computed.",
 )
 FASTER_ON_GPU = Picture(
@@ -228,8 +228,8 @@ FASTER_ON_GPU = Picture(
     "gpu",
     "Time to first token",
     Plot("tokens", ("no store s", "cold, storing behind s", "warm, root s"), unit="s", log_x=True),
-    "transformers on an H200, with the shape of Llama-3.1-8B and a root on tmpfs.\n"
-    "`cold` computes and stores the prompt, `warm` reads it from the root.",
+    "transformers on an H200, with the shape of Llama-3.1-8B and the root on tmpfs.\n"
+    "`no store` only computes the prompt, `cold` also stores it, `warm` reads it from the root.",
 )
 PICTURES = (
     FASTER,
@@ -254,7 +254,7 @@ PICTURES = (
         "Competitors: 2 MiB",
         Plot("contender", ("put GiB/s", "get GiB/s"), unit="GiB/s"),
         "128 chunks of 2 MiB, two threads, tmpfs, all in one run.\n"
-        "`memcpy` and plain files verify nothing, and neither do LMCache's file back ends.",
+        "Of these, as configured, only kvstore verifies what it reads.",
     ),
     Picture(
         "workers",
@@ -267,7 +267,7 @@ PICTURES = (
             unit="GiB/s",
             log_x=True,
         ),
-        "1 to 32 processes that open one root on two cores, with an equal number of fio jobs.\n"
+        "1 to 32 processes that open one root on two cores, with at least as many fio jobs.\n"
         "Two cores are the limit, so more than eight processes add little.",
     ),
     Picture(
@@ -327,8 +327,8 @@ def _tables_of(results: Sequence[Result], picture: Picture) -> Iterator[tuple[Re
 def _origin(result: Result) -> str:
     """The date, machine and commit of a picture."""
     machine = result.machine
-    state = "quiet" if machine["quiet"] else "shared with other work"
-    return f"{machine['cores']} cores, {machine['cpu']}, {state}. Commit {machine['commit']}{_date(machine)}."
+    state = "quiet" if machine["quiet"] else "shared with other workloads"
+    return f"On {machine['cores']} cores, {machine['cpu']}, {state}. Commit {machine['commit']}{_date(machine)}."
 
 
 def _date(machine: dict[str, Any]) -> str:

@@ -221,7 +221,7 @@ NODE_GAUGES = {
     "memory_leased_bytes": "bytes in memory that clients of this host map and may read",
     "leases": "runs of chunks in memory that clients of this host may read",
     "behind_bytes": "bytes acknowledged that wait to be written to the root",
-    "behind_bytes_max": "bytes that may wait to be written to the root; further puts are written through or shed",
+    "behind_bytes_max": "bytes that may wait to be written to the root; further puts wait, then are shed",
     "disk_entries": "chunks on the local disk",
     "disk_held_bytes": "bytes that files on the local disk take",
     "disk_bytes_max": "bytes that files on the local disk may take",
