@@ -56,8 +56,8 @@ COLLECTOR = f"{FOLDER}/collector.lock"
 CLEARS = f"{FOLDER}/clears"
 
 
-JOIN_S = 10.0
-"""Time for another process to make the files."""
+JOIN_LOOKS = 1000
+"""How often a process looks for the files that another one makes, every 10 ms: a count, because it may be stopped."""
 
 _LOCAL = {
     0xEF53: "ext4",  # ext2 and ext3 too
@@ -102,19 +102,17 @@ class InUse:
         """
         self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         FORGOTTEN_BY_CHILDREN.add(self)
-        ends_s = time.monotonic() + JOIN_S
-        while True:
+        for _ in range(JOIN_LOOKS):
             if _locked(self._fd, fcntl.LOCK_SH) and is_made():
                 return
             fcntl.flock(self._fd, fcntl.LOCK_UN)
             if _locked(self._fd, fcntl.LOCK_EX) and not is_made():
                 make()
-            elif time.monotonic() > ends_s:
-                raise RootMismatch(
-                    f"{os.path.dirname(self._path)}/{FOLDER} was removed or damaged while other processes use the root:"
-                    " end them, and open it again"
-                )
             time.sleep(0.01)
+        raise RootMismatch(
+            f"{os.path.dirname(self._path)}/{FOLDER} was removed or damaged while other processes use the root:"
+            " end them, and open it again"
+        )
 
     def close(self) -> None:
         """Gives the lock back. Idempotent."""

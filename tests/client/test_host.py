@@ -65,7 +65,7 @@ def test_a_clear_keeps_pins_of_another_process(tmp_path: Path) -> None:
 
 
 def test_removed_files_of_a_used_root_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "JOIN_S", 0.1)
+    monkeypatch.setattr(tables, "JOIN_LOOKS", 10)
     root = tmp_path / "root"
     with kvstore.open(root) as store:
         store.namespace("model", LAYOUT).put(tokens(1), kv(1))
