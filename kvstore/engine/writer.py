@@ -296,7 +296,8 @@ class Writer:
     ) -> RootWrite | None:
         """Begins a write with chunks that the root lost and memory has (rule W5); None if one of them is wrong."""
         memory, count = self.tiers.memory if self.tiers is not None else None, first - present
-        if memory is None or memory.leading(chain, present) < count:
+        # A node that is cut off from etcd may not know that they were cleared.
+        if memory is None or not self.view.protects or memory.leading(chain, present) < count:
             return None
         slots = memory.refer(chain, present, count)
         root: RootWrite | None = None
