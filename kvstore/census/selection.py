@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
+from hashlib import blake2b
 
 from kvstore.core.namespace import DIGEST_BYTES, Namespace, NamespaceDigest, NamespaceId
 from kvstore.core.validate import brief, check_text, parse_json
@@ -17,8 +18,6 @@ from kvstore.format.places import NAMESPACE_ID_BYTES
 
 NAMESPACES_MAX = 10_000
 """Limit on the namespaces of one order: it is one value in etcd."""
-CLOCKS_DIFFER_S = 60
-"""Seconds by which the clocks of nodes may differ."""
 TEXT_BYTES_MAX = 4096
 """The limit of each text field: a worker keeps the texts of its operations, and lists a hundred of them."""
 
@@ -83,9 +82,9 @@ class ClearOrder:
     issued_s: float = 0.0
 
     @property
-    def unused_since_s(self) -> float:
-        """A local disk that was away has chunks that it last used before this time from before the order."""
-        return self.issued_s + CLOCKS_DIFFER_S
+    def name(self) -> str:
+        """The same for no two orders: nobody issues two at one moment."""
+        return blake2b(self.to_json(), digest_size=16).hexdigest()
 
     def means(self, namespace: NamespaceDigest | NamespaceId) -> bool:
         """True if it deletes the chunks of a namespace."""

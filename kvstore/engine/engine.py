@@ -380,11 +380,11 @@ class Engine:
         self.known.clear()
 
     def obey(self, new: Sequence[ClearOrder], orders: Sequence[ClearOrder]) -> bool:
-        """Drops from memory what ``new`` orders to clear name, and lets nothing back in that any of ``orders`` does
-        (rule P5); what is known to be present is forgotten. False where that is not done yet: call again.
+        """Drops from memory and disk what ``new`` orders to clear name, and lets nothing back in that any of ``orders``
+        does (rule P5); what is known to be present is forgotten. False where that is not done yet: call again.
         """
         self.known.clear()
-        is_done = self.tiers is None or self.tiers.drop_ordered(ClearOrder.of_all(new), ClearOrder.of_all(orders))
+        is_done = self.tiers is None or self.tiers.drop_ordered(new, ClearOrder.of_all(orders))
         self.known.clear()
         return is_done
 
@@ -393,11 +393,6 @@ class Engine:
         self.known.clear()
         if self.tiers is not None:
             self.tiers.refill(cleared)
-
-    def sweep_disk(self, orders: Sequence[ClearOrder]) -> None:
-        """Removes what orders to clear name from the local disk, as long as that takes."""
-        if self.tiers is not None:
-            self.tiers.sweep_disk(ClearOrder.of_all(orders))
 
     def stats(self) -> dict[str, int | float]:
         return {

@@ -105,13 +105,19 @@ class Prefetcher:
         self._tiers.encodings.learn(chain.namespace)  # these chunks do not pass through memory, which would learn it
         for start in range(first, stop, self._executor.width):
             end = min(stop, start + self._executor.width)
+            orders_count = self._tiers.orders_count
             images = self._read(chain, start, end, disk, self._deadline(operation))
             for index, image in images.items():
                 # One after the other, in this thread: no other prefetch takes the room that one makes, and none waits.
                 with self._writing:
                     place = chain.place(index)
                     # Try twice: chunks that memory drops at this moment also go to the disk, and may take the room.
-                    if not (disk.add(place, image) or disk.add(place, image) or disk.leading(chain, index)):
+                    for _ in range(2):
+                        if self._tiers.orders_count != orders_count:
+                            return  # it may have been cleared since it was read
+                        if disk.add(place, image) or disk.leading(chain, index):
+                            break
+                    else:
                         return
             if disk.leading(chain, start) < end - start:
                 return

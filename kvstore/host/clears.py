@@ -42,14 +42,12 @@ class HostClears:
         shared: Shared,
         table: HoldTable,
         obey: Obey | None,
-        sweep: Callable[[list[ClearOrder]], None],
     ) -> None:
-        """``obey`` is None for a process that keeps nothing in memory, ``sweep`` does the slow part of orders."""
+        """``obey`` is None for a process that keeps nothing in memory."""
         self._folder = folder
         self._shared = shared
         self._table = table
         self._obey = obey
-        self._sweep = sweep
         self._obeyed = shared[Number.CLEARS]
         self._ended = threading.Event()
         self._passes_s = math.inf
@@ -107,7 +105,6 @@ class HostClears:
                 new = [order for at, order in kept if self._obeyed < at <= number]
                 if self._obey(new, self._in_force(kept)):
                     self._obeyed = self._table.numbers[Own.CLEARS] = number
-                    self._sweep(new)
             except (OSError, KVStoreError) as error:
                 log.info("clears.not_obeyed %s", error)
 

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kvstore.census.selection import NOTHING, ClearOrder
@@ -38,7 +39,7 @@ from kvstore.root.identity import FILE_SYSTEMS_OWN, FORMAT_BYTES_MAX, TOP, publi
 from kvstore.root.inspect import Inspector
 from kvstore.root.interface import Root, Stat
 from kvstore.root.posix import FULL_ERRORS, REFUSED_ERRORS, PosixRoot
-from kvstore.tiers.inventory import TierEntry, TierInventory
+from kvstore.tiers.inventory import DROP_COUNT, TierEntry, TierInventory
 
 # The folder of a local disk tier: locked by one node at a time, and never mistaken for a root, nor a root for it.
 
@@ -46,6 +47,8 @@ from kvstore.tiers.inventory import TierEntry, TierInventory
 FORMAT_NAME = "kvstore-disk"
 """The name in ``FORMAT``. It keeps this folder from being opened as a root, and this module refuses other names."""
 VERSION = 1
+RECORD = "record"
+"""Says of which root the files are, and which orders to clear left none: what it does not cover is not taken in."""
 SHARD_BITS = 8
 LOCK = "lock"
 
@@ -324,8 +327,10 @@ class DiskTier:
         *,
         encodings: Encodings | None = None,
         make_root: Callable[[str], Root] = PosixRoot,
+        root_id: bytes = b"",
     ) -> None:
         self._folder = DiskFolder(path, clock, ids, make_root)
+        self._root_id = root_id.hex() or "none"
         self._encodings = encodings or Encodings(None, counters, ids)
         self._counters = counters
         self._clock = clock
@@ -333,6 +338,7 @@ class DiskTier:
         self._numbers = itertools.count()
         self._reads, self._writes = Pause(clock), Pause(clock)
         self._readers = Readers(clock)
+        self._recording = threading.Lock()  # one writes the record at a time
         self._changed = threading.Condition()  # guards what follows; nothing under it waits for the disk
         self._is_open = False
         self._users_count = 0
@@ -341,8 +347,13 @@ class DiskTier:
         self._inventory = TierInventory(self._room)
         self._is_whole = False
         """True once all files of the folder are taken in: before that nothing is written."""
-        self._unused_since_s: dict[NamespaceId, float] = {}
-        """Until then: files of cleared namespaces that were last used before this time are not taken in."""
+        self._refused: set[NamespaceId] = set()
+        """Until then: files of these namespaces are not taken in."""
+        self._refuses_all = False
+        self._obeyed: set[str] = set()
+        """The names of the orders to clear that were carried out here."""
+        self._unsettled = 0
+        """Removals that go on or failed: until they are done, the files are not what the record says."""
         self._standing = NOTHING
 
     def open(self) -> None:
@@ -357,13 +368,12 @@ class DiskTier:
         self._is_open = True
 
     def refill(self, cleared: Sequence[ClearOrder] = ()) -> None:
-        """Begins to take in the folder's files, except those last used before they were ``cleared``. Call it once."""
-        for order in cleared:
-            self.cleared(order)
+        """Begins to take in the folder's files, except those that orders named and that it still had. Call it once."""
         with self._changed:
             if self._is_open:
                 self._users_count += 1
-                threading.Thread(target=self._take_all, name="kvstore-disk-refill", daemon=True).start()
+                work = partial(self._take_all, tuple(cleared))
+                threading.Thread(target=work, name="kvstore-disk-refill", daemon=True).start()
 
     def leading(self, wanted: KeySet, first: int) -> int:
         """Returns how many consecutive chunks from index ``first`` on are there. No I/O."""
@@ -442,24 +452,41 @@ class DiskTier:
         with self._changed:
             self._standing = standing
 
-    def cleared(self, order: ClearOrder) -> None:
-        """Notes what must not be taken in."""
+    def drop_ordered(self, orders: Sequence[ClearOrder]) -> None:
+        """Drops all chunks that orders name; a thread removes their files. Never raises KVStoreError."""
+        meant = ClearOrder.of_all(orders)
         with self._changed:
+            if not meant.namespaces or not self._is_open:
+                return
             if not self._is_whole:
-                for namespace in order.namespaces:
-                    since_s = self._unused_since_s.get(namespace, 0.0)
-                    self._unused_since_s[namespace] = max(since_s, order.unused_since_s)
+                self._refused |= meant.namespaces  # before the entries are listed: the refill checks each file
+            entries = self._inventory.entries()
+            self._unsettled += 1
+            self._users_count += 1
+        self._keep_record()
+        dropped: list[TierEntry] = []
+        for start in range(0, len(entries), DROP_COUNT):
+            with self._changed:
+                for entry in entries[start : start + DROP_COUNT]:
+                    if meant.means(entry.namespace) and not entry.is_gone:
+                        if entry.is_ready:  # otherwise ``_add`` finds it dropped, and removes its file
+                            self._inventory.refer(entry)
+                            dropped.append(entry)
+                        self._inventory.drop(entry)
+        names = {order.name for order in orders}
+        threading.Thread(target=self._remove_all, args=(dropped, names), name="kvstore-disk-clear", daemon=True).start()
 
-    def drop_ordered(self, order: ClearOrder) -> None:
-        """Removes all chunks that an order names, in the calling thread. Never raises KVStoreError."""
-        self.cleared(order)  # before the entries are listed: the refill checks what it takes in later
-        with self._changed:
-            entries = [entry for entry in self._inventory.entries() if entry.is_ready]
-        for entry in (entry for entry in entries if order.means(entry.namespace)):
-            with self._inside() as is_open:
-                held = self._refer(entry.address) if is_open else None
-                if held is not None:
-                    self._remove(held)
+    def _remove_all(self, dropped: Sequence[TierEntry], names: set[str]) -> None:
+        """Removes the files of cleared chunks, until the tier is closed."""
+        try:
+            left_count = sum(not self._is_open or not self._remove_files(entry, name_of(entry)) for entry in dropped)
+            if not left_count:
+                with self._changed:
+                    self._unsettled -= 1
+                    self._obeyed |= names
+                self._keep_record()
+        finally:
+            self._end_use()
 
     def stats(self) -> dict[str, int | float]:
         """Returns disk_entries; disk_held_bytes, as the file system counts them; disk_bytes_max; disk_refilling, which
@@ -487,26 +514,35 @@ class DiskTier:
 
     # What the folder has at the start is taken in, in its order.
 
-    def _take_all(self) -> None:
+    def _take_all(self, cleared: Sequence[ClearOrder]) -> None:
         """Takes in all files with names of chunks; removes files with other names, and cut-off writes.
 
         An error of a listing ends it: then nothing is written until the next start.
         """
+        known, names, is_certain = self._recorded(), {order.name for order in cleared}, True
+        with self._changed:
+            self._refuses_all = known is None
+            for order in cleared:
+                self._refused |= order.namespaces if order.name not in (known or ()) else frozenset()
         try:
             for session in self._names(places.STAGING):
                 folder = Name(f"{places.STAGING}/{session}")
-                for part in self._names(folder):
-                    self._root.remove(Name(f"{folder}/{part}"))
+                for cut in self._names(folder):
+                    self._root.remove(Name(f"{folder}/{cut}"))
                 self._root.remove_folder(folder)
             inspector = Inspector(self._root, verify_payload=False)
             for shard in self._names(places.CHUNKS):
                 for entry in list(self._root.list(Name(f"{places.CHUNKS}/{shard}"))):
                     if self._is_open and entry.stat is not None:
-                        self._take(inspector, Name(f"{places.CHUNKS}/{shard}/{entry.name}"), entry.name, entry.stat)
+                        name = Name(f"{places.CHUNKS}/{shard}/{entry.name}")
+                        is_certain = self._take(inspector, name, entry.name, entry.stat) and is_certain
             with self._changed:
                 if self._is_open:
                     self._is_whole = True
-                    self._unused_since_s.clear()
+                    self._obeyed |= names
+                    self._unsettled += not is_certain
+                    self._refused.clear()
+            self._keep_record()
         except KVStoreError as error:
             log.warning("disk.not_read %s: nothing is written to it until the next start: %s", self._folder.path, error)
         finally:
@@ -515,7 +551,8 @@ class DiskTier:
     def _names(self, folder: Name) -> list[str]:
         return [entry.name for entry in self._root.list(folder)] if self._is_open else []
 
-    def _take(self, inspector: Inspector, name: Name, file_name: str, stat: Stat) -> None:
+    def _take(self, inspector: Inspector, name: Name, file_name: str, stat: Stat) -> bool:
+        """Takes in a file, or removes it; False if it could do neither."""
         chunk = places.parse_chunk(file_name)
         try:
             if chunk is not None and places.chunk(*chunk, SHARD_BITS) == name:
@@ -523,12 +560,14 @@ class DiskTier:
                 if isinstance(verdict, Header) and _is_of(verdict, found):
                     header = self._opened(name, verdict)
                     if header is not None and self._admit(found, header):
-                        return
+                        return True
             self._root.remove(name)
         except KVStoreError as error:
             with self._changed:
                 self._room.held_bytes += self._room.charge(stat.size_bytes)
             self._failed(self._reads, error)
+            return False
+        return True
 
     def _admit(self, found: DiskFile, header: Header) -> bool:
         """Takes in a file of the folder; False if it has to go."""
@@ -536,7 +575,8 @@ class DiskTier:
         place = ChunkIdentity(header.namespace, header.address, header.parent)
         with self._changed:
             used_s = min(float(was.last_use_s), self._clock.now_s())
-            if used_s < self._unused_since_s.get(found.namespace, 0.0) or self._standing.means(found.namespace):
+            is_cleared = found.namespace in self._refused or self._standing.means(found.namespace)
+            if self._refuses_all or is_cleared:
                 return False
             if self._room.charge(found.size_bytes) > self._room.free_bytes:
                 return False
@@ -680,8 +720,12 @@ class DiskTier:
             self._remove(claimed)
             return False
         with self._changed:
-            self._inventory.ready(claimed)
-            self._inventory.unrefer(claimed)
+            is_kept = self._inventory.ready(claimed)
+            if is_kept:
+                self._inventory.unrefer(claimed)
+        if not is_kept:  # cleared while it was written
+            self._remove_files(claimed, name)
+            return False
         self._writes.succeeded()
         self._counters.add(NodeCount.DISK_WRITES)
         self._counters.add(NodeCount.DISK_WRITE_BYTES, size_bytes)
@@ -729,17 +773,47 @@ class DiskTier:
             self._inventory.drop(entry)
         self._remove_files(entry, *(names or (name_of(entry),)))
 
-    def _remove_files(self, entry: TierEntry, *names: Name) -> None:
+    def _remove_files(self, entry: TierEntry, *names: Name) -> bool:
         """Removes the files of a dropped entry. Those that the disk refuses to remove keep its room until the next
-        start.
+        start; False then.
         """
         try:
             for name in names:
                 self._root.remove(name)
         except KVStoreError as error:
             self._failed(self._writes, error)
-        else:
-            self._unrefer(entry, used=False)
+            return False
+        self._unrefer(entry, used=False)
+        return True
+
+    def _recorded(self) -> set[str] | None:
+        """Returns the names of the orders that were carried out here; None if the files may be of another root, or
+        what a clear left.
+        """
+        try:
+            with open(f"{self._folder.path}/{RECORD}") as file:
+                root, *names = file.read().split()
+        except (OSError, ValueError):
+            return None
+        return set(names) if root == self._root_id else None
+
+    def _keep_record(self) -> None:
+        """Writes the record if it would be true; otherwise there is none, and the next start takes in no file."""
+        path = f"{self._folder.path}/{RECORD}"
+        with self._recording:
+            with self._changed:
+                if not self._is_open:
+                    return  # the folder may be another node's by now
+                is_true, names = self._is_whole and not self._unsettled, sorted(self._obeyed)
+            try:
+                with suppress(FileNotFoundError):
+                    os.unlink(path)  # first: the old one must not outlive a failure
+                if is_true:
+                    with open(f"{path}.new", "w") as file:
+                        file.write("\n".join([self._root_id, *names]))
+                    os.rename(f"{path}.new", path)
+            except OSError as error:
+                self._failed(self._writes, Unavailable(f"{path} could not be written: {error}"))
 
     def _failed(self, pause: Pause, error: KVStoreError) -> None:
         self._counters.add(NodeCount.DISK_FAILED)

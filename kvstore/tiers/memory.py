@@ -363,7 +363,9 @@ class MemoryTier:
         for start in range(0, len(entries), DROP_COUNT):
             with self._lock:
                 for entry in entries[start : start + DROP_COUNT]:
-                    if entry.is_ready and order.means(entry.namespace) and (even_dirty or not entry.is_dirty):
+                    # What is clean and not ready is being fetched: ``ready`` finds it gone, however late that is.
+                    is_meant = even_dirty and entry.is_ready if entry.is_dirty else True
+                    if is_meant and not entry.is_gone and order.means(entry.namespace):
                         self._inventory.drop(entry)
                         dropped_count += 1
         return dropped_count

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvstore.census.selection import ClearOrder
 from kvstore.codec.image import make_images, seal_images
-from kvstore.core.address import ADDRESS_BYTES, Address
+from kvstore.core.address import Address
 from kvstore.core.buffers import Sections, address_of
 from kvstore.core.executor import Deadline, Decision, Executor, IndexedWork, Loop
 from kvstore.core.metrics import NodeCount, TierName
@@ -150,12 +150,12 @@ class FlushJob:
     begins_s: float = 0.0
     """Earliest time to begin: its put is still going on, or the root refused it just now."""
 
-    def continues(self, other: FlushJob) -> bool:
-        """True if some of its chunks have parents in ``other``, or are the same."""
-        # All chunks of the other descend from its first, so a chain without that chunk has none of them.
-        at = slice(other.first * ADDRESS_BYTES, (other.first + 1) * ADDRESS_BYTES)
-        mine = self.wanted.packed_addresses[at]
-        return bool(mine) and mine == other.wanted.packed_addresses[at]
+    after: list[FlushJob] = field(default_factory=list)
+    """Those that have its first chunk too, and so perhaps parents here: they begin when it has ended."""
+
+    @property
+    def key(self) -> Address:
+        return self.wanted.addresses[self.first]
 
 
 class WriteBehind:
@@ -168,7 +168,11 @@ class WriteBehind:
         self._clock = node.clock
         self._changed = threading.Condition()
         self._waiting: deque[FlushJob] = deque()
+        self._refused: deque[FlushJob] = deque()
+        """Those that the root refused a moment ago; both queues are in the order of ``begins_s``."""
         self._writing: list[FlushJob] = []
+        self._begun: dict[Address, FlushJob] = {}
+        """Those that are being written or were refused, by their first chunks."""
         self._bytes = 0
         self._jobs = 0
         self._lost_chunks = 0
@@ -230,10 +234,10 @@ class WriteBehind:
         self._lost(job, "the node was closed")  # closed after room was reserved for it
         self._done(job)
 
-    def pass_by(self, timeout_s: float) -> bool:
-        """Waits for the writes of this moment; True if each was done, or failed, within the time."""
+    def pass_by(self, order: ClearOrder, timeout_s: float) -> bool:
+        """Waits for the writes of this moment that an order means; True if each was done, or failed, in time."""
         with self._changed:
-            now = [*self._writing]
+            now = [job for job in self._writing if order.means(job.wanted.namespace.digest)]
             return self._changed.wait_for(lambda: not any(job in self._writing for job in now), timeout_s)
 
     def settle(self, wanted: KeySet, first: int, count: int, timeout_s: float) -> bool:
@@ -261,7 +265,10 @@ class WriteBehind:
             self._is_closing = True
             self._changed.wait_for(lambda: not self._jobs, max(0.0, self._node.limits.flush_s - waited_s))
             self._loop.stop()
-            left = [*self._waiting]
+            left = [*self._refused, *(each for job in self._begun.values() for each in job.after), *self._waiting]
+            for job in self._begun.values():
+                job.after.clear()
+            self._refused.clear()
             self._waiting.clear()
         for job in left:
             self._lost(job, "the node was closed")
@@ -277,18 +284,23 @@ class WriteBehind:
             )
 
     def _next(self) -> Decision:
-        """Returns the oldest job that may begin and continues no running or waiting job; else the seconds until one may
+        """Returns the oldest job that may begin and continues none that has begun; else the seconds until one may
         begin. A job behind another one may when that ends.
         """
         now_s = self._clock.monotonic_s()
-        before = [*self._writing]
-        for place, job in enumerate(self._waiting):
-            if job.begins_s <= now_s and not any(map(job.continues, before)):
-                del self._waiting[place]
+        while queues := [each for each in (self._refused, self._waiting) if each]:
+            queue = min(queues, key=lambda each: each[0].begins_s)
+            if queue[0].begins_s > now_s:
+                return queue[0].begins_s - now_s
+            job = queue.popleft()
+            begun = (self._begun.get(address) for address in job.wanted.addresses[: job.first + job.count])
+            before = next((each for each in begun if each is not None and each is not job), None)
+            if before is None:
+                self._begun[job.key] = job
                 self._writing.append(job)
                 return partial(self._do, job)
-            before.append(job)
-        return min((job.begins_s - now_s for job in self._waiting if job.begins_s > now_s), default=None)
+            before.after.append(job)
+        return None
 
     def _do(self, job: FlushJob) -> None:
         again = False
@@ -299,11 +311,17 @@ class WriteBehind:
             log.exception("behind.failed")
         with self._changed:
             self._writing.remove(job)
-            self._changed.notify_all()
-            if again and not self._loop.closed:
+            waits = again and not self._loop.closed
+            if waits:
                 job.begins_s = self._clock.monotonic_s() + PAUSE_S
-                self._waiting.appendleft(job)
-                return
+                self._refused.append(job)
+            else:
+                del self._begun[job.key]
+                self._waiting.extendleft(reversed(job.after))
+                job.after.clear()
+            self._changed.notify_all()
+        if waits:
+            return
         if again:
             self._lost(job, "the node was closed")
         self._done(job)
@@ -414,6 +432,8 @@ class TierStack:
         self.behind = WriteBehind(node, self.memory)
         self._changed = threading.Condition()  # guards that chunks came into memory, and the bytes on their way there
         self._is_filled = False
+        self.orders_count = 0
+        """How many orders to clear were obeyed."""
         self._arriving_bytes = 0
         self._demoting = Loop("kvstore-demote", self._changed, lambda: self._turn)
 
@@ -423,7 +443,13 @@ class TierStack:
         Raises InvalidRequest, PermissionDenied, Unavailable.
         """
         disk = self.disk = DiskTier(
-            folder, size_bytes, self._counters, self._clock, self.node.ids, encodings=self.encodings
+            folder,
+            size_bytes,
+            self._counters,
+            self._clock,
+            self.node.ids,
+            encodings=self.encodings,
+            root_id=self.node.identity.root,
         )
         disk.open()
         self.below.append(disk)
@@ -589,22 +615,21 @@ class TierStack:
         if self.disk is not None:
             self.disk.refill(cleared)
 
-    def drop_ordered(self, order: ClearOrder, standing: ClearOrder) -> bool:
-        """Drops from memory what ``order`` names, and keeps what ``standing`` names from coming back there (rule P5).
+    def drop_ordered(self, orders: Sequence[ClearOrder], standing: ClearOrder) -> bool:
+        """Drops what ``orders`` name, and keeps what ``standing`` names from coming back (rule P5).
 
-        False where something is still being written to the root that may be named by it.
+        False where something is still being written to the root that may be named by them.
         """
+        order = ClearOrder.of_all(orders)
         self.memory.forbid(standing)
+        self.orders_count += len(orders)
         for tier in self.below:
             tier.forbid(standing)
         self.memory.drop_ordered(order)
-        # What waited to be written finds its images gone; what is being written has read them already.
-        return self.behind.pass_by(min(FORGET_S, self.node.limits.clear_answer_s))
-
-    def sweep_disk(self, order: ClearOrder) -> None:
-        """Removes from the local disk what an order names, as long as that takes. Never raises KVStoreError."""
         if self.disk is not None:
-            self.disk.drop_ordered(order)
+            self.disk.drop_ordered(orders)
+        # What waited to be written finds its images gone; what is being written has read them already.
+        return self.behind.pass_by(order, min(FORGET_S, self.node.limits.clear_answer_s))
 
     def stats(self) -> dict[str, int | float]:
         found: dict[str, int | float] = {

@@ -48,7 +48,6 @@ class Obedient:
     def __init__(self, meta: MemoryMetadata) -> None:
         self.obeyed: list[list[ClearOrder]] = []
         self.all: list[ClearOrder] = []
-        self.swept = 0
         self.refilled: list[ClearOrder] | None = None
         self.can = True
         self.clears = Clears(meta, KEYS)
@@ -58,9 +57,6 @@ class Obedient:
         self.obeyed.append(new)
         self.all = orders
         return self.can
-
-    def sweep_disk(self, orders: list[ClearOrder]) -> None:
-        self.swept += len(orders)
 
     def refill(self, cleared: list[ClearOrder]) -> None:
         assert self.refilled is None
@@ -135,13 +131,13 @@ def test_an_order_that_cannot_be_obeyed_yet_is_not_answered(meta: MemoryMetadata
     node.follower._session = session  # its steps are taken here, without its thread
     for _ in range(2):
         assert node.follower.step(0.0)
-    assert others.silent(b"1" * 16, 1.0) == {session.id} and node.swept == 0
+    assert others.silent(b"1" * 16, 1.0) == {session.id}
     node.can = True
     assert node.follower.step(0.0)
-    assert others.silent(b"1" * 16, 1.0) == set() and node.swept == 1
+    assert others.silent(b"1" * 16, 1.0) == set()
     published.done(1.0)
     assert node.follower.step(0.5)
-    assert node.obeyed[-1] == [] and node.swept == 1, "reads may have cached its chunks during the sweep"
+    assert node.obeyed[-1] == [], "reads may have cached its chunks during the sweep"
     count = len(node.obeyed)
     assert node.follower.step(0.5) and len(node.obeyed) == count, "once is enough"
 
@@ -156,10 +152,10 @@ def test_a_cleared_namespace_is_forbidden_until_a_while_after_the_end(meta: Memo
     if is_known:
         assert node.follower.step(0.0) and node.all == [order()]
     published.done(1.0)
-    assert node.follower.step(0.5) and node.all == [order()] * is_known and node.swept == is_known
+    assert node.follower.step(0.5) and node.all == [order()] * is_known
     assert node.refilled == [order()] and (is_known or not node.obeyed)
     eventually(lambda: node.follower.step(0.1) and node.all == [])
-    assert node.swept == is_known and len(node.clears.snapshot(1.0).items) == 1
+    assert len(node.clears.snapshot(1.0).items) == 1
 
 
 def test_an_order_that_ends_forbids_nothing_more_and_nonsense_forbids_nothing(meta: MemoryMetadata) -> None:

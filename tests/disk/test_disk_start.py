@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,8 @@ from tests.kit.disks import (
     files_under,
     image_of,
 )
-from tests.kit.faulty_root import Hang, Rule
-from tests.kit.patience import PATIENCE_S
+from tests.kit.faulty_root import EIO, Hang, Rule
+from tests.kit.patience import PATIENCE_S, eventually
 from tests.kit.programs import forked
 from tests.kit.stores import flip
 
@@ -94,6 +95,36 @@ def test_files_that_are_not_right_are_removed_at_the_start(folder: Path) -> None
         assert len(files_under(folder)) == 1 and disk.tier.stats()["disk_held_bytes"] == FILE_BYTES
         assert (folder / "mine").exists(), "what is not in its own folders is not touched"
         assert disk.add(chain, 0, 1, 2, 3, 4) == [True] * 5
+
+
+def test_files_of_another_root_are_not_taken_in(folder: Path) -> None:
+    for root_id, is_kept in ((b"1" * 16, False), (b"1" * 16, True), (b"2" * 16, False)):
+        with disk_on(folder, root_id=root_id) as disk:
+            assert disk.has(chain_of(0), 0) is is_kept is bool(files_under(folder))
+            disk.add(chain_of(0), 0)
+
+
+def test_what_a_clear_could_not_remove_is_not_taken_in(folder: Path) -> None:
+    with disk_on(folder) as disk:
+        disk.add(chain_of(0), 0)
+        disk.rules(Rule("remove", EIO))
+        disk.clear()
+        eventually(lambda: disk.count("disk_failed") == 1)
+        assert not disk.tier.leading(chain_of(0), 0) and files_under(folder)
+    with disk_on(folder) as disk:
+        assert not disk.tier.leading(chain_of(0), 0) and not files_under(folder)
+
+
+def test_what_is_written_during_a_clear_does_not_stay(folder: Path) -> None:
+    hang = Hang()
+    with disk_on(folder) as disk:
+        disk.rules(Rule("publish", hang))
+        with ThreadPoolExecutor() as pool:
+            adding = pool.submit(disk.add, chain_of(0), 0)
+            assert hang.reached.wait(PATIENCE_S)
+            disk.clear()
+            hang.release.set()
+        assert adding.result() == [False] and not disk.tier.leading(chain_of(0), 0) and not files_under(folder)
 
 
 def add_for_ever(path: str) -> None:

@@ -66,6 +66,7 @@ class Disk:
         size_bytes: int | None = None,
         rules: Sequence[Rule] = (),
         step: Callable[[str], None] | None = None,
+        root_id: bytes = b"",
     ) -> None:
         self.path = path
         self._rules, self._step = rules, step
@@ -80,6 +81,7 @@ class Disk:
             self.clock,
             RandomIds(),
             make_root=self._faulty,
+            root_id=root_id,
         )
 
     def _faulty(self, path: str) -> Root:
@@ -103,7 +105,7 @@ class Disk:
         return all(image is not None and is_right(image, chain, index) for image, index in pairs)
 
     def clear(self, namespace: Namespace = NAMESPACE) -> None:
-        self.tier.drop_ordered(ClearOrder(frozenset({namespace.id}), self.clock.now_s()))
+        self.tier.drop_ordered([ClearOrder(frozenset({namespace.id}), self.clock.now_s())])
 
     def count(self, name: str) -> int:
         return self.counters.snapshot()[name]
