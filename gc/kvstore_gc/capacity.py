@@ -167,6 +167,12 @@ class Accounts:
         with self._lock:
             self._is_blocked = True
 
+    def forget(self) -> None:
+        """Forgets the last listing and what followed from it: another collector evicts from now on."""
+        with self._lock:
+            self._listed_bytes, self._growth, self._was_short, self._is_blocked = None, 1.0, False, False
+            self._reporters = {id: reporter for id, reporter in self._reporters.items() if not reporter.has_ended}
+
     # Reports
 
     def reported(self, id: SessionId, usage: UsageReport) -> None:
@@ -452,6 +458,8 @@ class Pressure:
             return
         if self._published_by != me[1]:
             self._published, self._published_at = None, 0  # a record under an older lease ends with it
+            if self._published_by is not None:
+                self.accounts.forget()
         if self._published is not None and now_s - self._published_s < PUBLISH_S_PER_NODE * self._nodes_count:
             return
         if now_s - self._counted_s >= COUNT_S:
@@ -489,6 +497,7 @@ class Pressure:
             self._published_at, self._published_by = other.mod_revision, lease
         else:
             self._again_s = self._clock.monotonic_s() + TICK_S
+            self.accounts.forget()
 
 
 def is_news(published: Capacity, record: Capacity) -> bool:

@@ -84,7 +84,8 @@ class Cycle:
         """True if eviction needs another listing."""
         if self._leads != self._pressure.leads:
             return True
-        return self._leads and (self._ranking is None or (self._ranking.is_spent and self._needed_bytes() > 0))
+        is_spent = self._ranking is None or (self._ranking.is_spent and self._needed_bytes() > 0)
+        return self._leads and (is_spent or not self._pressure.accounts.is_listed)  # not any more if another led
 
     @property
     def listing_s(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from unittest.mock import Mock
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -240,13 +241,10 @@ def test_a_watch_that_was_refused_is_opened_again() -> None:
     scanned(accounts, 0)
     publisher.tick()
 
-    def refuse() -> None:
-        raise PermissionDenied("the token has expired")
-
     def reopen() -> None:
         meta.fetched = nothing
 
-    meta.fetched, meta.opening = refuse, reopen
+    meta.fetched, meta.opening = Mock(side_effect=PermissionDenied("the token has expired")), reopen
     revision = cluster.report(node, 400)
     cluster.later(publisher)
     assert cluster.record == Capacity(revision, 400, 1000, 25)
@@ -266,6 +264,17 @@ def test_a_node_counts_from_its_first_report_to_a_collector() -> None:
     cluster.report(node, 310)
     cluster.later(publisher)
     assert used(accounts) == 510
+
+
+def test_a_collector_that_leads_again_has_to_list_the_root_again() -> None:
+    cluster = Cluster()
+    (one, accounts), (other, _) = cluster.collector(), cluster.collector()
+    one.tick()
+    scanned(accounts, 999)
+    cluster.later(other, one, seconds=TTL_S)
+    assert other.leads and accounts.level is None
+    cluster.later(one, seconds=TTL_S)
+    assert one.leads and cluster.record is not None and cluster.record.credit_bytes is None
 
 
 def test_a_hanging_root_ends_the_place_of_its_collector() -> None:

@@ -279,10 +279,7 @@ def test_of_two_collectors_one_works_and_the_other_takes_over(place: Place) -> N
     sites = [place.cluster.site() for _ in range(2)]
     collectors = [Collectors(site) for site in sites]
     pressures = [Pressure(site, 1 << 30, mine) for site, mine in zip(sites, collectors, strict=True)]
-    cycles = [
-        Cycle(site, Config(ttl_s=60), pressure, mine)
-        for site, pressure, mine in zip(sites, pressures, collectors, strict=True)
-    ]
+    cycles = [Cycle(sites[at], Config(ttl_s=60), pressures[at], collectors[at]) for at in range(2)]
     node, first, later = place.cluster.node(), prompt(1, 12), prompt(2, 12)
     for pressure in pressures:
         pressure.tick()
@@ -300,4 +297,6 @@ def test_of_two_collectors_one_works_and_the_other_takes_over(place: Place) -> N
 
     eventually(takes_over)
     assert cycles[1].run().sweeps["adopted"] > 0
-    assert place.cluster.leftovers() == [] and place.cluster.present(later) == 0
+    assert place.cluster.leftovers() == [] and place.cluster.present(later) == 0 and not cycles[1].is_spent
+    pressures[1].accounts.forget()
+    assert cycles[1].is_spent, "another one led for a moment"
