@@ -137,7 +137,11 @@ class HostCollector:
         written, deleted, used = shared[Number.WRITTEN], shared[Number.DELETED], shared[Number.USED]
         # A put that began since the look at the tables may count in the sum, even if it has ended.
         reserved += shared[Number.BEGUN] - begun
-        goals = replace(self._config.goals(read_namespaces(self._root)), ttl_s=ttl_s)
+        failed: list[KVStoreError] = []
+        namespaces = read_namespaces(self._root, failed) if self._config.shares else ()
+        for each in failed:
+            log.warning("collector.quota_unknown %s", each)
+        goals = replace(self._config.goals(namespaces), ttl_s=ttl_s)
         since_ns = begin_listing(self._root.path, shared)
         ranking = Ranking(goals, self._clock.now_s(), self._shard_bits)
         others = self._leftovers()

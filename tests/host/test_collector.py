@@ -11,8 +11,10 @@ import pytest
 
 from kvstore.core.recency import NS_PER_S, QUANTUM_S
 from kvstore.host.tables import Number, Own, Shared
+from kvstore.root.posix import PosixRoot
 from kvstore_gc.config import Config, QuotaRule
 from kvstore_gc.host import HostCollector, opened
+from tests.kit.faulty_root import EIO, FaultyRoot, Rule
 from tests.kit.host_parts import CHUNKS, SHARD_BITS, Parts, child_of
 from tests.kit.hosts import TICK_S, chunks_count, used_bytes
 from tests.kit.patience import eventually
@@ -49,7 +51,7 @@ def test_a_time_to_live_of_zero_takes_all_that_is_not_used(parts: Parts) -> None
     assert parts.collector(Config(ttl_s=0.0)).once().count == CHUNKS and len(parts.files(chain)) == CHUNKS
 
 
-def test_a_quota_takes_the_oldest_of_its_namespace(parts: Parts) -> None:
+def test_a_quota_takes_the_oldest_of_its_namespace(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     old = parts.chain(1)
     ago(parts, 5000)
     new = parts.chain(2)
@@ -57,6 +59,9 @@ def test_a_quota_takes_the_oldest_of_its_namespace(parts: Parts) -> None:
     assert parts.collector(Config(shares=(share,))).once().count == 3
     assert (len(parts.files(old)), len(parts.files(new))) == (1, CHUNKS)
     assert parts.collector(Config(shares=(replace(share, namespace="other"),))).once().count == 0
+    rules = [Rule("open", EIO, lambda name: name.startswith("namespaces/"))]
+    monkeypatch.setattr(parts.root, "open", FaultyRoot(PosixRoot(parts.folder), rules).open)
+    assert parts.collector(Config(max_bytes=1, shares=(share,))).once().count == CHUNKS + 1, "without the quota"
 
 
 def test_room_is_made_ahead_of_need(parts: Parts) -> None:
