@@ -161,7 +161,8 @@ class HostCollector:
         # The listing may or may not contain concurrent writes and deletions: correct only what they do not explain.
         error = ranking.total.bytes + ranking.foreign.bytes + others + reserved - used
         written, deleted = shared[Number.WRITTEN] - written, shared[Number.DELETED] - deleted
-        shared.add(Number.USED, min(0, error + deleted) if error < 0 else max(0, error - reserved - written))
+        if error >= 0 or ranking.is_whole:
+            shared.add(Number.USED, min(0, error + deleted) if error < 0 else max(0, error - reserved - written))
         self._ranking = ranking
         self._eviction = Eviction(self._root, self._shard_bits, shared, self._clock, since_ns)
         self._listed_s = time.monotonic()

@@ -181,6 +181,8 @@ class Ranking:
         self._group_bytes = np.zeros(len(goals.group_quotas), np.int64)
         self._rows: Rows = np.zeros(0, _ROW)
         self._at = 0
+        self.is_whole = True
+        """False if a shard could not be listed: its chunks are still there."""
         self.has_fresh = False
         """True if chunks were left out because they had just been used: the next listing may rank them."""
 
@@ -214,6 +216,7 @@ class Ranking:
 
         each(len(shards), look)
         self._add(entries)
+        self.is_whole = self.is_whole and not failed
         if failed and len(failed) == len(shards):
             raise failed[0]
 

@@ -25,7 +25,7 @@ from tests.kit.clusters import NODE_LIMITS, NOT_LINGERING, SPACE, cluster, event
 from tests.kit.fake_meta import FakeClock
 from tests.kit.faulty_meta import Fault, FaultyMeta
 from tests.kit.faulty_meta import Rule as MetaRule
-from tests.kit.faulty_root import FaultyRoot, Hang, Rule
+from tests.kit.faulty_root import EIO, FaultyRoot, Hang, Rule
 from tests.kit.patience import PATIENCE_S
 from tests.kit.place import LONG_S, Place
 from tests.kit.stores import SetClock
@@ -69,6 +69,16 @@ def test_a_cycle_brings_a_full_root_below_its_target_leaves_first(place: Place) 
     assert summary.used_after_bytes <= summary.target_bytes == int(0.95 * used)
     assert [place.cluster.present(chain) for chain in chains] == [4, 5, 5, 5], "1 of 20 chunks, the oldest leaf"
     assert node.node.match(chains[0]) == 4
+
+
+def test_a_listing_that_lacks_a_shard_lowers_no_level(place: Place) -> None:
+    chain, root, pressure = prompt(1, 5), FaultyRoot(place.cluster.root), Pressure(place.cluster.site(), 1 << 30)
+    put(place.cluster.node(), chain)
+    cycle = place.cycle(root=root, pressure=pressure)
+    for rules in ([], [Rule("list", EIO, place.cluster.name(chain.addresses[0]).startswith)]):
+        root.set_rules(rules)
+        cycle.run()
+        assert pressure.level is not None and pressure.level.used_bytes == place.bytes_of(chain)
 
 
 def test_of_prompts_put_within_a_second_the_older_goes_first(place: Place) -> None:

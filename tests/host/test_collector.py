@@ -104,12 +104,14 @@ def test_held_chunks_make_the_store_full_until_released(parts: Parts) -> None:
     assert not parts.files(chain)
 
 
-@pytest.mark.parametrize("wrong_by", [-5000, 5000])
-def test_a_listing_corrects_the_count(parts: Parts, wrong_by: int) -> None:
+@pytest.mark.parametrize("wrong_by, lacks", [(-5000, 0), (5000, 0), (5000, 1)])
+def test_a_listing_corrects_the_count(parts: Parts, monkeypatch: pytest.MonkeyPatch, wrong_by: int, lacks: int) -> None:
     parts.chain(1)
+    rules = [Rule("list", EIO, lambda name: name.startswith("chunks/"), times=lacks)]
+    monkeypatch.setattr(parts.root, "list", FaultyRoot(PosixRoot(parts.folder), rules).list)
     parts.shared[Number.USED] = CHUNKS * FILE_BYTES + wrong_by
     parts.collector().list()
-    assert counted(parts) == CHUNKS * FILE_BYTES
+    assert counted(parts) == CHUNKS * FILE_BYTES + lacks * wrong_by, "a shard that cannot be listed is not empty"
 
 
 def test_a_put_that_comes_and_goes_while_a_listing_begins_is_not_subtracted(parts: Parts) -> None:
