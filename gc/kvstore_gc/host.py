@@ -110,7 +110,7 @@ class HostCollector:
             try:
                 self.step()
                 failed = False
-            except KVStoreError as error:
+            except (KVStoreError, OSError) as error:
                 log.log(logging.DEBUG if failed else logging.WARNING, "collector.failed %s", error)
                 failed = True
                 if is_signalled(IDLE_S):

@@ -103,7 +103,7 @@ class Collecting:
     def _run(self) -> None:
         starts_s = time.monotonic() + COLLECTS_AFTER_S
         while not self._closed:
-            if not self.is_running and (self._is_needed or time.monotonic() >= starts_s) and self._is_free():
+            if not self.is_running and (self._is_needed or time.monotonic() >= starts_s):
                 self._start()
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._wakes, TICK_S)
@@ -115,9 +115,10 @@ class Collecting:
     def _is_free(self) -> bool:
         """True if no collector runs. If two processes start a child, the second child ends."""
         try:
-            return not is_locked(f"{self._folder}/{COLLECTOR}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
-        except OSError as error:
-            log.debug("collecting.failed %s", error)
+            return not is_locked(f"{self._folder}/{COLLECTOR}", os.O_CREAT | os.O_NOFOLLOW)
+        except KVStoreError as error:
+            self._again_s = time.monotonic() + AGAIN_S_MAX
+            log.warning("collecting.failed %s", error)
             return False
 
     def _start(self) -> None:
@@ -129,7 +130,7 @@ class Collecting:
             is_short_lived = now_s - self._began_s < LIVED_S
             self._pause_s = min(2 * self._pause_s, AGAIN_S_MAX) if is_short_lived else AGAIN_S_MIN
             self._again_s = self._began_s + self._pause_s
-        if now_s < self._again_s:
+        if now_s < self._again_s or not self._is_free():
             return
         self._began_s = now_s
         command = gc_command(self._folder, module="kvstore_gc.host")

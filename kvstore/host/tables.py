@@ -39,7 +39,7 @@ from kvstore.format.header import Generation
 from kvstore.native import library as native
 from kvstore.root.identity import newest_number, publish
 from kvstore.root.interface import Root
-from kvstore.root.posix import FILE_MODE, FOLDER_MODE, DiskFull, PosixRoot, file_system_type, translated
+from kvstore.root.posix import FILE_MODE, FOLDER_MODE, DiskFull, PosixRoot, error_of, file_system_type, translated
 
 # The folder ``host`` of a root, through which the processes of one host share it; and whether they may.
 #
@@ -124,8 +124,9 @@ class InUse:
 
 
 def is_locked(path: str, flags: int = os.O_RDONLY) -> bool:
-    """True while another process has a lock on a file. Raises OSError."""
-    fd = os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
+    """True while another process has a lock on a file. Raises the root's errors."""
+    with translated("lock", path):
+        fd = os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
     try:
         return not _locked(fd, fcntl.LOCK_EX)
     finally:
@@ -139,7 +140,7 @@ def evicting_lock(folder: str, *, waits: bool = True) -> Iterator[None]:
     """
     path = f"{folder}/{EVICTING}"
     with translated("lock", path):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+        fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
@@ -182,9 +183,7 @@ def check_left(root: Root) -> None:
     """
     if not isinstance(root, PosixRoot) or newest_number(root):
         return
-    with translated("read", root.path):
-        is_used = os.path.isdir(f"{root.path}/{FOLDER}") and is_locked(f"{root.path}/FORMAT")
-    if is_used:
+    if os.path.isdir(f"{root.path}/{FOLDER}") and is_locked(f"{root.path}/FORMAT"):
         raise RootMismatch(
             f"{root.url} is in use by processes of this host that share it without etcd, and a cluster would not know "
             "what they hold: end them first, or leave out etcd (is KVSTORE_ETCD set?)"
@@ -513,7 +512,8 @@ class LiveTable:
 def live_tables(folder: str, shared: Shared, *, whole: bool = False) -> list[LiveTable]:
     """Returns the tables of live processes; removes those of others, and frees what these had reserved.
 
-    Unless it is ``whole``, a table is without what is held. Raises OSError.
+    Unless it is ``whole``, a table is without what is held. Raises OSError, and PermissionDenied for that of another
+    account.
     """
     live: list[LiveTable] = []
     for name in os.listdir(f"{folder}/{HOLDS}"):
@@ -522,6 +522,8 @@ def live_tables(folder: str, shared: Shared, *, whole: bool = False) -> list[Liv
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
             continue
+        except OSError as cause:
+            raise error_of("read", path, cause) from cause
         try:
             is_left = _locked(fd, fcntl.LOCK_EX)
             with open(fd, "rb", closefd=False) as file:

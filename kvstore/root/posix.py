@@ -173,7 +173,7 @@ def error_of(action: str, path: str, cause: OSError) -> KVStoreError:
     if cause.errno in SHORT_ERRORS:
         return Overloaded(f"{said}; this process or host is short of files or memory: raise its limits (ulimit -n)")
     if cause.errno in REFUSED_ERRORS:
-        return PermissionDenied(f"{said}; check the mount options and the owner of the root")
+        return PermissionDenied(f"{said}; check mount options and owner: all processes must run under one account")
     return Unavailable(f"{said}; check the mount (kvstore check-root)")
 
 

@@ -10,6 +10,8 @@ from dataclasses import replace
 import pytest
 
 from kvstore.core.recency import NS_PER_S, QUANTUM_S
+from kvstore.engine.host import Collecting
+from kvstore.errors import KVStoreError
 from kvstore.host.tables import Number, Own, Shared
 from kvstore.root.posix import PosixRoot
 from kvstore_gc.config import Config, QuotaRule
@@ -176,6 +178,15 @@ def test_leftovers_of_a_killed_writer_are_removed_after_a_while(parts: Parts, mo
     assert not mine.exists() and not damaged.exists()
     collector.list()
     assert counted(parts) == 0
+
+
+def test_files_that_cannot_be_opened_are_named(parts: Parts, caplog: pytest.LogCaptureFixture) -> None:
+    holds, lock = (parts.folder / "host" / name for name in ("holds/of-root", "collector.lock"))
+    holds.symlink_to(parts.folder)
+    with pytest.raises(KVStoreError, match=str(holds)):
+        parts.collector().step()
+    holds.replace(lock)
+    assert not Collecting(str(parts.folder))._is_free() and f"could not lock {lock}" in caplog.text
 
 
 def test_one_round_beside_a_collector_names_its_process(parts: Parts) -> None:
