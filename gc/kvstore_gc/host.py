@@ -11,7 +11,6 @@ needs the packages of the ``server`` extra.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import logging
 import math
 import os
@@ -39,6 +38,7 @@ from kvstore.host.tables import (
     Shared,
     limit_on,
     live_tables,
+    locked,
     smallest,
     why_not_shared,
 )
@@ -323,18 +323,9 @@ def _alone(folder: str, wait_s: float) -> Iterator[None]:
     with translated("lock", path):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
     try:
-        ends_s = time.monotonic() + wait_s
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= ends_s:
-                    pid = os.pread(fd, 32, 0).decode(errors="replace").strip()
-                    raise CollectorBusy(
-                        f"{folder}: process {pid} collects it at this moment: end that, or let it"
-                    ) from None
-                time.sleep(0.05)
+        if not locked(fd, wait_s=wait_s):
+            pid = os.pread(fd, 32, 0).decode(errors="replace").strip()
+            raise CollectorBusy(f"{folder}: process {pid} collects it at this moment: end that, or let it")
         with suppress(OSError):  # a full disk, which this makes room on
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)

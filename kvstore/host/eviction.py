@@ -24,7 +24,7 @@ from kvstore.census.walk import read_fixed
 from kvstore.core.address import NO_PARENT, Address
 from kvstore.core.clock import Clock
 from kvstore.core.namespace import NamespaceId
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, Unavailable
 from kvstore.format import places
 from kvstore.format.header import FIXED_BYTES
 from kvstore.format.places import Name
@@ -92,7 +92,7 @@ def settled(folder: str, shared: Shared) -> Iterator[None]:
 
 def settle_left(folder: str, shared: Shared) -> None:
     """Settles the batch of a process that died; not that of one that lives, which has the lock."""
-    with suppress(BlockingIOError), evicting_lock(folder, waits=False):
+    with suppress(Unavailable), evicting_lock(folder, waits=False):
         shared[Number.SETTLED] = shared[Number.TAIL]
 
 

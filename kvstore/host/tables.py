@@ -58,6 +58,8 @@ CLEARS = f"{FOLDER}/clears"
 
 JOIN_LOOKS = 1000
 """How often a process looks for the files that another one makes, every 10 ms: a count, because it may be stopped."""
+EVICTING_S = 60.0
+"""A batch of evictions takes less."""
 
 _LOCAL = {
     0xEF53: "ext4",  # ext2 and ext3 too
@@ -103,10 +105,10 @@ class InUse:
         self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         FORGOTTEN_BY_CHILDREN.add(self)
         for _ in range(JOIN_LOOKS):
-            if _locked(self._fd, fcntl.LOCK_SH) and is_made():
+            if locked(self._fd, fcntl.LOCK_SH) and is_made():
                 return
             fcntl.flock(self._fd, fcntl.LOCK_UN)
-            if _locked(self._fd, fcntl.LOCK_EX) and not is_made():
+            if locked(self._fd) and not is_made():
                 make()
             time.sleep(0.01)
         raise RootMismatch(
@@ -128,21 +130,22 @@ def is_locked(path: str, flags: int = os.O_RDONLY) -> bool:
     with translated("lock", path):
         fd = os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
     try:
-        return not _locked(fd, fcntl.LOCK_EX)
+        return not locked(fd)
     finally:
         _unlock(fd)
 
 
 @contextmanager
 def evicting_lock(folder: str, *, waits: bool = True) -> Iterator[None]:
-    """Has the lock of those that evict. Raises the root's errors; BlockingIOError if another has it, unless it
-    ``waits``.
+    """Has the lock of those that evict. Raises the root's errors, and Unavailable if another process has it: for
+    EVICTING_S if it ``waits``.
     """
     path = f"{folder}/{EVICTING}"
     with translated("lock", path):
         fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not locked(fd, wait_s=EVICTING_S if waits else 0.0):
+            raise Unavailable(f"{path} stays locked: the process that evicts is stopped, or its disk hangs")
         yield
     finally:
         _unlock(fd)
@@ -154,12 +157,17 @@ def _unlock(fd: int) -> None:
     os.close(fd)
 
 
-def _locked(fd: int, kind: int) -> bool:
-    try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def locked(fd: int, kind: int = fcntl.LOCK_EX, wait_s: float = 0.0) -> bool:
+    """Locks a file; False if another process has it locked for longer than ``wait_s``. Raises OSError."""
+    ends_s = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= ends_s:
+                return False
+        time.sleep(POLL_S)
 
 
 def _file_system(folder: str) -> int:
@@ -525,7 +533,7 @@ def live_tables(folder: str, shared: Shared, *, whole: bool = False) -> list[Liv
         except OSError as cause:
             raise error_of("read", path, cause) from cause
         try:
-            is_left = _locked(fd, fcntl.LOCK_EX)
+            is_left = locked(fd)
             with open(fd, "rb", closefd=False) as file:
                 content = file.read(-1 if whole else SESSION_AT + SESSION_BYTES)
             numbers = np.frombuffer(content[: 8 * len(Own)].ljust(8 * len(Own), b"\0"), "<i8").tolist()

@@ -15,7 +15,9 @@ from kvstore.census.selection import Selection
 from kvstore.core.buffers import Planes
 from kvstore.core.clock import SystemClock
 from kvstore.core.executor import Deadline
+from kvstore.errors import Unavailable
 from kvstore.format.keyset import ChunkKeys
+from kvstore.host import tables
 from kvstore.host.eviction import Eviction
 from tests.kit.host_parts import CHUNKS, SPACE
 from tests.kit.host_process import LAYOUT, TOKENS_COUNT, kv, tokens
@@ -72,6 +74,12 @@ def test_a_disk_that_was_away_serves_nothing_of_what_was_cleared(tmp_path: Path)
         eventually(lambda: not store.stats()["disk_refilling"])
         cache = store.namespace("model", LAYOUT)
         assert cache.match(tokens(1)) == cache.get(tokens(1))[0] == store.stats()["disk_entries"] == 0
+
+
+def test_a_clear_beside_a_stopped_collector_names_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "EVICTING_S", 0.0)
+    with kvstore.open(tmp_path) as store, tables.evicting_lock(str(tmp_path)), pytest.raises(Unavailable, match="lock"):
+        store.namespace("model", LAYOUT).clear()
 
 
 def test_a_put_that_ends_after_the_listing_of_a_clear_loses_no_parents(
