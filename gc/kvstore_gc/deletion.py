@@ -176,10 +176,15 @@ class Deleting:
 
     def _delete(self, victim: Condemnation, taken: SweepOutcome) -> None:
         name = victim.name(self._shard_bits)
-        seen = self._root.look(name, FIXED_BYTES)
-        # The look and the deletion are of one version of the object: the store compares.
-        if seen is not None and incarnation_at(seen.prefix) == victim.incarnation and self._root.remove_if(name, seen):
-            taken.reap(victim)
+        try:
+            seen = self._root.look(name, FIXED_BYTES)
+            if seen is None or incarnation_at(seen.prefix) != victim.incarnation:
+                return
+            # The look and the deletion are of one version of the object: the store compares.
+            if self._root.remove_if(name, seen):
+                taken.reap(victim)
+        except KVStoreError as error:
+            taken.fail(error)  # it keeps the sweep open, and no other victim
 
     def _are_gone(self, victims: Sequence[Condemnation]) -> bool:
         left: list[Condemnation] = []
