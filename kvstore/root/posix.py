@@ -479,6 +479,7 @@ class PosixRoot(Root):
             except OSError as cause:
                 # Not every error that means a missing file: what a mount loses for a moment is not an empty folder.
                 if cause.errno in (errno.ENOENT, errno.ENOTDIR):
+                    self._check_mounted()
                     return
                 raise
             with entries:

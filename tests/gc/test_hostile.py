@@ -238,6 +238,8 @@ def test_g6_an_unmounted_root_lifts_no_fence_and_its_sweep_stays_open(on_files: 
     mounted.mkdir()
     (sweep,) = in_flight(c)
     with pytest.raises(Unavailable, match="mounted"):
+        list(c.root.list(places.shard_folder(0)))
+    with pytest.raises(Unavailable, match="mounted"):
         c.root.remove_folder(places.trash_folder(sweep.sweep), durable=True)
     with pytest.raises(Unavailable, match="mounted"):
         c.collector().adopt()
