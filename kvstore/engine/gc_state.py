@@ -412,7 +412,7 @@ class HostGcState(GcState):
         is_overrun = is_overrun or shared[Number.TAIL] + BATCH_MAX - first > RING
         if is_overrun:
             self._known.clear()
-            first = max(settled, tail - BATCH_MAX)
+            first = min(tail, max(settled, tail - BATCH_MAX))  # more may be settled by now than ``tail``
             entries = shared.entries(first, tail)
         elif tail > self._seen:
             self._known.forget_each(entries[(self._seen - first) * ADDRESS_BYTES :])
