@@ -63,8 +63,8 @@ LISTING_S_MAX = 600.0
 """Time between two listings if nothing else asks for one."""
 AGAIN_S = 0.25
 """The least time between two listings of a root where nothing could be evicted; more if a listing takes long."""
-STAGED_S = 10.0
-"""A staged file of a process that has ended goes after this."""
+STAGED_S = 60.0
+"""A staged file that is of no live process goes after this: a pin may take long to be synced."""
 PROBED_S = 0.5
 """A process that checks for a running collector has the lock for less than this."""
 QUARANTINE_S = 86_400.0
