@@ -14,11 +14,11 @@ from typing import NamedTuple
 from kvstore.core import recency
 from kvstore.core.address import Address
 from kvstore.core.buffers import ReadBuffer
-from kvstore.core.namespace import NamespaceDigest, NamespaceId
+from kvstore.core.namespace import NamespaceId
 from kvstore.core.recency import Recency
 from kvstore.errors import KVStoreError
 from kvstore.format import places
-from kvstore.format.header import FIXED_BYTES, MAGIC, IdentityKind, Incarnation
+from kvstore.format.header import FIXED_BYTES, MAGIC, IdentityKind
 from kvstore.format.places import Name
 from kvstore.root.interface import FolderEntry, Root
 
@@ -27,45 +27,28 @@ from kvstore.root.interface import FolderEntry, Root
 # A header is verified as a whole. Here 128 bytes are enough, whatever the version and encoding, and without keys.
 
 
-_FIELDS = struct.Struct("<8sH2xBB6xI16x16s16s32s16s8s")
+_FIELDS = struct.Struct("<8s4xB7xI16x16s16s56x")
 assert _FIELDS.size == FIXED_BYTES
 
 
 class Fixed(NamedTuple):
     """The fixed part of a header; unverified. One is made for each file that a walk looks at."""
 
-    version: int
     kind: IdentityKind
     depth: int
     address: Address
     parent: Address
     """Zero for the first chunk of a prompt and for a block."""
-    namespace: NamespaceDigest
-    incarnation: Incarnation
-    encoding: int
-    """Bits of the encoding byte: 0 as version 1 writes it, 1 compressed, 2 encrypted."""
-    key_id: bytes
-    """8 bytes; zero where nothing is encrypted."""
 
 
 def read_fixed(prefix: ReadBuffer) -> Fixed | None:
     """Reads the fields of a file that begins with ``prefix``; None if it is not a chunk file."""
     if len(prefix) < FIXED_BYTES:
         return None
-    magic, version, kind, encoding, depth, address, parent, namespace, incarnation, key_id = _FIELDS.unpack_from(prefix)
+    magic, kind, depth, address, parent = _FIELDS.unpack_from(prefix)
     if magic != MAGIC or kind not in (IdentityKind.TOKENS, IdentityKind.BLOCK):
         return None
-    return Fixed(
-        version,
-        IdentityKind(kind),
-        depth,
-        Address(address),
-        Address(parent),
-        NamespaceDigest(namespace),
-        Incarnation(incarnation),
-        encoding,
-        key_id,
-    )
+    return Fixed(IdentityKind(kind), depth, Address(address), Address(parent))
 
 
 @dataclass(frozen=True, slots=True)
