@@ -1,13 +1,12 @@
-"""Traces with the statistics of the published ones, from a seed, for when no trace is available.
+"""Traces with the statistics of the published one of conversations, from a seed, for when no trace is available.
 
-People and agents talk in turns. Each turn's prompt is the conversation so far and something new, behind a shared system
-prompt. How long conversations go on decides which share of all blocks is repeated.
+People talk in turns. Each turn's prompt is the conversation so far and something new, behind a shared system prompt of
+one block. How long conversations go on decides which share of all blocks is repeated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,26 +18,13 @@ LIVE_MAX = 64
 BLOCKS_MAX = 250
 
 
-@dataclass(frozen=True, slots=True)
-class TrafficKind:
-    """A kind of traffic. ``turns`` is the mean number of requests of a conversation; lengths are medians in tokens."""
-
-    turns: float
-    system_prompts: int
-    system_tokens: int
-    first_tokens: int
-    next_tokens: int
-    output_tokens: int
-    spread: float
-    interval_ms: float
-
-
-KINDS = {
-    # About 37 % of all blocks are repeats, prompts of 12,000 tokens on average: people and long documents.
-    "conversation": TrafficKind(1.6, 1, 512, 5000, 2600, 340, 1.05, 294.0),
-    # About 64 %: agents that call tools many times, with one of a few long system prompts.
-    "agents": TrafficKind(2.2, 24, 4096, 4500, 2600, 150, 0.9, 256.0),
-}
+# With these values about 37 % of all blocks are repeats, and prompts have 12,000 tokens on average.
+TURNS = 1.6
+"""Mean number of requests of a conversation."""
+FIRST_TOKENS, NEXT_TOKENS, OUTPUT_TOKENS = 5000, 2600, 340
+"""Median lengths: what the first and each later turn adds to the prompt, and the answer."""
+SPREAD = 1.05
+INTERVAL_MS = 294.0
 
 
 class _Conversation:
@@ -49,33 +35,27 @@ class _Conversation:
         self.tokens = tokens
 
 
-def generate(requests: int, *, seed: int = 0, kind: str = "conversation") -> list[TraceRequest]:
-    """Returns ``requests`` requests of one ``kind`` (conversation, agents). Equal arguments give equal traces.
-
-    Raises InvalidRequest for an unknown kind or no requests.
-    """
-    if kind not in KINDS:
-        raise InvalidRequest(f"trace kind {kind!r}: expected one of {', '.join(KINDS)}")
+def generate(requests: int, *, seed: int = 0) -> list[TraceRequest]:
+    """Returns this many requests. Equal arguments give equal traces. Raises InvalidRequest for none."""
     if requests < 1:
         raise InvalidRequest(f"{requests} requests: expected 1 or more")
-    return list(_requests(requests, np.random.Generator(np.random.PCG64(seed)), KINDS[kind]))
+    return list(_requests(requests, np.random.Generator(np.random.PCG64(seed))))
 
 
-def _requests(count: int, random: np.random.Generator, kind: TrafficKind) -> Iterator[TraceRequest]:
+def _requests(count: int, random: np.random.Generator) -> Iterator[TraceRequest]:
     fresh = iter(range(1 << 62))
-    system = [[next(fresh) for _ in range(kind.system_tokens // BLOCK_TOKENS)] for _ in range(kind.system_prompts)]
+    system = next(fresh)
     live: list[_Conversation] = []
     timestamp = 0.0
     for number in range(count):
-        timestamp += random.exponential(kind.interval_ms)
-        go_on = bool(live) and random.random() < 1 - 1 / kind.turns
+        timestamp += random.exponential(INTERVAL_MS)
+        go_on = bool(live) and random.random() < 1 - 1 / TURNS
         if go_on:
             speaker = live[int(random.integers(len(live)))]
-            new = _length(random, kind.next_tokens, kind.spread)
+            new = _length(random, NEXT_TOKENS, SPREAD)
         else:
-            ids = list(system[int(random.integers(len(system)))])
-            speaker = _Conversation(ids, len(ids) * BLOCK_TOKENS)
-            new = _length(random, kind.first_tokens, kind.spread)
+            speaker = _Conversation([system], BLOCK_TOKENS)
+            new = _length(random, FIRST_TOKENS, SPREAD)
             live.append(speaker)
             if len(live) > LIVE_MAX:
                 live.pop(int(random.integers(len(live) - 1)))
@@ -84,7 +64,7 @@ def _requests(count: int, random: np.random.Generator, kind: TrafficKind) -> Ite
         while len(speaker.ids) < speaker.tokens // BLOCK_TOKENS:
             speaker.ids.append(next(fresh))
         part = [next(fresh)] if speaker.tokens % BLOCK_TOKENS else []
-        output = _length(random, kind.output_tokens, 0.5)
+        output = _length(random, OUTPUT_TOKENS, 0.5)
         yield TraceRequest(number, int(timestamp), speaker.tokens, output, (*speaker.ids, *part))
         speaker.tokens += output
         if speaker.tokens >= BLOCKS_MAX * BLOCK_TOKENS:
