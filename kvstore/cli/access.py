@@ -373,17 +373,15 @@ class Access:
         """True if the options name a store."""
         return bool(self.root is not None or self.connect or self.etcd)
 
-    def open(self, *, create: bool = False, durability: str = "none") -> Store:
+    def open(self, *, create: bool = False) -> Store:
         """Opens the store. Raises InvalidRequest if no store is named, and what opening it raises."""
         import kvstore
-        from kvstore.core.write_mode import Durability
 
         tls, user = (self.etcd.tls(), self.etcd.who()) if self.etcd else (None, None)
         if self.root is not None:
             return kvstore.open(
                 self.root,
                 self.etcd.endpoints if self.etcd else None,
-                durability=Durability.of(durability),
                 etcd_tls=tls,
                 etcd_user=user,
                 root_options=self.root_options.read(),
@@ -425,11 +423,6 @@ access_options = takes("access", Access)
 etcd_options = takes("etcd", EtcdAccess)
 root_options_option = takes("options", RootOptions)
 root_option = takes("root", RootPlace)
-
-
-def open_store(access: Access, durability: str = "none") -> Store:
-    """Opens a store, or makes its root. A module's function, so that other processes can call it."""
-    return access.open(create=True, durability=durability)
 
 
 def _read(path: str, what: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import sys
@@ -11,15 +10,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 import kvstore
-from kvstore.cli.access import Access, access_options, open_store
+from kvstore.cli.access import Access, access_options
 from kvstore.cli.app import Command, check_failed
-from kvstore.cli.options import DURABILITY, FILE, flag, json_option, option, takes
+from kvstore.cli.options import FILE, flag, json_option, option, takes
 from kvstore.cli.output import print_values, progress_bar
 from kvstore.cli.signals import exits_on_sigterm
 from kvstore.core.process import Program, gc_command, kvstore_command, stop_all
@@ -72,7 +72,7 @@ def demo(trace: str | None, requests_max: int, as_json: bool) -> None:
         _note(f"etcd and {len(addresses)} workers serve {folder} ({time.monotonic() - started_s:.1f} s)")
         access = Access(connect=tuple(addresses))
         with progress_bar("requests", len(requests)) as moved:
-            report = replay(requests, functools.partial(open_store, access), ReplayPlan("demo", BYTES_PER_TOKEN), moved)
+            report = replay(requests, partial(access.open, create=True), ReplayPlan("demo", BYTES_PER_TOKEN), moved)
     _note(f"everything is stopped, nothing is left ({time.monotonic() - started_s:.1f} s)")
     about = {"trace": trace or f"generated, seed {SEED}", "bytes_per_token": BYTES_PER_TOKEN, "workers": WORKERS_COUNT}
     _print_report(report, as_json, about)
@@ -132,7 +132,6 @@ def _note(line: str) -> None:
 class Callers:
     """The options of a replay other than the trace and the store."""
 
-    durability: str = option("--durability", **DURABILITY)
     bytes_per_token: int = option(
         "--bytes-per-token",
         type=int,
@@ -185,7 +184,7 @@ def replay(trace: str, access: Access, callers: Callers, as_json: bool) -> None:
         elif not callers.keep:
             undo.enter_context(_cleared(access, name, replay_layout(callers.bytes_per_token)))
         with progress_bar("requests", len(requests)) as moved:
-            report = run(requests, functools.partial(open_store, access, callers.durability), plan, moved)
+            report = run(requests, partial(access.open, create=True), plan, moved)
     _print_report(report, as_json, {"trace": trace, "namespace": name, "bytes_per_token": callers.bytes_per_token})
 
 
