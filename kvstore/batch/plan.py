@@ -400,7 +400,6 @@ class _Planning:
                 Group(
                     prefix_tokens=int(self._trie.depth[node]),
                     stored_tokens=int(self._held[node]),
-                    shared_before=int(order.shared[start]),
                     members=tuple(indices[start:end]),
                     computed=tuple(costs[start:end]),
                     stored=tuple(stored[start:end]),

@@ -29,8 +29,6 @@ class Group:
     """Leading tokens that all members share; 0 for a prompt that shares nothing."""
     stored_tokens: int
     """Leading tokens of the prefix that the store held when the plan was made."""
-    shared_before: int
-    """Leading tokens that the first member shares with the prompt before it in the plan's order."""
     members: tuple[int, ...]
     """Indices of the prompts in the batch, in the order to run them."""
     computed: tuple[int, ...]

@@ -50,9 +50,6 @@ class Storage:
         """Begins to bring what is stored of a group's prefix, and of its first members, into memory."""
         return ()
 
-    def retire(self, group: Group, still_needed: int) -> None:
-        """Marks a prefix to be evicted first, except for its ``still_needed`` leading tokens."""
-
 
 class TokenStorage(Storage):
     """Prompts given as tokens."""
@@ -68,8 +65,10 @@ class TokenStorage(Storage):
         return [count // size for count in counts]
 
     def hold(self, group: Group) -> Hold | None:
+        # Of a prompt that shares nothing, what the store has.
+        leading = group.prefix_tokens or group.stored[0]
         with suppress(KVStoreError):
-            return self._cache.hold(self._prefix(group)) if _leading(group) else None
+            return self._cache.hold(self._prompts.tokens(group.members[0], leading)) if leading else None
         return None
 
     def prefetch(self, group: Group) -> Sequence[Operation]:
@@ -80,18 +79,6 @@ class TokenStorage(Storage):
         begun = (self._prefetch(self._prompts.tokens(index, count)) for index, count in wanted.items())
         return [each for each in begun if each is not None]
 
-    def retire(self, group: Group, still_needed: int) -> None:
-        if not _leading(group) or not self._has_memory:
-            return
-        prefix = self._prefix(group)
-        with suppress(KVStoreError):
-            self._cache.evict_first(prefix)
-            if still_needed:
-                self._prefetch(prefix[:still_needed])  # a use, which ends the mark
-
-    def _prefix(self, group: Group) -> TokenArray:
-        return self._prompts.tokens(group.members[0], _leading(group))
-
     def _prefetch(self, tokens: TokenArray) -> Operation | None:
         try:
             return self._cache.prefetch(tokens) if self._has_memory else None
@@ -100,11 +87,6 @@ class TokenStorage(Storage):
         except KVStoreError:
             pass
         return None
-
-
-def _leading(group: Group) -> int:
-    """Tokens of the first member to hold: the prefix, or of a prompt that shares nothing what the store has."""
-    return group.prefix_tokens or group.stored[0]
 
 
 # Which group of a plan goes out next, while several consumers take, finish, and die. Decisions only, no threads.
@@ -196,21 +178,6 @@ class GroupStates:
             found.append(index)
         return found
 
-    def still_needed(self, index: int) -> int:
-        """Leading tokens of a group's prefix that groups which have not ended share."""
-        return max(self._shared(index, 1), self._shared(index, -1))
-
-    def _shared(self, index: int, step: int) -> int:
-        """Tokens shared with the nearest group in one direction that has not ended: those farther share no more."""
-        shared, at = self._groups[index].prefix_tokens, index
-        while shared and 0 <= at + step < len(self._groups):
-            # Between two neighbours lies what the first member of the later one shares with the prompt before it.
-            shared = min(shared, self._groups[max(at, at + step)].shared_before)
-            at += step
-            if self._states[at] not in ENDS:
-                return shared
-        return 0
-
     def _leave(self, index: int, state: State) -> None:
         assert self._states[index] is State.TAKEN, f"group {index} is {self._states[index].value}, and not taken"
         self._states[index] = state
@@ -235,9 +202,8 @@ class Run:
     """Hands out the groups of a plan in order. Use it as a context. Thread-safe.
 
     Each thread takes groups by itself, by ``for group in run`` or with ``take``. Before a group is handed out, what the
-    store has of its prefix is held, and that of the next ones is being brought into memory. When the group is done, the
-    prefix is the first to be evicted again, except for what other groups still need. The prefixes of the groups in use
-    never exceed the plan's ``memory_tokens``; a consumer waits for that.
+    store has of its prefix is held, and that of the next ones is being brought into memory. The prefixes of the groups
+    in use never exceed the plan's ``memory_tokens``; a consumer waits for that.
 
     A group is given back, and goes out again, if its consumer raises, closes its iterator or ends as a thread. After
     the third time it is in ``failed``.
@@ -371,14 +337,11 @@ class Run:
                 self._handing.done(index)
             else:
                 self._handing.give_back(index)
-            still_needed = self._handing.still_needed(index)
             begun = self._prefetches.pop(index, ())
             self._changed.notify_all()
         if taker.held is not None:
             taker.held.release()
         _cancel(begun)
-        if is_done:
-            self._storage.retire(self._groups[index], still_needed)
 
 
 def _cancel(prefetches: Iterable[Operation]) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvstore.batch import Group, GroupStates, PromptSet, make_plan
-from tests.batch.brute import common
+from kvstore.batch import Group, GroupStates
 
 ATTEMPTS = 3
 
 
-def group(prefix: int, before: int = 0) -> Group:
-    return Group(prefix_tokens=prefix, stored_tokens=0, shared_before=before, members=(0,), computed=(1,), stored=(0,))
+def group(prefix: int) -> Group:
+    return Group(prefix_tokens=prefix, stored_tokens=0, members=(0,), computed=(1,), stored=(0,))
 
 
 def handing(*prefixes: int, memory: int = 100) -> GroupStates:
@@ -41,23 +39,6 @@ def test_a_group_that_is_given_back_too_often_has_failed() -> None:
     assert given_out.take() == 1
     given_out.done(1)
     assert given_out.is_over
-
-
-@given(st.lists(st.lists(st.sampled_from([0, 0, 1]), min_size=1, max_size=6), min_size=1, max_size=7), st.data())
-def test_what_is_still_needed_is_what_others_share(prompts: list[list[int]], data: st.DataObject) -> None:
-    groups = make_plan(PromptSet.of_tokens(prompts), memory_tokens=99).groups
-    given_out = GroupStates(groups, 1000, 1)
-    ended = data.draw(st.sets(st.integers(0, len(groups) - 1)))
-    for index in range(len(groups)):
-        given_out.take()
-        if index in ended:
-            given_out.done(index)
-    for index, each in enumerate(groups):
-        prefix = prompts[each.members[0]][: each.prefix_tokens]
-        others = [at for at in range(len(groups)) if at not in ended and at != index]
-        firsts = [common(prefix, prompts[groups[at].members[0]]) for at in others]
-        every = [common(prefix, prompts[member]) for at in others for member in groups[at].members]
-        assert max(firsts, default=0) <= given_out.still_needed(index) <= max(every, default=0)
 
 
 class HandingMachine(RuleBasedStateMachine):
