@@ -18,7 +18,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.security.audit import AuditLog
 from kvstore.security.authentication import Account, Authenticator, account_secret
 from kvstore.security.guard import ServerSecurity
-from kvstore.security.tls import ClientTls, ServerTls, is_loopback, server_certificate
+from kvstore.security.tls import Certificate, ClientTls, is_loopback
 
 if TYPE_CHECKING:
     from kvstore.client.pool import Credentials
@@ -133,14 +133,13 @@ class ServerAccess:
         """Reads the files, opens the audit log of a worker at ``listen``. Close ``audit``. Raises InvalidRequest."""
         tls = None
         if self.own.cert_file is not None and self.own.key_file is not None:
-            tls = server_certificate(ServerTls(self.own.cert_file, self.own.key_file, self.client_ca_file))
+            tls = Certificate(self.client_ca_file, self.own.cert_file, self.own.key_file)
             assert tls.version
         authenticator = None
         if self.access_file is not None:
             authenticator = Authenticator(self.access_file)
             authenticator.load()
         audit = AuditLog(self.audit_file)
-        audit.open()
         account = None
         if self.client_ca_file is None and authenticator is None and is_loopback(listen):
             account = self._account(listen)

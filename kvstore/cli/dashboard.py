@@ -18,7 +18,7 @@ from kvstore.cli.signals import Stopper
 from kvstore.core.http_server import HttpServer
 from kvstore.core.process import gc_command
 from kvstore.errors import InvalidRequest
-from kvstore.security.tls import ServerTls, is_loopback, server_certificate
+from kvstore.security.tls import Certificate, is_loopback
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class PageAccess:
         """
         if not (self.cert_file and self.key_file):
             return None
-        context = partial(server_certificate(ServerTls(self.cert_file, self.key_file)).context, server=True)
+        context = partial(Certificate(None, self.cert_file, self.key_file).context, server=True)
         context()
         return context
 

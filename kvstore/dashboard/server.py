@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
 import math
@@ -16,6 +15,7 @@ from kvstore.dashboard.views import Board, Document
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Unauthenticated
 from kvstore.security.access import EVERY, Presented, Role
 from kvstore.security.authentication import Authenticator
+from kvstore.security.tls import names_loopback
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -40,7 +40,8 @@ class DashboardAuth:
     def admit(self, token: str | None, host: str) -> None:
         """Returns for a caller who may see everything. Raises Unauthenticated or PermissionDenied for others."""
         if self._authenticator is None:
-            if self._is_local and not _is_this_host(host):
+            name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+            if self._is_local and not names_loopback(name.lower()):
                 raise PermissionDenied(f"the dashboard is for this host: open it as localhost, not as {host[:100]!r}")
             return
         identity = self._authenticator.identify(Presented(token=token))
@@ -48,17 +49,6 @@ class DashboardAuth:
             raise PermissionDenied(
                 f"{identity.name} may not read every tenant, and the dashboard shows all of them: ask the operator"
             )
-
-
-def _is_this_host(host: str) -> bool:
-    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-    name = name.removeprefix("[").removesuffix("]").lower()
-    if name == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 # The pages and documents over HTTP, as an application: who may see them, and the safety headers for browsers.

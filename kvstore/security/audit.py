@@ -36,36 +36,22 @@ TEXT_MAX = 512
 class AuditLog:
     """Writes entries to ``path``, or, if it is None, to the log of this process. Thread-safe.
 
-    ``on_lost`` may be set; it is called for each line that could not be written.
+    ``on_lost`` may be set; it is called for each line that could not be written. Raises InvalidRequest if the file
+    cannot be written.
     """
 
-    def __init__(
-        self,
-        path: str | Path | None,
-        *,
-        bytes_max: int = BYTES_MAX,
-        kept_max: int = KEPT_MAX,
-    ) -> None:
-        self._path = Path(path) if path is not None else None
+    def __init__(self, path: str | Path | None, *, bytes_max: int = BYTES_MAX, kept_max: int = KEPT_MAX) -> None:
         self.has_file = path is not None
         """True if entries go to a file of their own."""
         self.on_lost: Callable[[], None] = lambda: None
-        self._bytes_max = bytes_max
-        self._kept_max = kept_max
         self._tasks: Tasks | None = None
         self._file: _PrivateFile | None = None
-
-    def open(self) -> None:
-        """Opens the file. Raises InvalidRequest if it cannot be written."""
-        if self._path is None or self._tasks is not None:
-            return
-        try:
-            self._file = _PrivateFile(self._path, self._bytes_max, self._kept_max, self._lost)
-        except OSError as cause:
-            raise InvalidRequest(
-                f"cannot write the audit log {str(self._path)!r}: {cause.strerror or cause}"
-            ) from cause
-        self._tasks = Tasks("kvstore-audit", 1, QUEUE_MAX)
+        if path is not None:
+            try:
+                self._file = _PrivateFile(path, bytes_max, kept_max, self._lost)
+            except OSError as cause:
+                raise InvalidRequest(f"cannot write the audit log {str(path)!r}: {cause.strerror or cause}") from cause
+            self._tasks = Tasks("kvstore-audit", 1, QUEUE_MAX)
 
     def write(self, event: str, **fields: Any) -> None:
         """Queues one line. Omits ``fields`` that are None, and cuts long text."""
@@ -103,7 +89,7 @@ class AuditLog:
 class _PrivateFile(RotatingFileHandler):
     """The rotated files, which only their owner may read."""
 
-    def __init__(self, path: Path, bytes_max: int, kept_max: int, on_lost: Callable[[], None]) -> None:
+    def __init__(self, path: str | Path, bytes_max: int, kept_max: int, on_lost: Callable[[], None]) -> None:
         super().__init__(path, maxBytes=bytes_max, backupCount=kept_max, encoding="ascii")
         self._on_lost = on_lost
 

@@ -12,7 +12,7 @@ import ssl
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +26,12 @@ def is_loopback(address: str) -> bool:
     """True if only this host can reach ``host:port`` or ``unix:path``."""
     if address.startswith("unix:"):
         return True
-    host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    return names_loopback(address.rpartition(":")[0])
+
+
+def names_loopback(host: str) -> bool:
+    """True if a host, an IPv6 address in brackets, is this one."""
+    host = host.removeprefix("[").removesuffix("]")
     if host == "localhost":
         return True
     try:
@@ -54,7 +59,7 @@ def read_secret(path: str | Path, what: str, bytes_max: int = FILE_BYTES_MAX) ->
     The rule is PostgreSQL's: a file of ours gives no rights to group and others; a file of root's may be readable by
     its group, as Kubernetes and systemd hand secrets to processes that are not root.
     """
-    return _read(path, what, bytes_max, _check_secret)
+    return _read(path, what, bytes_max, stat.S_IRWXG | stat.S_IRWXO)
 
 
 def read_trusted(path: str | Path, what: str, bytes_max: int = FILE_BYTES_MAX) -> bytes:
@@ -62,7 +67,7 @@ def read_trusted(path: str | Path, what: str, bytes_max: int = FILE_BYTES_MAX) -
 
     Raises InvalidRequest.
     """
-    return _read(path, what, bytes_max, _check_trusted)
+    return _read(path, what, bytes_max, stat.S_IWGRP | stat.S_IWOTH)
 
 
 class WatchedFiles:
@@ -86,9 +91,8 @@ class WatchedFiles:
             return seen is not None and seen != self._seen
 
 
-def _read(
-    path: str | Path, what: str, bytes_max: int, check: Callable[[str | Path, str, os.stat_result], None]
-) -> bytes:
+def _read(path: str | Path, what: str, bytes_max: int, forbidden: int) -> bytes:
+    """Reads a file of ours or of root's whose mode has none of the ``forbidden`` rights."""
     try:
         # Check the open file: a moment later the path may name another file.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -96,8 +100,7 @@ def _read(
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 raise InvalidRequest(f"the {what} {str(path)!r} is not a regular file")
-            _check_owner(path, what, status)
-            check(path, what, status)
+            _check_access(path, what, status, forbidden)
             with open(fd, "rb", closefd=False) as file:
                 content = file.read(bytes_max + 1)
         finally:
@@ -113,29 +116,18 @@ def _read(
     return content
 
 
-def _check_secret(path: str | Path, what: str, status: os.stat_result) -> None:
-    forbidden = stat.S_IRWXG | stat.S_IRWXO
-    if status.st_uid == 0:
-        forbidden &= ~stat.S_IRGRP
-    if status.st_mode & forbidden:
-        raise InvalidRequest(
-            f"the {what} {str(path)!r} has mode {stat.S_IMODE(status.st_mode):04o}, so that others can read it: "
-            f"expected 0600 or 0400 (or 0440 of root's): chmod 600 {path}"
-        )
-
-
-def _check_trusted(path: str | Path, what: str, status: os.stat_result) -> None:
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise InvalidRequest(
-            f"the {what} {str(path)!r} has mode {stat.S_IMODE(status.st_mode):04o}, so that others can change it: "
-            f"chmod go-w {path}"
-        )
-
-
-def _check_owner(path: str | Path, what: str, status: os.stat_result) -> None:
+def _check_access(path: str | Path, what: str, status: os.stat_result, forbidden: int) -> None:
     if status.st_uid not in (0, os.geteuid()):
         raise InvalidRequest(
             f"the {what} {str(path)!r} belongs to user {status.st_uid}: expected user {os.geteuid()}, or root"
+        )
+    if status.st_uid == 0:
+        forbidden &= ~stat.S_IRGRP
+    if status.st_mode & forbidden:
+        can, remedy = ("read", "chmod 600") if forbidden & stat.S_IROTH else ("change", "chmod go-w")
+        raise InvalidRequest(
+            f"the {what} {str(path)!r} has mode {stat.S_IMODE(status.st_mode):04o}, so that others can {can} it: "
+            f"{remedy} {path}"
         )
 
 
@@ -149,15 +141,6 @@ def _state(path: str) -> tuple[int, ...]:
 
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ServerTls:
-    """PEM files of a worker. With ``client_ca_file`` every client needs a certificate that it signed (mutual TLS)."""
-
-    cert_file: str
-    key_file: str
-    client_ca_file: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +171,10 @@ class Pems:
 
 
 class Certificate:
-    """The files of one end, read again when they change. Thread-safe; reads nothing before it is asked."""
+    """The files of one end, read again when they change. Thread-safe; reads nothing before it is asked.
+
+    ``ca_file`` of a client signs servers. That of a server signs clients, which all need a certificate then.
+    """
 
     def __init__(self, ca_file: str | Path | None, cert_file: str | Path | None, key_file: str | Path | None) -> None:
         self._files = (ca_file, cert_file, key_file)
@@ -261,11 +247,6 @@ class Certificate:
             _pem(read_trusted(cert_file, "TLS certificate"), cert_file) if cert_file else None,
             _pem(read_secret(key_file, "TLS key"), key_file) if key_file else None,
         )
-
-
-def server_certificate(tls: ServerTls) -> Certificate:
-    """Returns a worker's certificate. Its authority is the one that signs clients."""
-    return Certificate(tls.client_ca_file, tls.cert_file, tls.key_file)
 
 
 def client_certificate(tls: ClientTls) -> Certificate:

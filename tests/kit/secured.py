@@ -18,7 +18,7 @@ from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.security.audit import AuditLog
 from kvstore.security.authentication import REVOKED, Authenticator, issue, new_key
 from kvstore.security.guard import ServerSecurity
-from kvstore.security.tls import ServerTls, server_certificate
+from kvstore.security.tls import Certificate
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.server import Worker
 from tests.kit.certificates import Authority, Pair
@@ -115,11 +115,8 @@ def secured(
     server = authority.server()
     access = {"identities": identities, "token_keys": ["issuer.pub"], "quotas": quotas or {}}
     (folder / "access.json").write_text(json.dumps(access))
-    certificate = server_certificate(
-        ServerTls(str(server.cert), str(server.key), str(authority.ca) if mutual else None)
-    )
+    certificate = Certificate(authority.ca if mutual else None, server.cert, server.key)
     audit = AuditLog(folder / "audit.log")
-    audit.open()
     security = ServerSecurity(certificate, mutual, Authenticator(folder / "access.json"), audit)
     root = MemoryRoot(MemoryFiles())
     member = member or member_on(root)

@@ -297,7 +297,6 @@ def test_one_tenant_leaves_half_of_the_holds_to_others() -> None:
 def test_audit_log_rotates_and_is_private(tmp_path: Path) -> None:
     path = tmp_path / "audit.log"
     log = AuditLog(path, bytes_max=400, kept_max=2)
-    log.open()
     for number in range(20):
         log.write("denied", number=number, text="x" * 2000, nothing=None)
     log.write("act", odd="a\nb\u2028c")
@@ -313,11 +312,10 @@ def test_audit_log_rotates_and_is_private(tmp_path: Path) -> None:
 
 def test_unwritable_audit_log_is_counted(tmp_path: Path) -> None:
     lost: list[int] = []
-    log = AuditLog(tmp_path / "folder" / "audit.log", bytes_max=1)
     with pytest.raises(InvalidRequest, match="audit log"):
-        log.open()
+        AuditLog(tmp_path / "folder" / "audit.log")
     (tmp_path / "folder").mkdir()
-    log.open()
+    log = AuditLog(tmp_path / "folder" / "audit.log", bytes_max=1)
     log.on_lost = lambda: lost.append(1)
     (tmp_path / "folder" / "audit.log").unlink()
     (tmp_path / "folder").rmdir()
