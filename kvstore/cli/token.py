@@ -87,25 +87,17 @@ def issue(key_file: str, identity: str, ttl_s: float, bind: str | None, out: str
 @token.command(cls=Command)
 @click.option("--access", required=True, metavar="FILE", help="The access file; the list is revoked.json next to it.")
 @click.option("--token-file", metavar="FILE", help="File with the token to revoke.")
-@click.option(
-    "--keep",
-    "keep_s",
-    type=DURATION,
-    default="7d",
-    show_default=True,
-    help="For an ID: the time until the token has surely expired.",
-)
 @click.argument("ids", nargs=-1, metavar="[ID]...")
 @json_option
-def revoke(access: str, token_file: str | None, keep_s: float, ids: tuple[str, ...], as_json: bool) -> None:
+def revoke(access: str, token_file: str | None, ids: tuple[str, ...], as_json: bool) -> None:
     """Revoke tokens, by their IDs (which `token issue` prints) or by the file that holds one.
 
     Workers with this access file deny them within about a second; copy revoked.json to the others.
     """
-    from kvstore.security.authentication import REVOKED, SKEW_S, read_revoked
+    from kvstore.security.authentication import REVOKED, SKEW_S, TTL_S_MAX, read_revoked
 
     now_s = time.time()
-    wanted = dict.fromkeys(ids, now_s + keep_s)
+    wanted = dict.fromkeys(ids, now_s + TTL_S_MAX)  # by then each has expired
     if token_file is not None:
         claims = _claims_in(token_file, access)
         wanted[claims.id] = claims.expires_s
