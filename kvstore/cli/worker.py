@@ -32,9 +32,8 @@ from kvstore.cli.options import (
 from kvstore.cli.signals import Stopper
 from kvstore.core import tracing
 from kvstore.core.executor import within
-from kvstore.core.validate import size
 from kvstore.core.write_mode import WRITE_NAMES, Durability, WriteMode
-from kvstore.engine.settings import MEMORY_BYTES_MIN, SYNC_S_MAX, SYNC_S_MIN, TierSettings
+from kvstore.engine.settings import TierSettings
 from kvstore.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -99,15 +98,7 @@ class Tiers:
     )
 
     def settings(self) -> TierSettings:
-        """The node's settings. Raises InvalidRequest, which names the options."""
-        if 0 < self.memory < MEMORY_BYTES_MIN:
-            raise InvalidRequest(f"--memory {size(self.memory)}: expected 0, or at least {size(MEMORY_BYTES_MIN)}")
-        if self.disk is not None and not self.memory:
-            raise InvalidRequest("--disk without --memory: chunks of a local disk are read through memory; give both")
-        if not SYNC_S_MIN <= self.sync_interval_s <= SYNC_S_MAX:
-            raise InvalidRequest(
-                f"--sync-interval is {self.sync_interval_s:g} s: expected {SYNC_S_MIN:g} s to {SYNC_S_MAX:g} s"
-            )
+        """The node's settings. Raises InvalidRequest."""
         return TierSettings.of(self.memory, self.disk, self.write, self.sync_interval_s)
 
     def of_worker(self, number: int) -> Tiers:
