@@ -58,8 +58,6 @@ ETCD_AGAIN_S = 5.0
 SHORT_LIFE_S = 10.0
 """A worker that lived shorter than this failed to start. After three of these in a row ``up`` gives up."""
 SHORT_LIVES_MAX = 3
-AGAIN_S = 1.0
-"""Pause before a program that is no worker starts again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,8 +311,6 @@ class Supervisor:
         self._programs = programs
         self._workers: list[_Worker] = []
         self._others: list[Program] = []
-        self._due_s: dict[str, float] = {}
-        """Times (monotonic) at which those that ended are started again, by name."""
 
     def start(self, count: int, listen: str, metrics: str) -> None:
         """Starts the workers and waits until they serve. Raises Unavailable if one does not."""
@@ -419,7 +415,8 @@ class Supervisor:
                 self._start_etcd(server)
             for program in self._others:
                 if not program.running:
-                    self._start_later(program)
+                    log.error("up.%s_ended exit_code=%s: starting it again", program.name, program.exit_code)
+                    program.start()
             for number, worker in enumerate(self._workers):
                 if not worker.program.running and not worker.is_drained:
                     self._again(number, worker)
@@ -475,16 +472,6 @@ class Supervisor:
         log.info("up.starting name=%s", name)
         program.start()
         return program
-
-    def _start_later(self, program: Program) -> None:
-        """Starts an ended program again once its time has come; the first call says when that is."""
-        now_s = time.monotonic()
-        if program.name not in self._due_s:
-            self._due_s[program.name] = now_s + AGAIN_S
-            log.error("up.%s_ended exit_code=%s: starting it again in %g s", program.name, program.exit_code, AGAIN_S)
-        elif now_s >= self._due_s[program.name]:
-            del self._due_s[program.name]
-            program.start()
 
 
 def numbered(first: str, number: int) -> str:
