@@ -94,10 +94,7 @@ def _translated(what: str) -> Iterator[None]:
         yield
     except InvalidRequest:
         raise
-    except BaseException as cause:
-        # A panic in Rust is a BaseException of a class that cannot be imported. Ctrl-C is one too, and goes on.
-        if not isinstance(cause, Exception) and type(cause).__name__ != "PanicException":
-            raise
+    except Exception as cause:
         lines = str(cause).strip().splitlines()
         said = lines[0][:SAID_CHARS_MAX] if lines else type(cause).__name__
         raise InvalidRequest(f"{what}: {said}") from cause
