@@ -16,7 +16,6 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 from kvstore.core.process import Program
 from kvstore.errors import InvalidRequest, Unavailable
@@ -133,9 +132,7 @@ class EmbeddedEtcd:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     @property

@@ -12,8 +12,6 @@ from kvstore.meta.keys import Keys, SessionId, parse_id
 from kvstore.meta.session import Session
 from kvstore.meta.store import Delete, KeyValue, LeaseGone, MetadataStore, Put, Snapshot, Watch
 
-RECORD_BYTES_MAX = 4096
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
@@ -29,11 +27,7 @@ class WorkerRecord:
             raise InvalidRequest("worker address is empty: give host:port as clients reach it")
 
     def to_json(self) -> bytes:
-        """Returns the stored form. Raises InvalidRequest over 4096 bytes."""
-        value = json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
-        if len(value) > RECORD_BYTES_MAX:
-            raise InvalidRequest(f"worker record has {len(value)} bytes, over the limit of {RECORD_BYTES_MAX}")
-        return value
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, value: bytes) -> WorkerRecord:

@@ -1,8 +1,4 @@
-"""Metadata in etcd v3, over gRPC channels of our own.
-
-A package of a few nouns: ``client`` (the operations), ``members`` (which member answers, and until when), ``watch``,
-``faults`` (what an etcd error means), ``wire`` (messages), ``access`` (endpoints, TLS, user).
-"""
+"""Metadata in etcd v3, over gRPC channels of our own."""
 
 from kvstore.meta.etcd.client import EtcdEndpoints, EtcdMetadata, EtcdTls, EtcdUser, check_access
 

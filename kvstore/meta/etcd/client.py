@@ -102,10 +102,10 @@ class EtcdEndpoints:
                 f"{len(parts)} etcd endpoints: expected 1 to {ENDPOINTS_MAX}, as host:port[,host:port]"
             )
         schemes = {part.split("://", 1)[0].lower() if "://" in part else "" for part in parts}
-        if not schemes <= {"", "http", "https"}:
-            raise InvalidRequest(f"etcd endpoints {text!r}: expected host:port, http://host:port or https://host:port")
-        if len(schemes) > 1:
-            raise InvalidRequest(f"etcd endpoints {text!r} mix schemes: write all of them alike")
+        if len(schemes) > 1 or not schemes <= {"", "http", "https"}:
+            raise InvalidRequest(
+                f"etcd endpoints {text!r}: expected host:port, http://host:port or https://host:port, all alike"
+            )
         tls = {"": None, "http": False, "https": True}[schemes.pop()]
         return cls(tuple(dict.fromkeys(_target(part) for part in parts)), tls)
 
