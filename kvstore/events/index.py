@@ -61,18 +61,14 @@ class ListingScheduler:
         self.has_times = True
         """False if the root's folders have no times."""
 
-    @property
-    def count(self) -> int:
-        """Number of shards."""
-        return len(self._times)
-
     def to_look_at(self, now_s: float) -> list[int]:
         """Returns the shards whose folders are to be looked at now, in turns if there are many."""
         if not self.has_times:
             return []
-        count, rests = min(self.count, self._limits.folders_max), self._rests(now_s)
-        chosen = [(self._next + at) % self.count for at in range(count)]
-        self._next = (self._next + count) % self.count
+        shards, rests = len(self._times), self._rests(now_s)
+        count = min(shards, self._limits.folders_max)
+        chosen = [(self._next + at) % shards for at in range(count)]
+        self._next = (self._next + count) % shards
         return [shard for shard in chosen if not rests[shard]]
 
     def looked(self, shard: int, time: int | None, now_s: float) -> None:

@@ -140,10 +140,6 @@ class NamespaceIndex:
         """Has ``unknown`` return these again."""
         self._unknown += entries
 
-    def find(self, address: Address) -> IndexEntry | None:
-        """Returns the entry of an address."""
-        return self._shards.get(places.shard(address, self._shard_bits), {}).get(address)
-
     def present(self, shard: int | None = None) -> list[IndexEntry]:
         """Returns the entries that are there, of one shard or of all."""
         shards = self._shards.values() if shard is None else [self._shards.get(shard, {})]
