@@ -77,7 +77,7 @@ class PrefixNode:
 
 @dataclass(slots=True)
 class Forest:
-    """The chunks of a census. Build it with ``grown``.
+    """The chunks of a census, linked and summed.
 
     ``share`` is the part of the root that was looked at; ``is_whole`` says whether that was all that was wanted.
     """
@@ -92,8 +92,7 @@ class Forest:
     _sums: dict[Address, Sum] = field(default_factory=dict)
     _tops: dict[NamespaceId, list[Address]] = field(default_factory=dict)
 
-    def grown(self) -> Forest:
-        """Links and sums ``leaves``; call it once, before anything else."""
+    def __post_init__(self) -> None:
         for address, leaf in self.leaves.items():
             if leaf.parent in self.leaves and leaf.parent != address:
                 self._children.setdefault(leaf.parent, []).append(address)
@@ -102,7 +101,6 @@ class Forest:
         for tops in self._tops.values():
             for top in tops:
                 self._add_up(top)
-        return self
 
     def namespaces(self) -> Mapping[NamespaceId, Sum]:
         """Returns the sums of each namespace."""
@@ -313,9 +311,7 @@ def explore(root: Root, identity: RootIdentity, chunks_max: int = CHUNKS_MAX, pe
         if not is_whole:
             break
     is_whole = explorer.ancestors() and is_whole
-    return Forest(
-        1 / weight, is_whole, explorer.leaves, explorer.blocks, unreadable_count=explorer.unreadable_count
-    ).grown()
+    return Forest(1 / weight, is_whole, explorer.leaves, explorer.blocks, explorer.unreadable_count)
 
 
 def _paced(per_s_max: float) -> Callable[[], bool]:

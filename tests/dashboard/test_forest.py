@@ -37,7 +37,7 @@ def grown(
             0,
             weight,
         )
-    return Forest(1.0, True, leaves).grown()
+    return Forest(1.0, True, leaves)
 
 
 def test_a_run_ends_where_two_prompts_part() -> None:
@@ -54,7 +54,7 @@ def test_an_ancestor_that_a_sample_hangs_on_adds_nothing_to_sums() -> None:
         address(1): Leaf(address(1), NO_PARENT, ONE, 0, 10, 5, 0, 0.0),
         address(2): Leaf(address(2), address(1), ONE, 1, 10, 5, 0, 4.0),
     }
-    forest = Forest(0.25, True, leaves).grown()
+    forest = Forest(0.25, True, leaves)
     assert forest.namespaces()[ONE].chunks == 4 and forest.namespaces()[ONE].size_bytes == 40
 
 
