@@ -2,7 +2,7 @@
 
 from kvstore.replay.generate import generate
 from kvstore.replay.runner import Content, Expectation, ReplayPlan, ReplayReport, expect, replay, replay_layout
-from kvstore.replay.trace import TraceRequest, load_trace, write_trace
+from kvstore.replay.trace import TraceRequest, load_trace
 
 __all__ = [
     "Content",
@@ -15,5 +15,4 @@ __all__ = [
     "load_trace",
     "replay",
     "replay_layout",
-    "write_trace",
 ]

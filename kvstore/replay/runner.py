@@ -65,10 +65,9 @@ class Content:
             0, 1 << 64, size=(SECTIONS, 1, self._words), dtype=np.uint64
         )
 
-    @property
-    def block_words(self) -> int:
-        """Number of 8-byte words in the KV of one block."""
-        return SECTIONS * self._words
+    def blocks(self, count: int) -> Words:
+        """Returns memory for ``count`` blocks, of shape ``(4, count, words a section)``, with arbitrary content."""
+        return np.empty((SECTIONS, count, self._words), np.uint64)
 
     def tokens(self, request: TraceRequest) -> TokenArray:
         """Returns all ``input_length`` tokens of a prompt, including a part block."""
@@ -106,8 +105,8 @@ class Content:
     def wrong_bytes(self, seeds: Words, got: Words) -> int:
         """Returns the number of bytes in ``got``, shaped as in ``fill``, that differ from those of the seeds."""
         wrong = 0
-        step = max(1, (1 << 20) // (8 * self.block_words))
-        scratch = np.empty((SECTIONS, step, self._words), np.uint64)
+        step = max(1, (1 << 20) // (8 * SECTIONS * self._words))
+        scratch = self.blocks(step)
         for start in range(0, len(seeds), step):
             part = seeds[start : start + step]
             expected, found = scratch[:, : len(part)], got[:, start : start + len(part)]
@@ -115,21 +114,6 @@ class Content:
             if not np.array_equal(expected, found):
                 wrong += int(np.count_nonzero(expected.view(np.uint8) != found.view(np.uint8)))
         return wrong
-
-
-class Scratch:
-    """Memory for the KV of one request at a time, reused between requests; for one thread."""
-
-    def __init__(self, content: Content) -> None:
-        self._block_words = content.block_words
-        self._flat: Words = np.empty(0, np.uint64)
-
-    def blocks(self, count: int) -> Words:
-        """Returns room for ``count`` blocks, of shape ``(4, count, words a section)``, with arbitrary content."""
-        size = count * self._block_words
-        if size > len(self._flat):
-            self._flat = np.empty(size + size // 4, np.uint64)
-        return self._flat[:size].reshape(SECTIONS, count, self._block_words // SECTIONS)
 
 
 # The expected hits of a trace when nothing is ever evicted: a trie over hash ids, without the store.
@@ -234,8 +218,6 @@ class Lane:
         self._content = content
         self._expected = expected
         self._pause_s = pause_s
-        self._got = Scratch(content)
-        self._put = Scratch(content)
 
     def run(self, requests: Iterable[TraceRequest], done: Callable[[], bool]) -> None:
         """Serves all requests; ``done`` is called after each and says whether to go on."""
@@ -281,7 +263,7 @@ class Lane:
         if not matched:
             return 0
         tally, content = self.tally, self._content
-        memory = self._got.blocks(matched // BLOCK_TOKENS)
+        memory = content.blocks(matched // BLOCK_TOKENS)
         memory.fill(POISON)
         got, seconds = _timed(lambda: self._cache.get(tokens, out=content.shaped(memory)))
         tally.get_s += seconds
@@ -301,7 +283,7 @@ class Lane:
     def _write(self, request: TraceRequest, tokens: TokenArray, seeds: Words, prefix: int) -> None:
         tally, content = self.tally, self._content
         missing = seeds[prefix // BLOCK_TOKENS :]
-        memory = self._put.blocks(len(missing))
+        memory = content.blocks(len(missing))
         content.fill(missing, memory)
         full = tokens[: len(seeds) * BLOCK_TOKENS]
         kv = content.shaped(memory)

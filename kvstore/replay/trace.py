@@ -6,8 +6,6 @@ of 512 tokens of the prompt; the last may be a part block.  Equal ids mean equal
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,17 +34,6 @@ class TraceRequest:
         """Number of full blocks of the prompt; a part block at the end is never stored."""
         return self.input_length // BLOCK_TOKENS
 
-    def to_json(self) -> str:
-        """Returns the request as one line of a trace."""
-        return json.dumps(
-            {
-                "timestamp": self.timestamp_ms,
-                "input_length": self.input_length,
-                "output_length": self.output_length,
-                "hash_ids": list(self.hash_ids),
-            }
-        )
-
 
 def load_trace(path: str | Path, requests_max: int | None = None) -> list[TraceRequest]:
     """Loads the first ``requests_max`` requests of a trace (None: all).
@@ -73,12 +60,6 @@ def load_trace(path: str | Path, requests_max: int | None = None) -> list[TraceR
     if not found:
         raise InvalidRequest(f"the trace {str(path)!r} holds no requests")
     return found
-
-
-def write_trace(path: str | Path, requests: Iterable[TraceRequest]) -> None:
-    """Writes a trace that ``load_trace`` reads."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.writelines(f"{request.to_json()}\n" for request in requests)
 
 
 def _parse(line: bytes, number: int) -> TraceRequest:

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from kvstore.client.cache import Cache
-from kvstore.replay import expect, generate, write_trace
+from kvstore.replay import expect, generate
 from kvstore.replay.trace import BLOCK_TOKENS
 from tests.cli.conftest import KVSTORE, PATIENCE_S, SOURCE, Run, eventually, parsed
 from tests.kit.cases import for_each
+from tests.replay.test_trace import write_trace
 
 pytestmark = pytest.mark.slow
 

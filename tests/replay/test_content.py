@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.replay.runner import Content, Scratch, replay_layout
+from kvstore.replay.runner import Content, replay_layout
 from kvstore.replay.trace import BLOCK_TOKENS, TraceRequest
 from tests.kit.cases import for_each
 
@@ -16,7 +16,7 @@ def request(*ids: int, tokens: int | None = None) -> TraceRequest:
 
 
 def kv(*ids: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint64]]:
-    memory = Scratch(CONTENT).blocks(len(ids))
+    memory = CONTENT.blocks(len(ids))
     CONTENT.fill(CONTENT.seeds(request(*ids)), memory)
     return memory
 
@@ -37,7 +37,7 @@ def test_kv_of_a_block_depends_on_all_blocks_before_it() -> None:
 @for_each("place", [0, 40_000, 4 * 40 * 1024 * 8 - 1])
 def test_one_flipped_bit_anywhere_is_one_wrong_byte(place: int) -> None:
     seeds = CONTENT.seeds(request(*range(40)))
-    memory = Scratch(CONTENT).blocks(40)
+    memory = CONTENT.blocks(40)
     CONTENT.fill(seeds, memory)
     assert CONTENT.wrong_bytes(seeds, memory) == 0
     memory.reshape(-1).view(np.uint8)[place] ^= 0x10

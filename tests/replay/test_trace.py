@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import InvalidRequest
-from kvstore.replay import expect, generate, load_trace, write_trace
+from kvstore.replay import expect, generate, load_trace
 from kvstore.replay.trace import BLOCK_TOKENS, TraceRequest
 from tests.kit.cases import for_each
 
@@ -16,6 +16,20 @@ from tests.kit.cases import for_each
 def line(**changes: object) -> str:
     fields: dict[str, object] = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}
     return json.dumps({**fields, **changes})
+
+
+def write_trace(path: Path, requests: list[TraceRequest]) -> None:
+    """Writes a trace of the published form."""
+    lines = [
+        line(
+            timestamp=each.timestamp_ms,
+            input_length=each.input_length,
+            output_length=each.output_length,
+            hash_ids=each.hash_ids,
+        )
+        for each in requests
+    ]
+    path.write_text("".join(f"{each}\n" for each in lines))
 
 
 def test_a_trace_is_read_as_written(tmp_path: Path) -> None:
