@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,13 +22,11 @@ from kvstore.cli.options import FILE, flag, json_option, option, takes
 from kvstore.cli.output import print_values, progress_bar
 from kvstore.cli.signals import exits_on_sigterm
 from kvstore.core.process import Program, gc_command, kvstore_command, stop_all
-from kvstore.core.validate import size
 from kvstore.errors import Unavailable
-from kvstore.tiers.arena import memory_free_bytes
 
 if TYPE_CHECKING:
     from kvstore.core.layout import Layout
-    from kvstore.replay import ReplayReport, TraceRequest
+    from kvstore.replay import ReplayReport
 
 SOURCE = Path(kvstore.__file__).resolve().parents[1]
 WORKERS_COUNT = 2
@@ -38,7 +35,6 @@ SEED = 7
 BYTES_PER_TOKEN = 256
 GC_INTERVAL = "2s"
 STOP_S = 10.0
-SHM = Path("/dev/shm")
 
 
 @click.command(cls=Command, short_help="Run a trace through a small cluster, and check every byte.")
@@ -68,7 +64,11 @@ def demo(trace: str | None, requests_max: int, as_json: bool) -> None:
 
     requests = load_trace(trace, requests_max) if trace else generate(requests_max, seed=SEED)
     started_s = time.monotonic()
-    with exits_on_sigterm(), _temporary_folder(_stored_bytes(requests)) as folder, _demo_cluster(folder) as addresses:
+    with (
+        exits_on_sigterm(),
+        tempfile.TemporaryDirectory(prefix="kvstore-demo-") as folder,
+        _demo_cluster(Path(folder)) as addresses,
+    ):
         _note(f"etcd and {len(addresses)} workers serve {folder} ({time.monotonic() - started_s:.1f} s)")
         access = Access(connect=tuple(addresses))
         with progress_bar("requests", len(requests)) as moved:
@@ -105,23 +105,6 @@ def _demo_cluster(folder: Path) -> Iterator[list[str]]:
             yield addresses
         finally:
             stop_all(programs, STOP_S)
-
-
-@contextmanager
-def _temporary_folder(needed_bytes: int) -> Iterator[Path]:
-    """Makes a temporary folder, in memory if there is plenty of it, and removes it afterwards."""
-    in_memory = SHM.is_dir() and os.access(SHM, os.W_OK)
-    in_memory = in_memory and min(shutil.disk_usage(SHM).free, memory_free_bytes() or 0) > 4 * needed_bytes
-    with tempfile.TemporaryDirectory(prefix="kvstore-demo-", dir=SHM if in_memory else None) as path:
-        _note(f"temporary root for {size(needed_bytes)} of KV in {path}")
-        yield Path(path)
-
-
-def _stored_bytes(requests: Sequence[TraceRequest]) -> int:
-    from kvstore.replay import expect
-    from kvstore.replay.trace import BLOCK_TOKENS
-
-    return expect(requests).chunks_unique * (BLOCK_TOKENS * BYTES_PER_TOKEN + 4096)
 
 
 def _note(line: str) -> None:
@@ -233,9 +216,6 @@ def bench(arguments: tuple[str, ...]) -> None:
       kvstore bench throughput --help
     """
     if not (SOURCE / "benchmarks" / "__main__.py").is_file():
-        if "--help" in arguments or "-h" in arguments:
-            click.echo(click.get_current_context().get_help())
-            return
         raise Unavailable(
             "the benchmarks are in the source, not in the installed package: run make bench in a checkout"
         )

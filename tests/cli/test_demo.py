@@ -23,7 +23,7 @@ def temporary(tmp_path: Path) -> dict[str, str]:
 
 
 def root_of(messages: str) -> Path:
-    """The root that a demo has named, perhaps in /dev/shm, where other demos may run."""
+    """The root that a demo has named."""
     found = re.search(r"\S*/kvstore-demo-\w+", messages)
     assert found, messages
     return Path(found[0])
