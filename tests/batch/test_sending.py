@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -21,9 +19,8 @@ from kvstore.batch.upload import Results, Sent, Server, ServerAnswer, send
 from kvstore.cli.app import app
 from kvstore.errors import InvalidRequest, Unavailable
 from tests.batch.answering import DROPS, Answering, Body, Says, answering, completes, talking
-from tests.cli.conftest import KVSTORE
 from tests.kit.cases import for_each
-from tests.kit.patience import PATIENCE_S, eventually
+from tests.kit.patience import PATIENCE_S
 
 COUNT = 12
 DOCUMENT = 48
@@ -257,27 +254,3 @@ def test_command_without_any_answer_exits_2(path: Path) -> None:
     with answering(lambda _: (DROPS, {})) as at:
         done = plan(path, "--server", at.url)
     assert done.exit_code == 2 and "does not answer" in done.stderr and len(done.stderr.splitlines()) == 1
-
-
-@pytest.mark.slow
-def test_a_killed_command_goes_on_where_it_was(path: Path) -> None:
-    release = threading.Semaphore(5)
-
-    def says(body: Body) -> tuple[int, Body]:
-        release.acquire(timeout=PATIENCE_S)
-        return completes(body)
-
-    results = Path(f"{path}.results.jsonl")
-    with answering(says) as at:
-        command = [*KVSTORE, "plan", str(path), "--memory-tokens", "100", "--server", at.url, "--concurrency", "2"]
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as running:
-            eventually(lambda: results.exists() and len(results.read_text().splitlines()) == 5, "five results")
-            eventually(lambda: at.at_once == 2, "two requests that wait")
-            running.send_signal(signal.SIGKILL)
-        waiting = set(at.order[5:])
-        for _ in range(COUNT):
-            release.release()
-        assert subprocess.run(command, timeout=PATIENCE_S, check=False, stdout=subprocess.DEVNULL).returncode == 0
-        counted: Callable[[int], int] = at.order.count
-        assert {at for at in range(COUNT) if counted(at) == 2} == waiting, "only what was in progress is sent again"
-    assert sorted(ids(results)) == sorted(f"r{at}" for at in range(COUNT))

@@ -56,24 +56,6 @@ def test_what_the_store_holds_is_free(run: Run, batch: Path, tmp_path: Path) -> 
 
 
 @for_each(
-    "text, said",
-    [
-        ('{"custom_id": "a", "body": {"prompt": [1]}}\n{"custom', "line 2: not JSON"),
-        ('{"custom_id": "a", "body": {"prompt": "text"}}', "line 1: the prompt is text: give --tokenizer"),
-        ('{"custom_id": "a", "body": {"prompt": []}}', "line 1: prompt 0 is empty"),
-        ("", "it holds no requests"),
-    ],
-)
-def test_bad_input_is_one_line_and_nothing_is_written(run: Run, tmp_path: Path, text: str, said: str) -> None:
-    path, output = tmp_path / "batch.jsonl", tmp_path / "out.jsonl"
-    path.write_text(text)
-    result = run("plan", str(path), "--memory-tokens", "9", "--output", str(output))
-    assert result.exit_code == 2
-    assert said in result.stderr and len(result.stderr.splitlines()) == 1
-    assert not output.exists() and result.stdout == ""
-
-
-@for_each(
     "arguments, said",
     [
         (("--output", "."), "the output '.' is not a regular file"),

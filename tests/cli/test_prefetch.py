@@ -39,10 +39,7 @@ def test_prompt_is_prefetched_by_command(run: Run) -> None:
     "arguments, message",
     [
         (("prefetch", "m", "1,2", "--root", "/x"), "give --connect HOST:PORT or --etcd"),
-        (("prefetch", "m", "1,2"), "which store? give --root URL"),
         (("prefetch", "m", "1,2", "--tier", "disk", "--connect", "WORKER"), "no local disk; start it with --disk"),
-        (("prefetch", "nobody", "1,2", "--connect", "WORKER"), "there is no namespace 'nobody'"),
-        (("prefetch", "m", "--connect", "WORKER"), "no tokens are given"),
     ],
 )
 def test_wrong_prefetch_is_one_line_and_exit_code_2(run: Run, arguments: tuple[str, ...], message: str) -> None:

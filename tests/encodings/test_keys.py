@@ -52,16 +52,6 @@ def test_what_is_no_key_file_is_refused_without_showing_it(content: bytes) -> No
     assert caught.value.__cause__ is None
 
 
-def test_a_change_that_is_no_key_file_is_refused_and_no_call_fails(tmp_path: Path) -> None:
-    """A list in place of a name was a TypeError, in whichever put or get looked at the file first."""
-    keys = key_file(tmp_path / "keys.json", "a")
-    noted: Counter[NodeCount] = Counter()
-    keys.noted = lambda counter: noted.update([counter])
-    (tmp_path / "keys.json").write_text(json.dumps({"tenants": {TENANT: {"current": ["a"], "keys": {"a": GOOD}}}}))
-    current = keys.ring.current[TENANT]
-    assert current is not None and current.name == "a" and noted == {NodeCount.KEYS_REFUSED: 1}
-
-
 def test_a_key_is_named_after_its_secret_and_never_shows_it() -> None:
     one, other = Key("a", secret("a")), Key("a", secret("b"))
     assert one.id != other.id and one.id == Key("renamed", secret("a")).id and len(one.id) == 8

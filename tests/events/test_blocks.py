@@ -13,7 +13,6 @@ from kvstore.root.interface import Root
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.events.engines import GROUP, SIZE, Prompt, prompt_of, put_blocks
 from tests.events.test_speaker import TOPIC, Publishing
-from tests.events.test_truth import condemn
 from tests.kit.cases import for_each
 from tests.kit.clusters import SPACE, Cluster, cluster
 from tests.kit.events import Following, Ticking
@@ -47,33 +46,6 @@ def test_blocks_are_told_by_the_engines_hashes_with_parent_and_tokens(clustered:
     assert {topic for topic, _ in publishing.sent} == {TOPIC}
     for event in events_of(publishing, "BlockStored"):
         assert event["group_idx"] == GROUP and event["block_size"] == SIZE and event["lora_name"] is None
-
-
-def test_a_block_is_told_as_removed_before_its_file_goes(clustered: Cluster, clock: Ticking) -> None:
-    node, publishing = clustered.node(), Publishing(clustered, clock)
-    gone, kept = prompt_of(1, 4), prompt_of(2, 4)
-    put_blocks(node, gone)
-    put_blocks(node, kept)
-    publishing.catch_up()
-    condemn(clustered, gone.addresses)
-    publishing.speaker.step()
-    assert publishing.index.blocks == told([kept])
-    assert all(clustered.root.stat(clustered.name(each)) is not None for each in gone.addresses)
-
-
-def test_a_block_that_comes_again_is_told_as_its_new_file_says(clustered: Cluster, clock: Ticking) -> None:
-    node, publishing = clustered.node(), Publishing(clustered, clock)
-    blocks = prompt_of(1, 1)
-    put_blocks(node, blocks.saying(0, tokens=[9] * SIZE))
-    publishing.catch_up()
-    assert publishing.index.blocks == {blocks.hashes[0]: (None, [9] * SIZE)}
-    clustered.root.remove(clustered.name(blocks.addresses[0]))
-    node.node.forget()
-    publishing.catch_up()
-    assert not publishing.index.blocks
-    put_blocks(node, blocks)
-    publishing.catch_up()
-    assert publishing.index.blocks == told([blocks])
 
 
 WRONG = {

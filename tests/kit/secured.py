@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 
 from kvstore import ClientTls
+from kvstore.client.limits import ClientLimits
 from kvstore.engine.coordination import ClusterMember
 from kvstore.root.memory import MemoryFiles, MemoryRoot
 from kvstore.security.audit import AuditLog
@@ -22,6 +23,7 @@ from kvstore.security.tls import Certificate
 from kvstore.worker.limits import WorkerLimits
 from kvstore.worker.server import Worker
 from tests.kit.certificates import Authority, Pair
+from tests.kit.patience import stretched
 from tests.kit.stores import member_on
 
 HOUR_S = 3600.0
@@ -97,6 +99,13 @@ class Secured:
         path.touch(0o600)
         path.write_text(token + "\n")
         return path
+
+
+SOON = stretched(
+    ClientLimits(probe_s=2.0, match_s=2.0, pin_s=2.0, read_s=4.0, write_s=4.0),
+    *("probe_s", "match_s", "pin_s", "read_s", "write_s"),
+)
+"""Limits of a client that is refused."""
 
 
 @contextmanager

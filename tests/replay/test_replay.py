@@ -13,7 +13,6 @@ import kvstore
 from kvstore.client.cache import Cache
 from kvstore.client.store import Store
 from kvstore.core.results import PutResult
-from kvstore.errors import InvalidRequest
 from kvstore.replay import Content, ReplayPlan, expect, generate, replay, replay_layout
 from kvstore.replay.runner import OVERLOADED_TRIES_MAX, Lane
 from kvstore.replay.trace import BLOCK_TOKENS, TraceRequest
@@ -49,12 +48,6 @@ def test_several_callers_write_each_chunk_once_and_all_of_them(tmp_root_url: str
     assert report.tally.chunks_written == expect(REQUESTS).chunks_unique
     assert report.tokens_expected is None
     assert report.tally.requests == sum(served) == 200
-
-
-def test_a_namespace_that_holds_some_of_it_already_is_refused(tmp_root_url: str) -> None:
-    replay(REQUESTS[:3], opener(tmp_root_url), PLAN)
-    with pytest.raises(InvalidRequest, match="holds chunks of this trace already"):
-        replay(REQUESTS, opener(tmp_root_url), PLAN)
 
 
 # The check must be able to fail: each of these stores is wrong in one way, and the report has to say so.

@@ -100,18 +100,7 @@ def test_secured_host_from_the_commands_alone(run: Run, tmp_root: Path) -> None:
     identities = {"cert:worker": {"*": "read"}, "cert:ops": {"*": "admin"}, "alice": {"acme": "write"}}
     (folder / "access.json").write_text(json.dumps({"identities": identities, "token_keys": ["issuer.key.pub"]}))
     root, audit = tmp_root / "root", tmp_root / "audit.log"
-    at = (
-        "--root",
-        str(root),
-        "--listen",
-        "127.0.0.1:0",
-        "--workers",
-        "2",
-        "--memory",
-        "32MiB",
-        "--sync-interval",
-        "0.2s",
-    )
+    at = ("--root", str(root), "--listen", "127.0.0.1:0", "--workers", "2", "--memory", "32MiB")
     tls = ("--tls-cert", str(worker.cert), "--tls-key", str(worker.key), "--tls-client-ca", str(authority.ca))
     more = ("--access", str(folder / "access.json"), "--audit-log", str(audit))
     with serving(tmp_root, "up", *at, *tls, *more) as running:

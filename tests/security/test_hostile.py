@@ -25,7 +25,7 @@ from kvstore.errors import PermissionDenied, Unauthenticated, Unavailable
 from kvstore.worker.limits import WorkerLimits
 from tests.kit.certificates import Authority
 from tests.kit.patience import eventually, stretched
-from tests.kit.secured import Secured, bearer, secured
+from tests.kit.secured import SOON, Secured, bearer, secured
 from tests.kit.stores import SMALL, kv_of, same
 from tests.kit.workers import WAIT_S
 
@@ -36,14 +36,6 @@ KV = kv_of(SMALL, TOKENS)
 IDENTITIES = {"cert:engine": {"acme": "write"}, "engine": {"acme": "write"}, "other": {"globex": "admin"}}
 LIMITS = stretched(WorkerLimits(idle_s=1.0, hello_s=1.0, calls_max=8, spare_calls_max=4), "idle_s", "hello_s")
 STATS = "/kvstore.v1.KVStore/Stats"
-SOON = stretched(
-    ClientLimits(probe_s=2.0, match_s=2.0, pin_s=2.0, read_s=4.0, write_s=4.0),
-    "probe_s",
-    "match_s",
-    "pin_s",
-    "read_s",
-    "write_s",
-)
 
 
 @pytest.fixture(scope="module")

@@ -14,15 +14,14 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.client.limits import ClientLimits
 from kvstore.client.pool import Bulk
 from kvstore.errors import KVStoreError, Overloaded, PermissionDenied, Unauthenticated, Unavailable
 from kvstore.meta.etcd import EtcdMetadata, EtcdTls
 from tests.kit.cases import for_each
 from tests.kit.certificates import Authority
 from tests.kit.etcd import tls_etcd
-from tests.kit.patience import slowness, stretched
-from tests.kit.secured import Secured, secured
+from tests.kit.patience import slowness
+from tests.kit.secured import SOON, Secured, secured
 from tests.kit.stores import SMALL, kv_of, same
 from tests.kit.workers import WAIT_S, eventually
 
@@ -30,14 +29,6 @@ pytestmark = pytest.mark.slow
 
 TOKENS = np.arange(3 * SMALL.chunk_tokens)
 KV = kv_of(SMALL, TOKENS)
-SOON = stretched(
-    ClientLimits(probe_s=2.0, match_s=2.0, pin_s=2.0, read_s=4.0, write_s=4.0),
-    "probe_s",
-    "match_s",
-    "pin_s",
-    "read_s",
-    "write_s",
-)
 READER, WRITER = {"acme": "read"}, {"acme": "write"}
 
 
