@@ -154,11 +154,15 @@ class Meter:
     """One tenant's use. Its fields belong to ``Meters``, under its lock."""
 
     def __init__(self, quota: TenantQuota, now_s: float) -> None:
-        self.quota = quota
         self.inside = 0
         self.calls = 0
         self.bytes_in = 0
         self.bytes_out = 0
+        self.limit(quota, now_s)
+
+    def limit(self, quota: TenantQuota, now_s: float) -> None:
+        """Puts the tenant under a quota, with all that it allows at first."""
+        self.quota = quota
         self._requests = _bucket(quota.requests_per_s, now_s)
         self._in = _bucket(quota.bytes_in_per_s, now_s)
         self._out = _bucket(quota.bytes_out_per_s, now_s)
@@ -210,11 +214,9 @@ class Meters:
         quota = quota_of(tenant, quotas)
         with self._lock:
             now_s = self._now_s()
-            meter = self._meters.pop(tenant, None)
-            if meter is None or meter.quota != quota:
-                inside = meter.inside if meter is not None else 0
-                meter = Meter(quota, now_s)
-                meter.inside = inside  # counts calls that began under the quota before
+            meter = self._meters.pop(tenant, None) or Meter(quota, now_s)
+            if meter.quota != quota:
+                meter.limit(quota, now_s)
             self._meters[tenant] = meter
             while len(self._meters) > TENANTS_MAX:
                 self._meters.popitem(last=False)
@@ -229,12 +231,10 @@ class Meters:
         with self._lock:
             meter.moved(bytes_in, bytes_out, self._now_s())
 
-    def end(self, tenant: str, meter: Meter) -> None:
+    def end(self, meter: Meter) -> None:
         """Ends a call that ``begin`` began."""
         with self._lock:
-            # After a quota change another meter counts the tenant's other calls.
-            current = self._meters.get(tenant, meter)
-            current.inside = max(0, current.inside - 1)
+            meter.inside -= 1
 
     def usage(self) -> dict[str, TenantUsage]:
         """Returns each tenant's use of this worker."""

@@ -239,7 +239,7 @@ class Visit:
         """Ends the call with this status. Call it once."""
         metered, self._metered = self._metered, None
         if metered is not None:
-            self._guard.meters.end(*metered)
+            self._guard.meters.end(metered[1])
         if self._permission.audited and not self._denied and self._guard.asks:
             self._guard.audit.write(
                 "act",

@@ -255,7 +255,7 @@ def test_concurrent_calls_are_bounded() -> None:
     assert quota_that_refuses(meters, quotas) == "calls"
     assert quota_that_refuses(meters, {"t": TenantQuota(calls_max=3)}) is None
     assert quota_that_refuses(meters, {"t": TenantQuota(calls_max=3)}) == "calls"
-    meters.end("t", first)
+    meters.end(first)
     assert quota_that_refuses(meters, {"t": TenantQuota(calls_max=3)}) is None
 
 
