@@ -156,13 +156,8 @@ class Encodings:
 
         Owns ``reader`` only if it does not return None. Raises Damaged, NotDecodable, and the root's errors.
         """
-        raw = _header_of(reader, expected)
-        if raw is None:
-            return None
-        header = decode_header(raw, expected)
-        if header.file_bytes != reader.stat.size_bytes:
-            raise Damaged(Damage.SIZE)
-        return DecodedReader(reader, self._decoding(raw, header), expected.section_bytes)
+        found = _header_of(reader, expected)
+        return None if found is None else DecodedReader(reader, self._decoding(*found), expected.section_bytes)
 
     def is_whole(self, reader: FileReader, expected: Expected) -> bool | None:
         """True if an encoded file is of the chunk and of the right size, and this node could decode it; None if it is
@@ -170,13 +165,10 @@ class Encodings:
 
         Reads only the header, without decrypting it. Raises Damaged, NotDecodable.
         """
-        raw = _header_of(reader, expected)
-        if raw is None:
+        found = _header_of(reader, expected)
+        if found is None:
             return None
-        header = decode_header(raw, expected)
-        self._key_for(header)
-        if header.file_bytes != reader.stat.size_bytes:
-            raise Damaged(Damage.SIZE)
+        self._key_for(found[1])
         return True
 
     def header_of(self, reader: FileReader) -> tuple[Header, Decoding] | None:
@@ -216,10 +208,15 @@ def read_header(reader: FileReader) -> bytearray:
     return _read(reader, size) if PAGE_BYTES < size <= HEADER_BYTES_MAX else raw
 
 
-def _header_of(reader: FileReader, expected: Expected) -> bytearray | None:
-    """Reads the header of an encoded file that should be of this chunk; None if it is not encoded."""
+def _header_of(reader: FileReader, expected: Expected) -> tuple[bytearray, Header] | None:
+    """Reads the header of an encoded file that should be of this chunk; None if it is not encoded. Raises Damaged."""
     raw = _read(reader, encoded_header_bytes(len(expected.identity), expected.section_count) + PAGE_BYTES)
-    return raw if is_encoded(raw) else None
+    if not is_encoded(raw):
+        return None
+    header = decode_header(raw, expected)
+    if header.file_bytes != reader.stat.size_bytes:
+        raise Damaged(Damage.SIZE)
+    return raw, header
 
 
 def _read(reader: FileReader, size_bytes: int) -> bytearray:

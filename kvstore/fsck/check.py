@@ -10,6 +10,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -468,10 +469,8 @@ class Repairer:
 
     def remove_folder(self, name: Name) -> None:
         """Deletes a folder if it is empty and we may."""
-        try:
+        with suppress(KVStoreError):
             self._root.remove_folder(name)
-        except KVStoreError:
-            return
 
     def _aside(self, name: Name) -> Name:
         last = name.rpartition("/")[2]
