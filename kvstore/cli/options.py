@@ -17,7 +17,7 @@ import click
 
 from kvstore.core import tracing
 from kvstore.core.validate import SIZE_UNITS, scaled, size
-from kvstore.core.write_mode import BOUND_BYTES_MIN, Durability
+from kvstore.core.write_mode import BOUND_BYTES_MIN
 
 # Durations, sizes and addresses as people type them.
 #
@@ -288,14 +288,6 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 worker_option = click.option(
     "--worker", metavar="HOST:PORT", help="The worker to ask, if --connect or --etcd name several."
 )
-DURABILITY: dict[str, Any] = {
-    "type": click.Choice([each.value for each in Durability]),
-    "default": "none",
-    "show_default": True,
-    "help": "What a crash of the host can lose; lost chunks are misses. With none, the last 30 seconds; with everysec, "
-    "about the last second; with fsync nothing, because each put is on the device before it returns.",
-}
-"""The attributes of ``--durability``."""
 LOG_FORMAT: dict[str, Any] = {
     "type": click.Choice(FORMATS),
     "default": "text",

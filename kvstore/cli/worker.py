@@ -19,7 +19,6 @@ from kvstore.cli.access import ClusterAccess, ServerAccess, keys_option
 from kvstore.cli.app import Command
 from kvstore.cli.options import (
     BULK_PORT,
-    DURABILITY,
     DURATION,
     HOST_PORT,
     LISTEN,
@@ -118,7 +117,14 @@ class WorkerOptions:
     """
 
     cluster: ClusterAccess = group(ClusterAccess)
-    durability: str = option("--durability", **DURABILITY)
+    durability: str = option(
+        "--durability",
+        type=click.Choice([each.value for each in Durability]),
+        default="none",
+        show_default=True,
+        help="What a crash of the host can lose; lost chunks are misses. With none, the last 30 seconds; with "
+        "everysec, about the last second; with fsync nothing, because each put is on the device before it returns.",
+    )
     tiers: Tiers = group(Tiers)
     shard_bits: int = option(
         "--shard-bits",
