@@ -244,6 +244,7 @@ class ImageSender:
         self._is_announced = False
         self._most_bytes = 0
         self._is_reserved = False
+        self._brings = not asked.memory_only
         self.sent: set[int] = set()
 
     def send(self, first: int, stop: int, leases: Leases | None = None, hands_files: bool = False) -> None:
@@ -254,6 +255,7 @@ class ImageSender:
         left: Sequence[int] = range(first, stop)
         if leases is not None:
             left = self._lend(left, stop, leases)
+            self._brings = False  # to look again would count as a second request (rule R2)
         if not self._is_announced:
             self._announce(LentSlots(stop, first, ()))
         untaken = 0
@@ -304,7 +306,7 @@ class ImageSender:
         if not indexes:
             return None, {}
         span = range(indexes[0], indexes[-1] + 1) if self._is_chain else indexes
-        slots = self._node.reader.in_memory(self._wanted, span, deadline, brings=not self._asked.memory_only)
+        slots = self._node.reader.in_memory(self._wanted, span, deadline, brings=self._brings)
         if slots is None:
             return None, {}
         entries = dict(zip(span, slots.entries, strict=True))

@@ -87,6 +87,15 @@ def check_gap(served: Served, way: str, gap: tuple[int, int]) -> None:
         assert store.stats()["client_gets_grpc"] == 0
 
 
+@pytest.mark.parametrize("way", ["shared", "tcp"])
+def test_r2_one_get_of_a_chunk_brings_it_nowhere(way: str) -> None:
+    with serving_memory() as served, connected(served, bulk=way) as store:
+        cache = store.namespace("m", MEDIUM)
+        cache.put(TOKENS, KV, cache=False)
+        assert same(cache.get(TOKENS)[1], KV)
+        assert memory_of(served).stats()["memory_chunks"] == 0
+
+
 def test_views_lie_in_the_workers_memory_and_cannot_be_written(served: Served) -> None:
     filled(served, TOKENS, KV, MEDIUM)
     with connected(served, bulk="shared") as store, store.namespace("m", MEDIUM).hold(TOKENS) as hold:
