@@ -616,7 +616,7 @@ class Reader:
         memory = self._tiers.memory
         part, first = wanted.as_neighbours(indexes)
         slots = memory.refer(part, first, len(indexes))
-        if not brings or None not in slots.entries:
+        if not brings or None not in slots.entries or deadline.passed:
             return slots
         slots.release()
         with suppress(KVStoreError):

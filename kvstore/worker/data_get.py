@@ -10,7 +10,7 @@ import os
 import select
 import threading
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -18,7 +18,7 @@ from itertools import pairwise
 import numpy as np
 
 from kvstore.core.buffers import Pieces, aligned, byte_length, cut, grouped
-from kvstore.core.executor import Deadline, Loop
+from kvstore.core.executor import GROUP_BYTES_MAX, Deadline, Loop
 from kvstore.core.metrics import NodeCount
 from kvstore.engine.reader import ExportRequest, ReadFuture
 from kvstore.errors import InvalidRequest
@@ -163,6 +163,8 @@ TINY_BYTES = 1024
 """Pieces smaller than this on average are joined before they are sent: a copy costs less than a piece in the kernel."""
 WINDOWS = 2
 """Windows in progress at a time: one is sent while the next is read."""
+SILENCE_SHARE = 0.6
+"""The part of a read's deadline that may pass without a frame: a client has to learn of a miss before it gives up."""
 
 
 def serve_get(
@@ -245,6 +247,7 @@ class ImageSender:
         self._most_bytes = 0
         self._is_reserved = False
         self._brings = not asked.memory_only
+        self._spoke_s = worker.node.clock.monotonic_s()
         self.sent: set[int] = set()
 
     def send(self, first: int, stop: int, leases: Leases | None = None, hands_files: bool = False) -> None:
@@ -270,28 +273,33 @@ class ImageSender:
     # Slots of memory
 
     def _lend(self, indexes: Sequence[int], found: int, leases: Leases) -> list[int]:
-        """Lends what is in memory, unless too much is lent; returns the others."""
-        left: list[int] = []
+        """Lends what is in memory, then what is worth bringing there, unless too much is lent; returns the others."""
         lease: SlotLease | None = None
+        parts: Iterable[Sequence[int]] = [indexes[at : at + FILES_MAX] for at in range(0, len(indexes), FILES_MAX)]
+        brings = False  # the root may be slow: what needs none goes first
         try:
-            for at in range(0, len(indexes), FILES_MAX):
-                part = indexes[at : at + FILES_MAX]
-                slots, offsets = self._in_memory(self._allowed(part), self._deadline())
-                if slots is not None:
-                    lease = (lease or leases.begin()) if offsets else lease
-                    if not offsets or lease is None or not leases.add(lease, slots):
-                        slots.release()
-                        offsets = {}
-                    else:
-                        each = [offsets.get(index, NOT_LENT) for index in part]
-                        self._announce(LentSlots(found, part[0], each), lease)
-                        self._count_hot(offsets)
-                        self._given(offsets)
-                left += [index for index in part if index not in offsets]
+            while True:
+                left: list[int] = []
+                for part in parts:
+                    slots, offsets = self._in_memory(self._allowed(part), brings=brings)
+                    if slots is not None:
+                        lease = (lease or leases.begin()) if offsets else lease
+                        if not offsets or lease is None or not leases.add(lease, slots):
+                            slots.release()
+                            offsets = {}
+                        else:
+                            each = [offsets.get(index, NOT_LENT) for index in part]
+                            self._announce(LentSlots(found, part[0], each), lease)
+                            self._count_hot(offsets)
+                            self._given(offsets)
+                    left += [index for index in part if index not in offsets]
+                if brings or not left:
+                    return left
+                few = GROUP_BYTES_MAX // max(1, self._wanted.mean_bytes(0, len(self._wanted)))
+                parts, brings = _runs(left, max(1, min(few, FILES_MAX))), True
         finally:
             if lease is not None:
                 leases.keep(lease)  # until the client closes its end
-        return left
 
     def _announce(self, lent: LentSlots, lease: SlotLease | None = None) -> None:
         # The client gets its end of the lease with the first slots.
@@ -301,12 +309,12 @@ class ImageSender:
         if lease is not None:
             lease.handed_over()
 
-    def _in_memory(self, indexes: Sequence[int], deadline: Deadline) -> tuple[Slots | None, dict[int, int]]:
+    def _in_memory(self, indexes: Sequence[int], *, brings: bool) -> tuple[Slots | None, dict[int, int]]:
         """Refers to chunks in memory, and returns the offset of each that is there."""
         if not indexes:
             return None, {}
         span = range(indexes[0], indexes[-1] + 1) if self._is_chain else indexes
-        slots = self._node.reader.in_memory(self._wanted, span, deadline, brings=self._brings)
+        slots = self._node.reader.in_memory(self._wanted, span, self._deadline(), brings=brings)
         if slots is None:
             return None, {}
         entries = dict(zip(span, slots.entries, strict=True))
@@ -349,11 +357,11 @@ class ImageSender:
                 for at, cut in enumerate(cuts):
                     if not begun:
                         begun.append(Window(indexes[cut]))
-                        self._begin(begun[0], sizes[cut], reserved, self._deadline())
+                        self._begin(begun[0], sizes[cut], reserved)
                     images, is_whole = self._wait(begun[0], self._deadline())
                     if is_whole and at + 1 < len(cuts):
                         begun.append(Window(indexes[cuts[at + 1]]))  # read while this one is sent
-                        self._begin(begun[1], sizes[cuts[at + 1]], reserved, self._deadline())
+                        self._begin(begun[1], sizes[cuts[at + 1]], reserved)
                     self._send(images)
                     self._end(begun.popleft())
                     if not is_whole:
@@ -362,9 +370,9 @@ class ImageSender:
                 for window in begun:
                     window.close()
 
-    def _begin(self, window: Window, sizes: Sequence[int], reserved: ExitStack, deadline: Deadline) -> None:
+    def _begin(self, window: Window, sizes: Sequence[int], reserved: ExitStack) -> None:
         allowed = self._allowed(window.indexes)
-        window.slots, offsets = self._in_memory(allowed, deadline)
+        window.slots, offsets = self._in_memory(allowed, brings=self._brings)
         size_of = dict(zip(window.indexes, sizes, strict=True))
         if window.slots is not None:
             memory = window.slots.memory
@@ -429,9 +437,14 @@ class ImageSender:
     def _given(self, indexes: Collection[int]) -> None:
         self._call.sent(self._wanted.payload_bytes(list(indexes)))
         self.sent.update(indexes)
+        if indexes:
+            self._spoke_s = self._node.clock.monotonic_s()
 
     def _deadline(self) -> Deadline:
-        return Deadline(self._node.clock, self._call.left_s(self._node.limits.read_deadline_s))
+        """The end of all that is done before the next frame."""
+        silent_s = self._node.clock.monotonic_s() - self._spoke_s
+        left_s = SILENCE_SHARE * self._node.limits.read_deadline_s - silent_s
+        return Deadline(self._node.clock, min(left_s, self._call.left_s(left_s)))
 
 
 def _runs(indexes: Sequence[int], most: int) -> Iterator[Sequence[int]]:

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from kvstore.client.limits import ClientLimits
+from kvstore.engine.settings import Limits
+from kvstore.root.memory import MemoryFiles, MemoryRoot
 from tests.kit.arenas import (
     MEMORY_BYTES,
     all_let_go,
@@ -24,6 +26,8 @@ from tests.kit.arenas import (
     serving_memory,
     viewing_client,
 )
+from tests.kit.faulty_root import FaultyRoot, Hang, Rule
+from tests.kit.patience import NEVER_S, slowness
 from tests.kit.transports import MEDIUM, bulk_files_of, same, tokens_and_kv
 from tests.kit.workers import Served, connected, eventually, worker_process
 
@@ -88,12 +92,20 @@ def check_gap(served: Served, way: str, gap: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("way", ["shared", "tcp"])
-def test_r2_one_get_of_a_chunk_brings_it_nowhere(way: str) -> None:
-    with serving_memory() as served, connected(served, bulk=way) as store:
+def test_what_memory_has_is_given_while_the_root_hangs_and_the_worker_is_not_taken_for_frozen(way: str) -> None:
+    """The client waits as long for a frame as the worker may read."""
+    root, both_s = FaultyRoot(MemoryRoot(MemoryFiles())), 2.0 * slowness()
+    limits, hasty = Limits(read_deadline_s=both_s, stall_s=NEVER_S), ClientLimits(read_s=both_s)
+    with serving_memory(root, limits=limits) as served, connected(served, bulk=way, limits=hasty) as store:
+        filled(served, TOKENS[: 10 * SIZE], KV[:, :, : 10 * SIZE], MEDIUM)
         cache = store.namespace("m", MEDIUM)
         cache.put(TOKENS, KV, cache=False)
         assert same(cache.get(TOKENS)[1], KV)
-        assert memory_of(served).stats()["memory_chunks"] == 0
+        assert memory_of(served).stats()["memory_chunks"] == 10, "R2: the others were asked for once"
+        root.set_rules([Rule("read", hang := Hang())])
+        assert cache.get(TOKENS)[0] == 10 * SIZE
+        hang.release.set()
+        assert hang.reached.is_set() and store.stats()["client_set_aside"] == 0
 
 
 def test_views_lie_in_the_workers_memory_and_cannot_be_written(served: Served) -> None:
