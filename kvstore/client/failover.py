@@ -524,9 +524,13 @@ class Renewing:
             # All holds of this worker, due or not: one call renews them together.
             holds = [hold for hold in live if hold.endpoint is endpoint]
             request = sealed(pb.RenewRequest(holds=[hold.id for hold in holds]))
+            for hold in holds:  # unless it is acknowledged: try again after half of that time
+                hold.renewed_s = now_s - hold.lease_s / SHARE / 2
             try:
                 timeout_s = min(CALL_S_MAX, min(hold.lease_s for hold in holds) / SHARE)
                 asked.append((holds, endpoint.stub("Renew").future(request, timeout=timeout_s)))
+            except KVStoreError as error:
+                log.info("client.not_renewed worker=%s holds=%d why=%s", endpoint.address, len(holds), error)
             except ValueError:
                 for hold in holds:  # its channel was closed: the worker ends them
                     self._end(hold)
@@ -543,8 +547,6 @@ class Renewing:
             ended = set(pb.RenewResponse.FromString(answer.result()).ended)
         except (grpc.RpcError, grpc.FutureCancelledError, DecodeError) as error:
             log.info("client.not_renewed worker=%s holds=%d why=%s", holds[0].endpoint.address, len(holds), error)
-            for hold in holds:  # try again after half of that time
-                hold.renewed_s = sent_s - hold.lease_s / SHARE / 2
             return
         for hold in holds:
             hold.renewed_s = sent_s

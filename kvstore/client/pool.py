@@ -88,6 +88,7 @@ class Credentials:
         self._lock = threading.Lock()
         self._metadata: Metadata = ()
         self._token_version = 0
+        self._is_due = True  # to be read, as after a read that failed
 
     def check(self, address: str) -> None:
         """Raises InvalidRequest if a file is wrong, or if a token would cross the network in the clear."""
@@ -165,19 +166,19 @@ class Credentials:
     def _read_token(self) -> None:
         file = self._token_file
         # Asked in any case, so that changes count from before the first read on.
-        if file is None or (not self._watched.changed() and self._metadata):
+        if file is None or not (self._watched.changed() or self._is_due):
             return
         with self._lock:
+            self._is_due = True
             try:
-                token = read_secret(file, "token file", TOKEN_BYTES_MAX).decode("ascii").strip()
-            except UnicodeDecodeError as cause:
-                raise InvalidRequest(f"the token file {str(file)!r} holds no token") from cause
+                token = read_secret(file, "token file", TOKEN_BYTES_MAX).decode(errors="replace").strip()
+                if not token or not all("!" <= each <= "~" for each in token):
+                    raise InvalidRequest(f"the token file {str(file)!r} holds no token: expected one of token issue")
             except KVStoreError:
                 if self._metadata:
                     return  # perhaps it is just being replaced: keep the last token while it is valid
                 raise
-            if not token or not token.isprintable() or " " in token:
-                raise InvalidRequest(f"the token file {str(file)!r} holds no token: one line, as token issue writes it")
+            self._is_due = False
             metadata = (("authorization", f"Bearer {token}"),)
             if metadata != self._metadata:
                 self._metadata = metadata
