@@ -50,6 +50,8 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    # A name is looked up again this soon, not after 30 s: a worker may be restarted at another address.
+    ("grpc.dns_min_time_between_resolutions_ms", 2_000),
     # Each channel has a connection of its own, so that closing one store cannot disturb another.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
