@@ -629,7 +629,7 @@ class Cache:
                 found = self._port.match_each(self.namespace, call) if call else []
                 if not found:
                     break
-                counts += [count * size for count in found]
+                counts += [min(count, len(each) // size) * size for count, each in zip(found, call, strict=False)]
                 tokens -= sum(map(len, call[: len(found)]))
                 call = call[len(found) :]
         return counts + [0] * (len(call) + (following is not None) + sum(1 for _ in left))

@@ -959,7 +959,7 @@ class RemoteTransport:
             self.endpoints.check()
             return 0
         answer = self._matched(namespace, tokens, tokens=pack_tokens(tokens), uncounted=not counts)
-        return answer.chunks if answer is not None else 0
+        return min(answer.chunks, len(tokens) // namespace.layout.chunk_tokens) if answer is not None else 0
 
     def match_each(self, namespace: Namespace, prompts: Sequence[TokenArray]) -> list[int]:
         answer = self._matched(namespace, prompts[0], uncounted=True, **pack_prompts(prompts))

@@ -65,7 +65,7 @@ class Liar(KVStoreServicer):
         return pb.PutResponse()
 
     def Match(self, request: pb.MatchRequest, context: object) -> pb.MatchResponse:
-        return pb.MatchResponse(chunks=0)
+        return pb.MatchResponse(chunks=0 if request.uncounted else 1 << 31)
 
 
 @contextmanager
@@ -132,6 +132,7 @@ def test_a_get_that_is_answered_wrongly(name: str) -> None:
     limits = HASTY if answer is silent else ClientLimits()
     with lying(Liar(answer)) as address, connected(address, limits=limits) as store:
         cache = store.namespace("m", SMALL)
+        assert cache.match(TOKENS) == len(TOKENS), "no more than it was asked for"
         out = np.zeros_like(KV)
         count = cache.get(TOKENS, out=out)
         assert count <= good * SMALL.chunk_tokens
