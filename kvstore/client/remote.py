@@ -750,7 +750,7 @@ class RemoteRead(ABC):
         missing, ends_s = self._missing(), time.monotonic() + self.timeout_s
         if missing:  # else the last one failed behind its last byte
             missing = self._receive_bulk(endpoint, missing, ends_s)
-        if missing:
+        if missing and time.monotonic() < ends_s:  # else the worker would seem to be late, and we are
             self._receive_grpc(endpoint, missing, ends_s)
 
     def _missing(self) -> Sequence[int]:

@@ -61,9 +61,9 @@ def test_a_put(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worker.left_s == [began_s + 10.0] * 2, "both get the moment at which it ends"
 
 
-@for_each("passed_s, damaged", [(4.0, 1), (12.0, 0)])
+@for_each("passed_s, left_s, damaged", [(4.0, [5.0], 1), (12.0, [], 0)])
 def test_a_read_and_what_there_was_no_time_to_verify_is_not_damaged(
-    monkeypatch: pytest.MonkeyPatch, passed_s: float, damaged: int
+    monkeypatch: pytest.MonkeyPatch, passed_s: float, left_s: list[float], damaged: int
 ) -> None:
     worker, counters = Breaking(monkeypatch), Counts(ClientCount)
     monkeypatch.setattr(remote.BlockFetch, "_receive_images", lambda *_: worker.clock.advance(passed_s))
@@ -71,7 +71,7 @@ def test_a_read_and_what_there_was_no_time_to_verify_is_not_damaged(
     caller: Any = SimpleNamespace(limits=ClientLimits(), counters=counters, stream_s=lambda *_: 10.0)
     blocks = BlockKeys.of(NAMESPACE, [bytes(16)], [1])
     remote.BlockFetch(blocks, [memoryview(bytearray(1))], caller).receive(worker.endpoint)
-    assert worker.left_s == [9.0 - passed_s] and counters.snapshot()["client_bulk_damaged"] == damaged
+    assert worker.left_s == left_s and counters.snapshot()["client_bulk_damaged"] == damaged
 
 
 def test_a_short_call(monkeypatch: pytest.MonkeyPatch) -> None:
