@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -280,9 +281,10 @@ def within(seconds: float, work: Callable[[], object]) -> bool:
     For closing a gRPC channel: it waits without limit for a call that a signal's exception left behind half-way.
     """
     thread = threading.Thread(target=work, name="kvstore-close", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return not thread.is_alive()
+    with suppress(RuntimeError):  # the system has none, or the interpreter ends
+        thread.start()
+        thread.join(seconds)
+    return thread.ident is not None and not thread.is_alive()
 
 
 class Owner:

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from kvstore.core.clock import RandomIds
+from kvstore.core.executor import within
 from kvstore.worker import data_put
 from kvstore.worker.context import Calls, Gate
 from kvstore.worker.data_get import Leases
@@ -46,6 +47,10 @@ def test_no_lease_begins_without_a_thread_that_watches_it(monkeypatch: pytest.Mo
     os.close(client)
     eventually(lambda: not len(leases))
     leases.close(PATIENCE_S)
+
+
+def test_what_a_thread_was_to_end_in_time_has_not_ended_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not refuse_a_thread(monkeypatch, "kvstore-close") and not within(PATIENCE_S, open_now)
 
 
 def test_a_stranger_that_was_turned_away_is_greeted_no_more() -> None:
