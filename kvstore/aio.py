@@ -29,6 +29,7 @@ from kvstore.batch import run as runs
 from kvstore.client import cache, operation, store
 from kvstore.core.address import Tokens
 from kvstore.core.buffers import KvArray
+from kvstore.core.executor import Owner
 from kvstore.core.operations import OperationState, OperationStatus
 from kvstore.core.validate import checked_timeout
 from kvstore.segments import Match, segments
@@ -50,6 +51,7 @@ class Threads:
 
     def __init__(self, count: int = THREADS) -> None:
         self._pool = ThreadPoolExecutor(count, thread_name_prefix="kvstore-aio")
+        self._owner = Owner()
         self.closed = False
 
     async def run(self, call: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
@@ -84,12 +86,13 @@ class Threads:
     def close(self) -> None:
         """Ends the threads once their calls have ended. Idempotent."""
         self.closed = True
-        self._pool.shutdown(wait=False)
+        if self._owner.is_here:
+            self._pool.shutdown(wait=False)
 
     def _begun(self, call: Callable[[], T]) -> Future[T]:
-        if not self.closed:
+        if not self.closed and self._owner.is_here:
             return self._pool.submit(contextvars.copy_context().run, call)
-        # The store is closed: the call ends immediately, with StoreClosed or with nothing to do.
+        # The store is closed, or its parent's: the call ends immediately, with an error or with nothing to do.
         job = Future[T]()
         try:
             job.set_result(call())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from kvstore import aio
 from kvstore.census.selection import Selection
 from kvstore.client.cache import Cache
 from kvstore.errors import InvalidRequest
@@ -107,6 +109,8 @@ def test_every_call_of_a_forked_child_is_refused(bulk: str) -> None:
         cache: Cache = store.namespace("m", SMALL)
         cache.put(TOKENS, KV)
         with cache.hold(TOKENS) as hold:
+            twin = aio.Cache(cache, aio.Threads())
+            assert asyncio.run(twin.match(TOKENS)) == len(TOKENS)
             operation = store.clear(Selection(tenant=""), dry_run=True)
             calls: list[Callable[[], object]] = [
                 lambda: cache.match(TOKENS),
@@ -126,12 +130,13 @@ def test_every_call_of_a_forked_child_is_refused(bulk: str) -> None:
                 store.namespaces,
                 lambda: store.namespace("n", SMALL),
                 store.stats_each,
+                lambda: asyncio.run(twin.match(TOKENS)),
             ]
 
             def in_child() -> int:
                 refused = refused_count(calls)
                 hold.release()
-                store.close()
+                asyncio.run(aio.Store(store, twin._threads).close())
                 return refused
 
             assert forked(in_child) == len(calls)
