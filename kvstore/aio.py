@@ -18,7 +18,7 @@ import functools
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, overload
@@ -71,7 +71,8 @@ class Threads:
             if not job.cancel():
                 await _wait(ended)
                 if made and undo is not None:
-                    await self.finish(partial(undo, made.pop()))
+                    with suppress(Exception):  # the task is to know that it was cancelled
+                        await self.finish(partial(undo, made.pop()))
             raise
 
     async def finish(self, call: Callable[[], object]) -> None:
@@ -440,7 +441,7 @@ class Store(Twin[store.Store]):
     async def close(self) -> None:
         """Ends holds, session, threads and connections. Idempotent."""
         if not self._threads.closed:
-            await self._threads.run(self._twin.close)
+            await Threads(1).run(self._twin.close)  # not behind the calls that it ends
             self._threads.close()
 
     async def __aexit__(self, *_: object) -> None:

@@ -161,11 +161,15 @@ def test_a_hold_that_was_cancelled_is_released() -> None:
         other = TOKENS + 1
         holding = asyncio.create_task(_held(space, other))
         assert await asyncio.to_thread(hang.reached.wait, PATIENCE_S)
+        undone = asyncio.create_task(found._threads.run(hang.release.wait, lambda _: 1 / 0))
+        await asyncio.sleep(0.01)
         holding.cancel()
+        undone.cancel()
         await asyncio.sleep(0.01)
         hang.release.set()
-        with pytest.raises(asyncio.CancelledError):
-            await holding
+        for cancelled in (holding, undone):
+            with pytest.raises(asyncio.CancelledError):
+                await cancelled
         assert (await found.stats())["holds"] == 0
 
     limits = Limits(read_deadline_s=PATIENCE_S, match_deadline_s=PATIENCE_S, stall_s=NEVER_S)
@@ -195,5 +199,11 @@ def test_being_cancelled_does_not_keep_a_hold_from_being_released(tmp_root: Path
             with pytest.raises(asyncio.CancelledError):
                 await releasing
             assert (await found.stats())["holds"] == 0
+            gate.clear()
+            waiting = [asyncio.create_task(threads.run(gate.wait)) for _ in range(THREADS)]
+            await asyncio.sleep(0.01)
+            await found.close()  # needs none of the threads, which all wait
+            gate.set()
+            await asyncio.gather(*waiting)
 
     asyncio.run(use())
