@@ -31,7 +31,7 @@ class ClientLimits:
     leases_max: int = 256
     """Live leases on one worker's memory, one file descriptor each; further views are copies."""
     bulk_retry_s: float = 5.0
-    """Pause before another attempt to connect to a worker that offered only gRPC."""
+    """Pause before another attempt to connect to a worker that offered only gRPC; doubles up to 2 minutes."""
     stats_s: float = 5.0
     """For asking workers what they counted."""
     probe_s: float = 2.0

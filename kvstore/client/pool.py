@@ -408,6 +408,8 @@ class Leased:
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 NUMBER_MAX = 1 << 31
 """Requests on one connection, which is replaced then."""
+PAUSE_S_MAX = 120.0
+"""Longest pause between two attempts to connect."""
 
 
 @dataclass(eq=False, repr=False)
@@ -548,6 +550,7 @@ class Links:
         self._dialling = 0
         self._owner = Owner()
         self._retry_at_s = 0.0
+        self._pause_s = 0.0
         self._closed = False
 
     @contextmanager
@@ -606,7 +609,9 @@ class Links:
             with self._lock:
                 link = self._idle.pop() if self._idle else None
                 is_full = link is None and len(self._open) + self._dialling >= self._limits.bulk_links_max
-                dials = not (link or is_full or self._closed) and time.monotonic() >= self._retry_at_s
+                pause_s = self._pause_s  # after a failure one caller dials at a time
+                dials = not (link or is_full or self._closed or (pause_s and self._dialling))
+                dials = dials and time.monotonic() >= self._retry_at_s
                 self._dialling += dials
             if link is None:
                 break
@@ -622,8 +627,8 @@ class Links:
                     self._dialling -= 1
                     if link is not None:
                         self._open.add(link)
-            if link is None:
-                self._retry_at_s = time.monotonic() + self._limits.bulk_retry_s
+            self._pause_s = 0.0 if link else max(self._limits.bulk_retry_s, min(2 * pause_s, PAUSE_S_MAX))
+            self._retry_at_s = time.monotonic() + self._pause_s
         return link
 
     def _give(self, link: DataConnection) -> None:

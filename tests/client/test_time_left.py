@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pytest
 
-from kvstore.client import failover, remote
+from kvstore.client import failover, pool, remote
 from kvstore.client.limits import ClientLimits
 from kvstore.client.pool import Bulk, Credentials, Links
 from kvstore.core.metrics import ClientCount, Counts
@@ -91,3 +92,19 @@ def test_a_connection_is_not_lost_while_the_token_cannot_be_read() -> None:
     with pytest.raises(InvalidRequest), links.link(1.0):
         pass
     assert len(links._idle) == 1
+
+
+def test_a_port_that_cannot_be_reached_is_tried_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, asked_s = FakeClock(), list[float]()
+    monkeypatch.setattr(pool, "time", SimpleNamespace(monotonic=clock.monotonic_s))
+
+    def ask(*_: object) -> bytes:
+        asked_s.append(clock.monotonic_s())
+        return b""
+
+    links = Links("127.0.0.1:1", Bulk.TCP, ClientLimits(), ask)
+    for _ in range(400):
+        with links.link(1.0) as link:
+            assert link is None
+        clock.advance(1.0)
+    assert [late - early for early, late in pairwise(asked_s)] == [5, 10, 20, 40, 80, 120, 120]
