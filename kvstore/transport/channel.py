@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.buffers import Pieces, Planes, address_of, byte_length, skip
+from kvstore.core.executor import within
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.header import checksum
 from kvstore.native import is_available
@@ -249,8 +250,26 @@ def dial_unix(path: str, timeout_s: float) -> socket.socket:
 
 
 def dial_tcp(host: str, port: int, timeout_s: float) -> socket.socket:
-    """Connects to a worker. Raises OSError."""
-    return socket.create_connection((host.removeprefix("[").removesuffix("]"), port), timeout_s)
+    """Connects to a worker, at one of its addresses, within this time. Raises OSError."""
+    ends_s, host, found = time.monotonic() + timeout_s, host.removeprefix("[").removesuffix("]"), list[str]()
+
+    def resolve(flags: int = 0) -> None:
+        with suppress(OSError):
+            found.extend(str(each[4][0]) for each in socket.getaddrinfo(host, port, 0, socket.SOCK_STREAM, 0, flags))
+
+    resolve(socket.AI_NUMERICHOST)
+    if not found:
+        within(timeout_s, resolve)  # a name server may be silent for longer
+    failed = OSError(f"no address of {host} was found in time")
+    while found:
+        left_s = (ends_s - time.monotonic()) / len(found)  # one that is silent leaves time for the next
+        try:
+            sock = socket.create_connection((found.pop(0), port), max(0.001, left_s))
+            sock.settimeout(timeout_s)
+            return sock
+        except OSError as cause:
+            failed = cause
+    raise failed
 
 
 # Grants: two ends that met over gRPC prove it on another connection, without sending their secret.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -17,7 +19,7 @@ from kvstore.client.pool import Bulk, Credentials, Links
 from kvstore.core.metrics import ClientCount, Counts
 from kvstore.errors import InvalidRequest
 from kvstore.format.keyset import BlockKeys
-from kvstore.transport.channel import LinkBroken
+from kvstore.transport.channel import LinkBroken, dial_tcp, listen_tcp
 from kvstore.v1 import kvstore_pb2 as pb
 from tests.kit.cases import for_each
 from tests.kit.disks import NAMESPACE
@@ -92,6 +94,22 @@ def test_a_connection_is_not_lost_while_the_token_cannot_be_read() -> None:
     with pytest.raises(InvalidRequest), links.link(1.0):
         pass
     assert len(links._idle) == 1
+
+
+def test_a_silent_name_server_and_a_silent_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, said = socket.getaddrinfo, threading.Event()
+
+    def asked(host: str, *given: Any) -> list[Any]:
+        if host == "worker" and (given[-1] or not said.wait(0.2)):
+            raise socket.gaierror
+        return [known(each, *given)[0] for each in (("192.0.2.1", "127.0.0.1") if host == "worker" else (host,))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", asked)
+    with pytest.raises(OSError, match="no address of worker"):
+        dial_tcp("worker", 1, 0.01)
+    said.set()
+    with listen_tcp("127.0.0.1", 0) as listener:
+        dial_tcp("worker", listener.getsockname()[1], 4.0).close()
 
 
 def test_a_port_that_cannot_be_reached_is_tried_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
