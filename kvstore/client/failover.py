@@ -474,7 +474,6 @@ class Renewing:
         self._changed = threading.Condition()
         self._live: WeakSet[HoldLease] = WeakSet()
         self._loop = Loop("kvstore-renewing", self._changed, lambda: self._turn)
-        self._owner = Owner()
 
     def add(self, hold: HoldLease) -> None:
         """Renews the hold from now on."""
@@ -486,14 +485,14 @@ class Renewing:
 
     def remove(self, hold: HoldLease) -> None:
         """Stops renewing the hold. Idempotent. Does nothing in a forked child: thread and lock belong to its parent."""
-        if not self._owner.is_here:
+        if not self._loop.owner.is_here:
             return
         with self._changed:
             self._live.discard(hold)
 
     def close(self) -> None:
         """Ends the holds, as far as their workers answer within RELEASE_S, and the thread. Idempotent."""
-        if self._owner.is_here:
+        if self._loop.owner.is_here:
             with self._changed:
                 live = list(self._live)
                 self._live.clear()

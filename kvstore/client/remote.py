@@ -850,9 +850,7 @@ class ChunkFetch(RemoteRead):
         self._namespace = namespace
         self._tokens = tokens
         self._chain: ChunkKeys | None = None
-        self._layout = namespace.layout
         self._get = request
-        self._chunks_max = chunks_max
         self._memory = memory
         self._sections: BufferMap | None = None
 
@@ -868,12 +866,12 @@ class ChunkFetch(RemoteRead):
 
     def _asked(self, number: int, wanted: KeySet, found: int, _: Sequence[int]) -> Ask:
         # The first answer decides how much memory is needed.
-        found = min(found, self._chunks_max)
+        found = min(found, len(self.done))
         self._get.uncounted = True  # the worker has counted it: what else this read asks for continues it
         if self._sections is None:
             self._sections = self._memory(found)
             self.done = bytearray(found)
-        stop = max(self._get.first, min(found, len(self.done)))
+        stop = max(self._get.first, found)
         return Ask(number, wanted, self._get.first, stop, self._sections, range(stop))
 
 
@@ -1301,10 +1299,8 @@ class RemoteRun:
     def poll(self, wait_s: float = 0.0) -> OperationStatus:
         began_s = time.monotonic()
         if wait_s or began_s - self._seen_s > FRESH_S:
-            try:
+            with suppress(Busy):  # the operation continues
                 self._call("GetOperation", control.GetOperationRequest(id=self.status.id, wait_s=wait_s), wait_s)
-            except Busy:
-                pass  # the operation continues
             spent_s = time.monotonic() - began_s
             if spent_s < wait_s and not self.status.state.ended:
                 time.sleep(min(PAUSE_S, wait_s - spent_s))
@@ -1387,10 +1383,9 @@ class HeldAtWorker:
         self._caller.renewing.remove(self._lease)
         request = pb.ReleaseRequest(hold=self._lease.id)
         endpoint = self._lease.endpoint
-        try:
+        # A worker that is gone holds nothing; any other lets go when the hold's lease is over.
+        with suppress(CallFailed, KVStoreError):
             self._caller.at(endpoint, lambda: endpoint.call("Release", request, RELEASE_S))
-        except (CallFailed, KVStoreError):
-            pass  # a worker that is gone holds nothing; any other lets go when the hold's lease is over
         endpoint.leave()
 
     def _receive(self, fetch: RemoteRead, tokens_valid: Callable[[], int] = lambda: 0) -> None:

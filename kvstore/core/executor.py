@@ -105,7 +105,7 @@ class IndexedWork:
                 self._runners -= 1
                 if not self._runners and (self._stopped or self._next >= self._count):
                     # The work refers to the caller's memory, and often to us: no such reference may outlive the call.
-                    self._work = _nothing
+                    self._work = bool
                     self.ended.set()
 
     def _take(self) -> int | None:
@@ -155,10 +155,6 @@ def moved_on() -> None:
     tick: Callable[[], None] | None = getattr(_local, "tick", None)
     if tick is not None:
         tick()
-
-
-def _nothing(_: int) -> bool:
-    return False
 
 
 class Executor:

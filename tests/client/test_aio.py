@@ -30,6 +30,7 @@ from tests.kit.workers import serving
 
 TOKENS = np.arange(6 * TINY.chunk_tokens)
 KV = kv_of(TINY, TOKENS)
+PATIENT = Limits(read_deadline_s=PATIENCE_S, match_deadline_s=PATIENCE_S, stall_s=NEVER_S)
 KEYS, BLOCKS = [bytes([at]) * 16 for at in range(3)], [bytes([at]) * 64 for at in range(3)]
 
 
@@ -145,8 +146,7 @@ def test_the_loop_goes_on_while_the_root_hangs_and_no_byte_comes_after_a_cancel(
         await asyncio.sleep(0.1)
         assert (out == 7).all()
 
-    limits = Limits(read_deadline_s=PATIENCE_S, match_deadline_s=PATIENCE_S, stall_s=NEVER_S)
-    with store_on(root, limits=limits) as inner:
+    with store_on(root, limits=PATIENT) as inner:
         asyncio.run(use(AioStore(inner, Threads())))
 
 
@@ -158,11 +158,9 @@ def test_a_hold_that_was_cancelled_is_released() -> None:
         space = await found.namespace("m", TINY)
         await space.put(TOKENS, KV)
         root.set_rules([Rule("stat", hang)])
-        other = TOKENS + 1
-        holding = asyncio.create_task(_held(space, other))
-        assert await asyncio.to_thread(hang.reached.wait, PATIENCE_S)
+        holding = asyncio.ensure_future(space.hold(TOKENS + 1))
         undone = asyncio.create_task(found._threads.run(hang.release.wait, lambda _: 1 / 0))
-        await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(hang.reached.wait, PATIENCE_S)
         holding.cancel()
         undone.cancel()
         await asyncio.sleep(0.01)
@@ -172,13 +170,8 @@ def test_a_hold_that_was_cancelled_is_released() -> None:
                 await cancelled
         assert (await found.stats())["holds"] == 0
 
-    limits = Limits(read_deadline_s=PATIENCE_S, match_deadline_s=PATIENCE_S, stall_s=NEVER_S)
-    with store_on(root, limits=limits) as inner:
+    with store_on(root, limits=PATIENT) as inner:
         asyncio.run(use(AioStore(inner, Threads())))
-
-
-async def _held(space: aio.Cache, tokens: np.ndarray) -> aio.Hold:
-    return await space.hold(tokens)
 
 
 def test_being_cancelled_does_not_keep_a_hold_from_being_released(tmp_root: Path) -> None:
