@@ -168,14 +168,18 @@ class Executor:
         self._stall_s = stall_s
         self._queue: queue.SimpleQueue[IndexedWork | None] = queue.SimpleQueue()
         self._busy_since_s: list[float | None] = [None] * count
-        self._threads = [
-            threading.Thread(target=self._serve, args=(number,), name=f"kvstore-io-{number}", daemon=True)
-            for number in range(count)
-        ]
+        self._threads: list[threading.Thread] = []
         self._closed = False
         self._owner = Owner()
-        for thread in self._threads:
-            thread.start()
+        with suppress(RuntimeError):  # the system has no more: those that started do it all
+            for number in range(count):
+                name = f"kvstore-io-{number}"
+                thread = threading.Thread(target=self._serve, args=(number,), name=name, daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        del self._busy_since_s[len(self._threads) :]
+        if not self._threads:
+            raise Overloaded("the system gives no thread: raise the limit of this process")
 
     def start(self, count: int, work: Callable[[int], bool], *, helped: bool = False) -> IndexedWork:
         """Begins ``work(0) ... work(count - 1)`` on up to ``width`` threads.

@@ -5,14 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import threading
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from kvstore.core.clock import RandomIds
-from kvstore.core.executor import within
+from kvstore.core.clock import RandomIds, SystemClock
+from kvstore.core.executor import Deadline, Executor, within
+from kvstore.errors import Overloaded
 from kvstore.worker import data_put
 from kvstore.worker.context import Calls, Gate
 from kvstore.worker.data_get import Leases
@@ -47,6 +49,16 @@ def test_no_lease_begins_without_a_thread_that_watches_it(monkeypatch: pytest.Mo
     os.close(client)
     eventually(lambda: not len(leases))
     leases.close(PATIENCE_S)
+
+
+def test_an_executor_has_the_threads_that_there_are_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_a_thread(monkeypatch, "kvstore-io-1")
+    executor = Executor(3, 3, 1, NEVER_S, SystemClock())
+    assert executor.run(threading.active_count, Deadline(SystemClock(), PATIENCE_S)) and not executor.stalled
+    executor.close()
+    refuse_a_thread(monkeypatch, "kvstore-io-0")
+    with pytest.raises(Overloaded):
+        Executor(3, 3, 1, NEVER_S, SystemClock())
 
 
 def test_what_a_thread_was_to_end_in_time_has_not_ended_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
