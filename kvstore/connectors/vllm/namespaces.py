@@ -53,7 +53,9 @@ class KVTopology:
             # By class, too: vLLM gives blocks back differently in each.
             alike.setdefault((type(_one(spec)).__name__, _kind(spec)), []).append(group)
         self.clusters = [_cluster(groups[first].kv_cache_spec, (first, *more)) for first, *more in alike.values()]
-        if not self.clusters:
+        model, specs = vllm_config.model_config, [groups[group].kv_cache_spec for group in cacheable]
+        is_pooled = model.runner_type == "pooling" and not model.is_prefix_caching_supported
+        if not specs or is_pooled or not all(map(_is_causal, specs)):
             raise InvalidRequest("vLLM caches no prefixes of this model: start without this connector")
         self.block_tokens = [cluster.block_tokens for cluster in self.clusters]
         """Tokens per block of each cluster."""
@@ -211,6 +213,12 @@ def _cluster(spec: Any, groups: tuple[int, ...]) -> LayerGroups:
 def _one(spec: Any) -> Any:
     """Returns the specification of one layer of a group: its layers differ in the size of a page at most."""
     return next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec
+
+
+def _is_causal(spec: Any) -> bool:
+    """False if KV depends on what follows it, or on where a prompt ended (R-SWA): it is of no use to other prompts."""
+    layers = spec.kv_cache_specs.values() if hasattr(spec, "kv_cache_specs") else [spec]
+    return not any(getattr(each, "non_causal", False) or hasattr(each, "rswa_window") for each in layers)
 
 
 def _kind(spec: Any) -> str:

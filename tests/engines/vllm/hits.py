@@ -39,7 +39,10 @@ def shape_of(specs: Sequence[KVCacheSpec]) -> KVTopology:
     """Our view of a model with these groups."""
     parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1)
     config = SimpleNamespace(
-        parallel_config=parallel, speculative_config=None, cache_config=SimpleNamespace(hash_block_size=None)
+        model_config=SimpleNamespace(runner_type="generate"),
+        parallel_config=parallel,
+        speculative_config=None,
+        cache_config=SimpleNamespace(hash_block_size=None),
     )
     return KVTopology(config, SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs]))
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import torch
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, RSWASpec
 
 from kvstore.connectors import vllm_tier
 from kvstore.connectors.vllm.namespaces import KVTopology, check_hashes, model_fingerprint, namespaces
@@ -30,16 +30,17 @@ def tier_spec(groups: list[list[str]]) -> SimpleNamespace:
 def names(arguments: dict[str, Any]) -> list[str] | str:
     """Digests of the namespaces; or the refusal.
 
-    Not of vLLM are ``seed`` (PYTHONHASHSEED), ``tier`` (asks for the tier's namespace, of groups of these layers) and
-    ``tp_shards``.
+    Not of vLLM are ``seed`` (PYTHONHASHSEED), ``tier`` (asks for the tier's namespace, of groups of these layers),
+    ``tp_shards`` and ``kind`` (fields of the specification of KV).
     """
-    seed, tier = arguments.pop("seed", None), arguments.pop("tier", None)
+    seed, tier, kind = arguments.pop("seed", None), arguments.pop("tier", None), arguments.pop("kind", {})
     shards = arguments.pop("tp_shards", 0)
     with patch.dict(os.environ, {"PYTHONHASHSEED": seed} if seed else {}):
         settings: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "block_size": 32, **arguments}
         vllm_config = EngineArgs(**settings).create_engine_config()
         size = vllm_config.cache_config.block_size
-        spec = FullAttentionSpec(size, num_kv_heads=2, head_size=32, dtype=torch.float32)
+        spec_class = RSWASpec if "rswa_window" in kind else FullAttentionSpec
+        spec = spec_class(size, num_kv_heads=2, head_size=32, dtype=torch.float32, **kind)
         kv_cache_config = SimpleNamespace(
             kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)], kv_cache_layout="LBHNC"
         )

@@ -117,6 +117,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a tier where requests may have adapters": ({"tier": [["0"]], "enable_lora": True}, "start without --enable-lora"),
     "parts that heads do not make": ({"tp_shards": 3}, "divides the model's 2 KV heads"),
     "parts of a stage": ({"tp_shards": 2, "pipeline_parallel_size": 2}, "without pipeline parallelism"),
+    "a pooler of whole prompts": ({"runner": "pooling", "pooler_config": {"pooling_type": "MEAN"}}, "no prefixes"),
+    "attention to what follows": ({"kind": {"non_causal": True}}, "no prefixes"),
+    "a window since the prompt's end": ({"kind": {"rswa_window": 64}}, "no prefixes"),
     "weights that are nowhere": ({"load_format": "auto", "seed": "0"}, "no weight files"),
 }
 
