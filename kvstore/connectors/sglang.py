@@ -385,7 +385,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             # Never decides over a hit, and a pool that is not reported has no verdict.
             if each.hit_policy in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES)
         ]
-        pools = [self._pools[anchor.name], *(self._pools[str(each.name)] for each in transfers)]
+        # Not the pool that is registered under the anchor's name: SGLang may store flat pages, which that one lacks.
+        pools = [anchor, *(self._pools[str(each.name)] for each in transfers)]
         names = [pool.names(keys) for pool in pools]
         found = self._trouble.or_miss(
             lambda: self._blocks().blocks.present([name for each in names for name in each]),

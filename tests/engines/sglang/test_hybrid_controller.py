@@ -30,11 +30,11 @@ WINDOW = 2
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 
 
-def windowed(root: Path, layout: str = "page_first") -> Rank:
+def windowed(root: Path, layout: str, calls: int) -> Rank:
     """A rank of a model that mixes full attention and sliding windows, with empty pools."""
     device = device_pool()
     pools = {PoolName.KV: host_pool(device, layout), PoolName.SWA: host_pool(device_pool(heads=1), layout)}
-    return Rank(pools, {"root": str(root)}, device)
+    return Rank(pools, {"root": str(root), "interface_v1": calls}, device)
 
 
 def recurrent(root: Path, states: Any = None, kind: str = "mha", **told: Any) -> Rank:
@@ -70,12 +70,13 @@ def prefetch(rank: Rank, name: PoolName, tokens: list[int], pages: int) -> tuple
     return count, found
 
 
+@pytest.mark.parametrize("calls", [0, 1], ids=["generic", "in place"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_windows_come_back_with_the_prefix_that_ends_in_them(tmp_root: Path, layout: str) -> None:
-    with windowed(tmp_root, layout) as rank:
+def test_windows_come_back_with_the_prefix_that_ends_in_them(tmp_root: Path, layout: str, calls: int) -> None:
+    with windowed(tmp_root, layout, calls) as rank:
         assert back_up(rank, PoolName.SWA, PROMPT[: 3 * PAGE], 0, WINDOW) == 3 * PAGE
         assert back_up(rank, PoolName.SWA, PROMPT, 3, WINDOW) == 3 * PAGE
-    with windowed(tmp_root, layout) as rank:
+    with windowed(tmp_root, layout, calls) as rank:
         assert prefetch(rank, PoolName.SWA, PROMPT, WINDOW) == (6 * PAGE, WINDOW)
         assert prefetch(rank, PoolName.SWA, PROMPT[: 3 * PAGE], WINDOW) == (3 * PAGE, WINDOW)
         assert prefetch(rank, PoolName.SWA, PROMPT[: 5 * PAGE], WINDOW) == (3 * PAGE, WINDOW), "no window ends there"
