@@ -224,6 +224,10 @@ def _check(config: Any) -> None:
         raise InvalidRequest(
             "use_layerwise: kvstore stores whole chunks here; use LMCache's server mode, or switch it off"
         )
+    if config.remote_serde not in (None, "naive"):
+        raise InvalidRequest(
+            f"remote_serde={config.remote_serde}: kvstore stores chunks as they are here; leave it out"
+        )
     algorithm = str(getattr(config, "pre_caching_hash_algorithm", "builtin"))
     if algorithm == "builtin" and not os.environ.get("PYTHONHASHSEED"):
         raise InvalidRequest(

@@ -46,6 +46,7 @@ class Remote:
             max_local_cpu_size=0.0625,
             pre_caching_hash_algorithm=settings.pop("hash", "sha256_cbor"),
             use_layerwise=settings.pop("layerwise", False),
+            remote_serde=settings.pop("remote_serde", "naive"),
             remote_storage_plugins=[plugin],
             extra_config={**{prefix + name: value for name, value in names.items()}, **settings},
         )
@@ -175,7 +176,12 @@ def test_a_store_that_is_down_is_a_miss() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "says"), [({"hash": "builtin"}, "PYTHONHASHSEED"), ({"layerwise": True}, "layerwise")]
+    ("wrong", "says"),
+    [
+        ({"hash": "builtin"}, "PYTHONHASHSEED"),
+        ({"layerwise": True}, "layerwise"),
+        ({"remote_serde": "kivi"}, "as they are"),
+    ],
 )
 def test_what_could_not_be_served_is_refused_when_it_starts(
     tmp_root: Path, wrong: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
