@@ -33,6 +33,7 @@ from kvstore.core.validate import parse_size, size
 from kvstore.engine.settings import AskedBound, Limits, TierSettings
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
 from kvstore.security.tls import ClientTls
+from kvstore.transport.limits import BLOCKS_MAX
 
 log = logging.getLogger(__name__)
 
@@ -557,6 +558,21 @@ def key_of(identity: bytes) -> bytes:
     state = _ENGINE_KEY.copy()
     state.update(identity)
     return state.digest()
+
+
+def match(cache: BlockCache, keys: Sequence[bytes]) -> int:
+    """Returns the number of leading keys in the store, in as many calls as it takes."""
+    for start in range(0, len(keys), BLOCKS_MAX):
+        part = keys[start : start + BLOCKS_MAX]
+        if (found := cache.match(part)) < len(part):
+            return start + found
+    return len(keys)
+
+
+def present(cache: BlockCache, keys: Sequence[bytes]) -> list[bool]:
+    """Returns, for each key, whether it is in the store, in as many calls as it takes."""
+    starts = range(0, len(keys), BLOCKS_MAX)
+    return [hit for start in starts for hit in cache.present(keys[start : start + BLOCKS_MAX])]
 
 
 def leading(good: Sequence[object]) -> int:

@@ -16,7 +16,7 @@ from lmcache.v1.storage_backend.connector import ConnectorAdapter, ConnectorCont
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from kvstore.client import Cache
-from kvstore.connectors.common import LazyStore, RateLimitedLog, block_key, leading, text
+from kvstore.connectors.common import LazyStore, RateLimitedLog, block_key, leading, match, text
 from kvstore.connectors.lmcache_keys import LMCacheSettings, bytes_of, tensors
 from kvstore.errors import InvalidRequest, KVStoreError
 
@@ -80,7 +80,7 @@ class KVStoreRemoteConnector(RemoteConnector):  # type: ignore[misc]
         if not keys:
             return 0
         names = [self._name(key) for key in keys]
-        return self._trouble.or_miss(lambda: self._cache(keys[0]).blocks.match(names), 0)
+        return self._trouble.or_miss(lambda: match(self._cache(keys[0]).blocks, names), 0)
 
     def support_batched_async_contains(self) -> bool:
         return True

@@ -40,7 +40,9 @@ from kvstore.connectors.common import (
     block_key,
     leading,
     local_folder,
+    match,
     model_fingerprint,
+    present,
     text,
 )
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
@@ -359,8 +361,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
 
         def look() -> int:
             if before := _before(extra_info):
-                self._blocks().blocks.match(pool.names(before))  # a use of what SGLang has itself, as of the rest
-            return self._blocks().blocks.match(pool.names(keys))
+                match(self._blocks().blocks, pool.names(before))  # a use of what SGLang has itself, as of the rest
+            return match(self._blocks().blocks, pool.names(keys))
 
         return self._trouble.or_miss(look, 0) // count
 
@@ -389,17 +391,17 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         pools = [anchor, *(self._pools[str(each.name)] for each in transfers)]
         names = [pool.names(keys) for pool in pools]
         found = self._trouble.or_miss(
-            lambda: self._blocks().blocks.present([name for each in names for name in each]),
+            lambda: present(self._blocks().blocks, [name for each in names for name in each]),
             [False] * sum(map(len, names)),
         )
-        present, start = [], 0
+        whole, start = [], 0
         for pool, each in zip(pools, names, strict=True):
-            present.append(pool.whole(found[start : start + len(each)]))
+            whole.append(pool.whole(found[start : start + len(each)]))
             start += len(each)
-        kv_pages = leading(present[0])
+        kv_pages = leading(whole[0])
         hits: dict[Any, int] = {PoolName.KV: kv_pages} if kv_pages else {}
         restorable = list(range(1, kv_pages + 1))
-        for transfer, pages in zip(transfers, present[1:], strict=True):
+        for transfer, pages in zip(transfers, whole[1:], strict=True):
             if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
                 fits = [*range(1, min(kv_pages, leading(pages)) + 1)]
             else:

@@ -29,13 +29,12 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvstore.connectors.common import LazyStore
+from kvstore.connectors.common import LazyStore, present
 from kvstore.connectors.vllm.namespaces import KVTopology, check_hashes, model_fingerprint, namespaces
 from kvstore.connectors.vllm.settings import SecondaryTierSettings
 from kvstore.core.executor import Tasks
 from kvstore.core.namespace import Namespace
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.transport.limits import BLOCKS_MAX
 
 log = logging.getLogger(__name__)
 
@@ -250,15 +249,12 @@ class TierLookups(AsyncLookupManager):  # type: ignore[misc]
         caches, began_s = self._store.caches(), time.monotonic()
         if caches is None or began_s < self._paused_until_s:
             return [False] * len(keys)
-        found: list[bool] = []
         try:
-            for start in range(0, len(keys), BLOCKS_MAX):
-                found += caches[0].present([bytes(key) + self.era for key in keys[start : start + BLOCKS_MAX]])
+            return present(caches[0], [bytes(key) + self.era for key in keys])
         finally:
             # Also if the store gave up with an error, which vLLM treats as absent.
             if time.monotonic() - began_s >= self._settings.lookup_timeout_s:
                 self._paused_until_s = time.monotonic() + self._settings.pause_s
-        return found
 
 
 def _namespace(spec: Any, settings: SecondaryTierSettings, chunk_bytes: int) -> Namespace:

@@ -19,6 +19,7 @@ from kvstore.connectors.vllm.lookups import POLL_S, UNKNOWN, Lookup, LookupResul
 from kvstore.connectors.vllm.metrics import EngineCounts
 from kvstore.connectors.vllm.settings import ConnectorSettings
 from kvstore.core.namespace import Namespace
+from kvstore.transport.limits import BLOCKS_MAX
 from tests.kit.patience import PATIENCE_S, eventually
 
 KEYS = [[bytes([number]) * 32] for number in range(6)]
@@ -70,6 +71,8 @@ def test_what_any_rank_lacks_is_not_there(store: LazyStore) -> None:
     with looking(store) as lookups:
         assert result(lookups, lookups.begin(KEYS, 0)) == LookupResult(3, 3)
         assert result(lookups, lookups.begin(KEYS[:2], 0)) == LookupResult(2, 2)
+        long = KEYS[:1] * (BLOCKS_MAX + 1)
+        assert result(lookups, lookups.begin(long + KEYS[4:], 0)) == LookupResult(len(long), len(long))
 
 
 def test_a_hole_before_what_the_engine_has_is_told_apart(store: LazyStore) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvstore.connectors.common import LazyStore
+from kvstore.connectors.common import LazyStore, match, present
 from kvstore.connectors.vllm.blocks import Tail, last_boundary
 from kvstore.connectors.vllm.metrics import EngineCount, EngineCounts
 from kvstore.connectors.vllm.settings import ConnectorSettings
@@ -166,23 +166,22 @@ class Lookups:
                 if count <= first:
                     break
                 keys = [key for unit in lookup.keys[first:count] for key in unit]
-                present = cache.match(keys) if keys else 0
+                found = match(cache, keys)
                 sizes = 0
                 for index in range(first, count):
                     sizes += len(lookup.keys[index])
-                    if sizes > present:
+                    if sizes > found:
                         count = index
                         break
             return max(count, first)
 
-        def present(keys: Sequence[bytes]) -> list[bool]:
-            """Returns which blocks are present on every rank."""
-            ranks = [cache.present(keys) for cache in caches]
+        def on_every_rank(keys: Sequence[bytes]) -> list[bool]:
+            ranks = [present(cache, keys) for cache in caches]
             return [all(each) for each in zip(*ranks, strict=True)]
 
         from_start = leading(0)
         shared = from_start if from_start >= lookup.asked else leading(lookup.asked)
         if not lookup.tails or shared <= lookup.asked:
             return LookupResult(from_start, shared)
-        found = last_boundary(lookup.tails, lookup.unit, lookup.asked, shared, present)
+        found = last_boundary(lookup.tails, lookup.unit, lookup.asked, shared, on_every_rank)
         return LookupResult(from_start, found, shared=shared if shared > found else 0)
