@@ -44,6 +44,7 @@ from kvstore.connectors.common import (
     model_fingerprint,
     present,
     text,
+    weights_fingerprint,
 )
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 
@@ -264,8 +265,9 @@ T = TypeVar("T")
 
 
 LAUNCHED_WITH = (
-    *("model_path", "revision", "dtype", "quantization", "quantization_param_path", "kv_cache_dtype", "load_format"),
-    *("model_impl", "json_model_override_args", "dsv4_attn_backend"),
+    *("model_path", "revision", "dtype", "quantization", "kv_cache_dtype", "load_format"),
+    *("model_impl", "json_model_override_args", "dsv4_attn_backend", "modelopt_quant", "model_loader_extra_config"),
+    "decrypted_config_file",
     *(f"speculative_draft_model_{name}" for name in ("path", "revision", "quantization")),
 )
 """Arguments of SGLang's launch that change KV. SGLang does not pass them to a storage backend."""
@@ -520,7 +522,9 @@ def _launched_with() -> dict[str, str]:
         given = runtime_context.get_server_args()
     except (ValueError, AttributeError):
         return {}
-    return {name: str(getattr(given, name, None)) for name in LAUNCHED_WITH} | _adapters()
+    scales = getattr(given, "quantization_param_path", None)
+    content = {"scales": weights_fingerprint(scales)} if scales else {}
+    return {name: str(getattr(given, name, None)) for name in LAUNCHED_WITH} | content | _adapters()
 
 
 def _adapters() -> dict[str, str]:

@@ -206,19 +206,22 @@ def test_engines_whose_environment_chooses_the_order_of_bytes_share_nothing(
             assert hicache.batch_set_v1(hashes(1), indices([0])) == [True]
 
 
-def test_the_weights_of_a_served_name_are_those_that_were_launched(
+def test_the_weights_and_scales_of_a_served_name_are_those_that_were_launched(
     tmp_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    launched = SimpleNamespace(**{**LAUNCHED, "model_path": str(tmp_path)})
+    scales_path = tmp_path / "scales.json"
+    told = {"model_path": str(tmp_path), "quantization_param_path": str(scales_path)}
+    launched = SimpleNamespace(**{**LAUNCHED, **told})
     monkeypatch.setattr(runtime_context.get_context(), "_server_args", launched)
     found = []
-    for weights in (b"a", b"b", b"a"):
+    for weights, scales in ((b"a", b"1"), (b"b", b"1"), (b"a", b"2"), (b"a", b"1")):
         (tmp_path / "model.safetensors").write_bytes(weights)
+        scales_path.write_bytes(scales)
         with backend(HostPool("page_first"), {"root": str(tmp_root)}, model_name="served") as hicache:
             found.append(hicache.batch_exists(hashes(1)))
             assert hicache.batch_set_v1(hashes(1), indices([0])) == [True]
-    assert found == [0, 0, 1]
+    assert found == [0, 0, 0, 1]
 
 
 def test_an_adapter_with_other_weights_or_another_scale_shares_nothing(
