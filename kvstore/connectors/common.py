@@ -442,6 +442,7 @@ class LazyStore:
         self._trouble = RateLimitedLog(log, "connector.store_unavailable")
         self._clock = SystemClock()
         self._lock = threading.Lock()
+        self._opening = threading.Lock()
         self._store: Store | None = None
         self._caches: list[BlockCache] | None = None
         self._models: RecentMap[tuple[Any, ...], Cache] = RecentMap(REMEMBERED_MAX)
@@ -452,8 +453,7 @@ class LazyStore:
             self._open()
         except (Unavailable, Overloaded) as error:
             self._trouble.failed(error)
-            self._opener = threading.Thread(target=self._retry, name="kvstore-opener", daemon=True)
-            self._opener.start()
+            self._open_later(pause_s)
         except KVStoreError:
             self.close()
             raise
@@ -468,6 +468,11 @@ class LazyStore:
     def caches(self) -> list[BlockCache] | None:
         """Returns the caches of the namespaces given, in their order; None until the store has answered once."""
         return self._caches
+
+    def rename(self, namespaces: Iterable[Namespace]) -> None:
+        """Opens the caches of other namespaces in the background; ``caches`` returns the former until then."""
+        self._namespaces = list(namespaces)
+        self._open_later(0.0)
 
     def model(self, engine: str, model: str, attributes: Mapping[str, str], path: str | None = None) -> Cache:
         """Returns the cache of a model's blocks; ``path`` is the folder of its weights, if that is not its name.
@@ -507,24 +512,28 @@ class LazyStore:
             store.close()
 
     def _open(self) -> None:
-        if self._store is None:
-            self._store = self._settings.open()
-        self._caches = [
-            self._store.namespace(each.name, each.layout, each.fingerprint, each.tenant, dict(each.attributes)).blocks
-            for each in self._namespaces
-        ]
+        with self._opening:
+            store = self._store = self._store or self._settings.open()
+            self._caches = [
+                store.namespace(each.name, each.layout, each.fingerprint, each.tenant, dict(each.attributes)).blocks
+                for each in self._namespaces
+            ]
         with suppress(KVStoreError):
             # A warning, because engines show only those of other packages' loggers.
             log.warning("connector.opened %r %s", self._store, _described(self._store, self._namespaces))
 
-    def _retry(self) -> None:
-        while not self._closing.wait(self._pause_s):
+    def _open_later(self, pause_s: float) -> None:
+        self._opener = threading.Thread(target=self._retry, args=(pause_s,), name="kvstore-opener", daemon=True)
+        self._opener.start()
+
+    def _retry(self, pause_s: float) -> None:
+        while not self._closing.wait(pause_s):
+            pause_s = self._pause_s
             try:
                 self._open()
             except KVStoreError as error:
                 self._trouble.failed(error)
                 continue
-            log.warning("connector.store_available")
             if self._closing.is_set():  # while it was opened
                 self.close()
             return

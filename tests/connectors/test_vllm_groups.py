@@ -141,7 +141,7 @@ def test_a_state_that_could_not_be_loaded_is_passed_over(make: Callable[..., Any
     put(half, *ran(half, request, 0, 20, state(1, 71, 20)).stores)
     last = ran(half, request, 20, 20, state(1, 72, 40)).stores
     put(half, *last)
-    half.learn(SimpleNamespace(timed_out=False, failed=set(last[1].keys), digests=set()))
+    half.learn(SimpleNamespace(timed_out=False, failed=set(last[1].keys), namespaces={}))
     again = Request("b", 42)
     half.arrived(again)
     assert matched(half, again) == (20, True)

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
+from kvstore import Layout
 from kvstore.connectors.vllm.blocks import GroupKind, LayerGroups
+from kvstore.core.namespace import Namespace
 from kvstore.core.recency import PRIORITY_DEFAULT, Hints
 from kvstore.format.header import Descent
 from tests.kit.cases import for_each
+from tests.kit.patience import eventually
 from tests.kit.vllm_connector import BLOCK_TOKENS, Blocks, Request, halves, idle, matched, step, store
 
 
@@ -44,9 +47,23 @@ def test_what_could_not_be_loaded_is_stored_again(make: Callable[..., Any]) -> N
     step(half, Request("another", 4), 0, 4)
     # The second of the three blocks was damaged: vLLM computes from there on.
     failed = {request.block_hashes[1] + b"\0"}
-    half.learn(SimpleNamespace(timed_out=False, failed=failed, digests=set()))
+    half.learn(SimpleNamespace(timed_out=False, failed=failed, namespaces={}))
     orders = step(half, request, 4, 18)
     assert [run.blocks for run in orders.stores] == [[(101,), (102,), (103,), (104,)]]
+
+
+def test_what_the_workers_name_their_kv_counts(make: Callable[..., Any]) -> None:
+    from kvstore.connectors.vllm.messages import WorkerReport
+
+    half, request = make(), Request("a", 22)
+    store(half, request, 5)
+    report = WorkerReport(namespaces={0: Namespace.of("as built", Layout(1, 1, 16, "int8", 1))})
+    former = half._store.caches()
+    half.learn(WorkerReport().aggregate(report))
+    eventually(lambda: half._store.caches() is not former, "its namespace is opened")
+    store(half, request, 3)
+    half.arrived(request)
+    assert matched(half, request) == (12, True)
 
 
 def test_a_hole_in_the_store_is_filled_from_what_the_engine_has(make: Callable[..., Any]) -> None:

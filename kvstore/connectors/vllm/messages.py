@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvstore.connectors.vllm.blocks import BlockRange
+from kvstore.core.namespace import Namespace
 
 IDLE_S = 0.005
 """The longest wait in a step that computes nothing: without one, vLLM runs hundreds of such steps while KV is loaded.
@@ -38,14 +39,16 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     failed: set[bytes] = field(default_factory=set)
     """The first key of each load that could not be read."""
     timed_out: bool = False
-    digests: set[tuple[int, bytes]] = field(default_factory=set)
+    namespaces: dict[int, Namespace] = field(default_factory=dict)
+    """The names of these workers' KV by part, in their first report."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Returns both reports in one."""
         assert isinstance(other, WorkerReport)
-        return WorkerReport(self.failed | other.failed, self.timed_out or other.timed_out, self.digests | other.digests)
+        timed_out, namespaces = self.timed_out or other.timed_out, self.namespaces | other.namespaces
+        return WorkerReport(self.failed | other.failed, timed_out, namespaces)
 
     @property
     def is_empty(self) -> bool:
         """True if there is nothing to report."""
-        return not (self.failed or self.timed_out or self.digests)
+        return not (self.failed or self.timed_out or self.namespaces)

@@ -1,7 +1,7 @@
 """Namespaces from vLLM's configuration: everything that must be equal for two engines to share KV.
 
 One namespace per parallel rank, because each rank holds other heads or layers. The scheduler names all of them and a
-worker its own; both get the same names because they use only what both know.
+worker its own. They use only what both know, but a worker's model may have changed its configuration: its name counts.
 """
 
 from __future__ import annotations

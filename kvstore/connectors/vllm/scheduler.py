@@ -160,9 +160,7 @@ class SchedulerHalf:
         self._loads = loads
         self._stores = stores
         self._waits = waits
-        self._is_known = True
-        """False if workers name their KV differently, so that look-ups say nothing."""
-        self._digests = {part: namespace.digest for part, namespace in enumerate(namespaces)}
+        self._namespaces = dict(enumerate(namespaces))
         self._runs = Runs(shape.clusters, shape.hash_tokens)
         self._unit = self._runs.unit
         self._whole = [number for number, each in enumerate(shape.clusters) if each.kind is GroupKind.FULL]
@@ -202,7 +200,7 @@ class SchedulerHalf:
             return self._waits_for(tracked, tracked.adapter), False
         tracked.is_mixed = False
         # An engine that only stores looks whether the store still has what its own cache has.
-        is_asked = self._loads or (self._stores and self._is_known and computed_tokens > 0)
+        is_asked = self._loads or (self._stores and computed_tokens > 0)
         if not is_asked or getattr(request, "skip_reading_prefix_cache", False):
             tracked.stored_tokens = computed_tokens
             return 0, False
@@ -359,14 +357,10 @@ class SchedulerHalf:
         if report.timed_out:
             self._lookups.pause()
         self._avoided.update(dict.fromkeys(report.failed, time.monotonic() + AVOID_S))
-        for part, digest in report.digests:
-            if self._digests.get(part) != digest and self._loads:
-                log.error(
-                    "kvstore: the worker of part %d names its KV differently from the scheduler, so "
-                    "nothing can be loaded; please report this model and command line",
-                    part,
-                )
-                self._loads = self._is_known = False
+        if not report.namespaces.items() <= self._namespaces.items():
+            # Models change the configuration that they are built from, on the workers' copies alone.
+            self._namespaces |= report.namespaces
+            self._store.rename(self._namespaces.values())
 
     def finished(self, request: Any) -> None:
         """Ends a request; its blocks may be reused."""

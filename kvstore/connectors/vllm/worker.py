@@ -289,7 +289,7 @@ class WorkerHalf:
         self._loader: Loader | None = None
         self._storer: Storer | None = None
         self._is_idle = False
-        self._report = WorkerReport(digests={(part, each.digest) for part, each in namespaces.items()})
+        self._report = WorkerReport(namespaces=dict(namespaces))
         self._failed_requests: set[str] = set()
 
     def register(self, kv_caches: dict[str, Any], kv_cache_config: Any) -> None:

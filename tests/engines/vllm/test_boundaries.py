@@ -75,6 +75,23 @@ def test_engines_of_one_and_two_ranks_share_what_either_stored(
         assert (loaded.cached, loaded.tokens) == ([full_blocks(other)], reference["other"].tokens)
 
 
+def test_a_model_that_changes_its_configuration_in_the_workers_loads(workplace: Path) -> None:
+    folder, heads = workplace / "latent", {"num_attention_heads": 4, "num_key_value_heads": 4}
+    config = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": 512, **heads}
+    config |= {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "first_k_dense_replace": 2}
+    yarn = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1024}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**config, "q_lora_rank": None, "rope_scaling": yarn}))
+    root, settings = folder / "root", {"model": str(folder), "load_format": "dummy"}
+    with running_engine(
+        workplace, {**settings, "kv_transfer_config": transfer({"root": str(root)})}, processes=True
+    ) as engine:
+        engine.generate(LONG)
+        wait_stored(root, len(LONG) // 16)  # vLLM chooses the size of blocks itself
+        engine.forget()
+        assert engine.generate(LONG).cached == [full_blocks(LONG)]
+
+
 def long_rope(max_model_len: int) -> dict[str, Any]:
     """vLLM takes the long factors for short prompts too, where ``max_model_len`` is over 1024."""
     factors = {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "original_max_position_embeddings": 1024}
