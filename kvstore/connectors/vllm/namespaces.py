@@ -260,6 +260,8 @@ def _attention(vllm_config: Any) -> str:
     chosen = vllm_config.attention_config
     kinds = sorted(f"{kind}={backend}" for kind, backend in getattr(chosen, "backend_per_kind", {}).items())
     found = [str(current_platform.device_name), str(chosen.backend), *kinds]
+    # Of GPUs the kernel that vLLM chooses depends on this, and a sparse indexer's type is not the cache's.
+    found += [str(current_platform.get_device_capability()), str(getattr(chosen, "indexer_kv_dtype", None))]
     if current_platform.is_cpu():
         flags = ("_is_amx_tile_supported", "_is_avx512_supported")
         found += [platform.machine(), *(f"{flag}={getattr(torch.cpu, flag, lambda: None)()}" for flag in flags)]
