@@ -139,7 +139,10 @@ def test_a_state_that_could_not_be_loaded_is_passed_over(make: Callable[..., Any
     half.arrived(request)
     matched(half, request)
     put(half, *ran(half, request, 0, 20, state(1, 71, 20)).stores)
-    last = ran(half, request, 20, 20, state(1, 72, 40)).stores
+    unknown = request.block_hashes.pop()  # its tokens are still being sampled
+    assert ran(half, request, 20, 20).stores
+    request.block_hashes.append(unknown)
+    last = ran(half, request, 40, 1, state(1, 72, 40)).stores
     put(half, *last)
     half.learn(SimpleNamespace(timed_out=False, failed=set(last[1].keys), namespaces={}))
     again = Request("b", 42)

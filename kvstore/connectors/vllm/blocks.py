@@ -203,10 +203,11 @@ class Runs:
                 runs += self._cut(named, number, tables, (begin, end), needs)
         return runs
 
-    def states(self, named: BlockHashes, offered: Sequence[State], computed: int, end: int) -> list[BlockRange]:
-        """Returns the states that a step brings to a boundary behind ``computed`` tokens and up to ``end``.
+    def states(self, named: BlockHashes, offered: Sequence[State], begin: int, end: int) -> list[BlockRange]:
+        """Returns the states at boundaries behind ``begin`` tokens and up to ``end`` that vLLM offers in a step.
 
-        Which blocks they are in only vLLM knows: their places in the tables change.
+        It offers the state behind a token that was being sampled one step later. Which blocks they are in only vLLM
+        knows: their places in the tables change.
         """
         runs = []
         for number, cluster in enumerate(self.clusters):
@@ -214,7 +215,7 @@ class Runs:
             for boundary in sorted({tokens for tokens, _ in found}):
                 blocks = tuple(found.get((boundary, group), 0) for group in cluster.groups)
                 # It offers what was loaded, too, and what ends within a block.
-                if all(blocks) and computed < boundary <= end and boundary % cluster.block_tokens == 0:
+                if all(blocks) and begin < boundary <= end and boundary % cluster.block_tokens == 0:
                     first = boundary - cluster.block_tokens
                     keys = self.keys(named, number, first, boundary)
                     runs.append(BlockRange(number, keys, [blocks], first // cluster.block_tokens))

@@ -335,7 +335,7 @@ class SchedulerHalf:
             return []
         ends = ReuseBoundaries(request.num_prompt_tokens, tracked.parting, tracked.is_parting)
         runs = self._runs.stores(named, self.manager.get_block_ids(request.request_id), first, done, ends)
-        runs += self._runs.states(named, states, computed, done)
+        runs += self._runs.states(named, states, first, done)
         says = None if self._era else self._describer  # other engines cannot load blocks with this one's keys
         said = [says.descents(request, run) if says else [] for run in runs]
         pairs = zip(runs, said, strict=True)
