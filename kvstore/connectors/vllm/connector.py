@@ -168,6 +168,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             check_heads(self._vllm_config, self._kv_cache_config, kv_caches)
         self._working.register(kv_caches, self._kv_cache_config)
 
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Ends the step before if vLLM did not: on all pipeline stages but the last, if it decodes speculatively."""
+        if self.has_connector_metadata():
+            self.wait_for_save()
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._working.start_loads(self._orders)
 
