@@ -183,6 +183,11 @@ class Pages:
                         tensors = [tensor.chunk(parts, 1)[part] for tensor in tensors]
                     views += [_page_view(name, tensor, block_count) for tensor in tensors]
                     self._groups += [group] * len(tensors)
+        if not views:
+            raise InvalidRequest(
+                "a pipeline stage has no layer of one kind of KV: give each stage layers of every kind, with "
+                "VLLM_PP_LAYER_PARTITION, or start without this connector"
+            )
         self._parts = parts
         self._word = next(word for word in WORDS if all(_is_made_of(word, view) for view in views))
         self._views = [view.view(self._word) for view in views]

@@ -127,10 +127,12 @@ def test_an_engine_may_have_made_another_device_the_default() -> None:
     assert torch.equal(layer[BLOCKS].cpu(), rows.flip(0))
 
 
-def test_heads_that_do_not_lie_together_are_refused() -> None:
+def test_heads_that_do_not_lie_together_and_stages_without_layers_are_refused() -> None:
     layer = torch.zeros((COUNT, 8, 4, 16), dtype=torch.uint8).transpose(1, 2)
     with pytest.raises(InvalidRequest, match="another KV cache layout"):
         Pages([{"a": layer}], COUNT, 2)
+    with pytest.raises(InvalidRequest, match="layers of every kind"):
+        Pages([{}], COUNT)
 
 
 def test_the_engine_may_change_blocks_as_soon_as_they_are_on_their_way(device: str) -> None:
