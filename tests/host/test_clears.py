@@ -76,10 +76,11 @@ def test_a_disk_that_was_away_serves_nothing_of_what_was_cleared(tmp_path: Path)
         assert cache.match(tokens(1)) == cache.get(tokens(1))[0] == store.stats()["disk_entries"] == 0
 
 
-def test_a_clear_beside_a_stopped_collector_names_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "EVICTING_S", 0.0)
-    with kvstore.open(tmp_path) as store, tables.evicting_lock(str(tmp_path)), pytest.raises(Unavailable, match="lock"):
-        store.namespace("model", LAYOUT).clear()
+def test_a_lock_that_stays_taken_is_named(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    with kvstore.open(tmp_path), tables.evicting_lock(folder), pytest.raises(Unavailable, match=r"evicting\.lock"):
+        with tables.evicting_lock(folder, waits=False):
+            pass
 
 
 def test_a_put_that_ends_after_the_listing_of_a_clear_loses_no_parents(
