@@ -82,7 +82,8 @@ static int fill(const kv_chunk *chunk, uint8_t *header, uint64_t size, uint64_t 
         ssize_t got = preadv2(chunk->fd, parts + skipped, 2 - skipped, (off_t)(offset + done), flags);
         if (got < 0 && errno == EINTR) continue;
         if (got < 0) return errno == EAGAIN || errno == EOPNOTSUPP || errno == EINVAL ? KV_BLOCKED : KV_OTHER;
-        if (!got) return KV_CHECK(read_in_full, 0) ? KV_DONE : KV_OTHER;
+        /* Linux 5.9 and 5.10 say 0 in the middle of a file too, unless the read may wait. */
+        if (!got) return KV_CHECK(read_in_full, 0) ? KV_DONE : flags & RWF_NOWAIT ? KV_BLOCKED : KV_OTHER;
         done += (uint64_t)got;
     }
     return KV_DONE;
@@ -356,13 +357,13 @@ static int read_part(const kv_run *run, const kv_chunk *chunk, const uint64_t *t
     uint64_t offset = chunk->header_bytes + first * chunk->section_bytes, payload = kv_payload_bytes(&part);
     if (use_straight && is_aligned(&part)) {
         int status = read_straight(run, &part, NULL, table + first, offset, run->may_wait ? 0 : RWF_NOWAIT);
-        if (status != KV_OTHER) return blocked(run, chunk, status);
+        if (status != KV_OTHER) return status;
     }
     kv_hash hash;
     for (uint64_t at = 0, length; at < payload; at += length) {
         length = kv_piece_bytes(&part, at);
         int status = fill(&part, NULL, length, offset + at, run->may_wait ? 0 : RWF_NOWAIT);
-        if (status != KV_DONE) return blocked(run, chunk, status);
+        if (status != KV_DONE) return status;
         int right = kv_pass(&part, table + first, NULL, &hash, at, length, 1);
         if (!(at ? KV_CHECK(part_later_piece, right) : KV_CHECK(part_first_piece, right))) return KV_OTHER;
     }

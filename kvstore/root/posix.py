@@ -232,12 +232,14 @@ class PosixReader(FileReader):
         return found
 
     def _read_cached(self, pieces: Pieces, offset: int, borrowed: BufferLoan) -> int | None:
-        """Reads cached bytes straight into ``pieces``; None if nothing is cached, 0 at the end."""
+        """Reads cached bytes straight into ``pieces``; None if nothing is cached."""
         if not (self._never_blocks or RWF_NOWAIT):
             return None
         with borrowed.writing():
             try:
-                return os.preadv(self._fd, pieces[:IOV_MAX], offset, 0 if self._never_blocks else RWF_NOWAIT)
+                count = os.preadv(self._fd, pieces[:IOV_MAX], offset, 0 if self._never_blocks else RWF_NOWAIT)
+                # Linux 5.9 and 5.10 say 0 in the middle of a file too: only a read that may block knows its end.
+                return count if count or self._never_blocks else None
             except OSError as cause:
                 # Not cached, or a file system without RWF_NOWAIT (NFS, FUSE): read in a way that may block.
                 if cause.errno in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
@@ -295,17 +297,17 @@ class PosixRoot(Root):
     def __init__(self, path: str | Path, *, step: Callable[[str], None] | None = None, direct: bool = False) -> None:
         self.path = os.path.abspath(path)
         self.url = f"file://{self.path}"
+        mount = mount_of(self.path)
         self.traits = Traits(
             exclusive_publish=True,
             ordered_publish=True,
             touch=True,
-            mapped=True,
+            mapped=mount.type not in FILE_SYSTEMS,  # a file that another host removed would end this process (SIGBUS)
             fenced=True,
             conditional_remove=False,
         )
         self._step = step or (lambda point: None)
         self._format = _content(f"{self.path}/{FORMAT}")
-        mount = mount_of(self.path)
         # Memory has no device to wait for, and tmpfs does not know RWF_NOWAIT.
         self._never_blocks = mount.type in MEMORY_FILE_SYSTEMS
         self._absence = Absence(self.path) if remembers_absence(mount) else None
