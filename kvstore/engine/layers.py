@@ -125,6 +125,10 @@ class LayerRun:
             try:
                 with borrowed.writing():
                     native.library.kv_read_parts(turn.common, at, count, *columns, 2 * layer, sections)
+                # Not while it may write to the caller's memory: this waits where the device's queue is full.
+                for place in np.flatnonzero(items["status"] == native.BLOCKED).tolist():
+                    with suppress(OSError):
+                        os.posix_fadvise(int(items["fd"][place]), 0, 0, os.POSIX_FADV_WILLNEED)
             finally:
                 for place in np.flatnonzero(items["fd"] != self.fds[start:stop]).tolist():
                     native.library.kv_close(turn.at(start + place), 1)
