@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401 - ends after what is registered below, because it is imported before
+import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from os import PathLike, fspath
 from types import TracebackType
 from typing import Any
@@ -45,6 +49,9 @@ from kvstore.tiers.stack import WriteBehind
 _open: WeakSet[WriteBehind] = WeakSet()
 """The queues of chunks put behind, one of each open store of this process."""
 _process = 0
+FLUSH_S = 10.0
+_ended_s = math.inf
+"""When the interpreter began to end."""
 
 
 def flush_at_exit(behind: WriteBehind) -> None:
@@ -65,12 +72,22 @@ def flush_at_exit(behind: WriteBehind) -> None:
 def _flush_all() -> None:
     if _process != os.getpid():
         return
-    began_s = time.monotonic()
+    began_s = min(_ended_s, time.monotonic())
     for behind in list(_open):
         # All of them write concurrently, so together they have the time of one.
         behind.close(time.monotonic() - began_s)
 
 
+def _flush_early() -> None:
+    """Writes what waits while the libraries of object stores can still connect: they need threads for that."""
+    global _ended_s
+    _ended_s = time.monotonic()
+    for behind in list(_open) if _process == os.getpid() else ():
+        behind.flush(max(0.0, _ended_s + FLUSH_S - time.monotonic()))  # no close: other threads may still put
+
+
+with suppress(AttributeError, RuntimeError):  # no public name; what is registered last is called first
+    threading._register_atexit(_flush_early)  # type: ignore[attr-defined]
 atexit.register(_flush_all)  # now, since what is registered while the interpreter ends is not called
 
 
