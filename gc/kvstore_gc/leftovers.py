@@ -136,7 +136,7 @@ class Orphans:
         damaged: set[Name] = set()
         for entry in list(self._root.list(places.QUARANTINE)):
             name = Name(f"{places.QUARANTINE}/{entry.name}")
-            if entry.stat is None or not _is_set_aside(entry.name):
+            if entry.stat is None or not places.is_quarantined(entry.name):
                 continue
             self._site.pause(0)
             if name not in self._damaged and not self._is_damaged(name, done):
@@ -194,13 +194,6 @@ class Orphans:
 
     def _has_key(self, record: StoredPin) -> bool:
         return self._meta.get(self._keys.ref(record.owner, record.id), self._timings.meta_timeout_s) is not None
-
-
-def _is_set_aside(file_name: str) -> bool:
-    """True if ``places.quarantined`` makes such a name. People put other files there."""
-    address, dot, rest = file_name.partition(".")
-    session, other_dot, number = rest.partition(".")
-    return bool(dot and other_dot and parse_id(address) and parse_id(session) and number.isdecimal())
 
 
 def _is_old(entry: FolderEntry, now_s: float, age_s: float) -> bool:

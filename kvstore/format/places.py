@@ -39,6 +39,7 @@ SHARD_BITS_MAX = 16
 NAMESPACE_ID_BYTES = 8
 SWEEP_ID_BYTES = 16
 RUN_ID_BYTES = 8
+SESSION_ID_BYTES = 16
 PIN_ID_BYTES = 16
 SESSION_BYTES = 16
 NUMBER_DIGITS_MAX = 18
@@ -89,6 +90,13 @@ def staged(session: bytes, number: int) -> Name:
 def quarantined(address: Address, session: bytes, number: int) -> Name:
     """Returns the name under which a session sets a damaged file aside; unique, so that it replaces nothing."""
     return Name(f"{QUARANTINE}/{address.hex()}.{session.hex()}.{number}")
+
+
+def is_quarantined(file_name: str) -> bool:
+    """True if ``quarantined`` makes such a name. People put other files there."""
+    address, _, rest = file_name.partition(".")
+    session, _, number = rest.partition(".")
+    return bool(_parse_id(address, ADDRESS_BYTES) and _parse_id(session, SESSION_ID_BYTES) and number.isdecimal())
 
 
 def trash_folder(sweep: bytes) -> Name:

@@ -313,7 +313,7 @@ class _Walk:
         """Lists quarantined files. Repair puts whole ones back and deletes damaged ones."""
         for entry in self._entries(places.QUARANTINE):
             name = Name(f"{places.QUARANTINE}/{entry.name}")
-            if entry.stat is None:
+            if entry.stat is None or not places.is_quarantined(entry.name):
                 self._add(FindingKind.FOREIGN, name)
                 continue
             try:
@@ -447,7 +447,7 @@ class Repairer:
             removed = self._root.remove(name)
             return (Action.REMOVED, f"damaged ({verdict.value})") if removed else (Action.VANISHED, "")
         right = self.right_name(verdict)
-        occupant = self._inspector.look(right)
+        occupant = self._inspector.look(right, thorough=True)
         if isinstance(occupant, Damage) or (occupant is not None and self.right_name(occupant) != right):
             # Publishing would find the name taken, and delete what may be the only copy.
             return Action.QUARANTINED, f"{right} is taken by another file"
