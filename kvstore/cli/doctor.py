@@ -68,9 +68,10 @@ class Diagnosis:
     metavar="JSON|FILE",
     help="The engine's settings for its connector, such as the value of vLLM's --kv-transfer-config.",
 )
+@click.option("--tenant", default="", help="Write as this tenant; with --settings, that of the settings.")
 @access_options
 @json_option
-def doctor(engine: str | None, settings: str | None, access: Access, as_json: bool) -> None:
+def doctor(engine: str | None, settings: str | None, tenant: str, access: Access, as_json: bool) -> None:
     """Check versions, settings and the store, and write, read and delete 1 MiB the way an engine would.
 
     Run it in the engine's environment, with the engine's environment variables. Attach its output to a bug report.
@@ -94,10 +95,10 @@ def doctor(engine: str | None, settings: str | None, access: Access, as_json: bo
     if engine is not None:
         checks += _engine(ENGINES[engine], engine)
     if engine is not None and settings is not None:
-        check, opener = _settings(ENGINES[engine], _read(settings))
+        check, opener, tenant = _settings(ENGINES[engine], _read(settings))
         checks.append(check)
     if opener is not None:
-        checks += _store(opener, prompts=engine in (None, "transformers"), blocks=engine != "transformers")
+        checks += _store(opener, tenant, prompts=engine in (None, "transformers"), blocks=engine != "transformers")
     elif settings is None:
         checks.append(Diagnosis("store", WARNING, "not checked", "name it: --root, --connect, --etcd or --settings"))
     print_rows("checks", [asdict(each) for each in checks], ("check", "result", "found", "advice"), as_json)
@@ -134,8 +135,8 @@ def _engine(engine: EngineSupport, name: str) -> Iterator[Diagnosis]:
         yield Diagnosis("hash seed", WARNING, "PYTHONHASHSEED is not set", advice)
 
 
-def _settings(engine: EngineSupport, given: dict[str, Any]) -> tuple[Diagnosis, Callable[[], Store] | None]:
-    """Returns the check of an engine's settings, and the way to the store that they name."""
+def _settings(engine: EngineSupport, given: dict[str, Any]) -> tuple[Diagnosis, Callable[[], Store] | None, str]:
+    """Returns the check of an engine's settings, the way to the store that they name, and their tenant."""
     for key in NESTED:
         if isinstance(given.get(key), dict):
             given = given[key]
@@ -143,19 +144,19 @@ def _settings(engine: EngineSupport, given: dict[str, Any]) -> tuple[Diagnosis, 
     try:
         kind = getattr(importlib.import_module(module), name)
     except ImportError as missing:
-        return Diagnosis("settings", FAILED, f"not checked: {missing}", "pip install 'kvstore-llm[vllm]'"), None
+        return Diagnosis("settings", FAILED, f"not checked: {missing}", "pip install 'kvstore-llm[vllm]'"), None, ""
     try:
         settings = kind.of(given)
     except InvalidRequest as wrong:
-        return Diagnosis("settings", FAILED, str(wrong), f"docs/{engine.package}.md lists the settings"), None
+        return Diagnosis("settings", FAILED, str(wrong), f"docs/{engine.package}.md lists the settings"), None, ""
     place = f"root {settings.root}" if settings.root else f"worker {settings.connect}"
     if not settings.fingerprint:
         advice = "give the revision of the weights as fingerprint, if the connector cannot read their files"
-        return Diagnosis("settings", WARNING, f"{place}; no fingerprint", advice), settings.open
-    return Diagnosis("settings", GOOD, place), settings.open
+        return Diagnosis("settings", WARNING, f"{place}; no fingerprint", advice), settings.open, settings.tenant
+    return Diagnosis("settings", GOOD, place), settings.open, settings.tenant
 
 
-def _store(opener: Callable[[], Store], *, prompts: bool, blocks: bool) -> Iterator[Diagnosis]:
+def _store(opener: Callable[[], Store], tenant: str, *, prompts: bool, blocks: bool) -> Iterator[Diagnosis]:
     """Opens the store, and writes, reads and deletes bytes."""
     advice = "start the store, or correct its address; kvstore check-root checks a mount, kvstore health workers"
     try:
@@ -171,9 +172,9 @@ def _store(opener: Callable[[], Store], *, prompts: bool, blocks: bool) -> Itera
             return
         yield Diagnosis("store", GOOD, repr(store).strip("<>"))
         if blocks:
-            yield _round_trip("blocks", lambda: _move_block(store))
+            yield _round_trip("blocks", lambda: _move_block(store, tenant))
         if prompts:
-            yield _round_trip("prompts", lambda: _move_prompt(store))
+            yield _round_trip("prompts", lambda: _move_prompt(store, tenant))
 
 
 def _round_trip(what: str, move: Callable[[], bool]) -> Diagnosis:
@@ -187,10 +188,10 @@ def _round_trip(what: str, move: Callable[[], bool]) -> Diagnosis:
     return Diagnosis(name, GOOD, f"{size(BLOCK_BYTES)} written, read and compared")
 
 
-def _move_block(store: Store) -> bool:
+def _move_block(store: Store, tenant: str) -> bool:
     from kvstore.core.layout import Layout
 
-    cache = store.namespace(f"{NAMESPACE}-blocks", Layout(1, 1, 1, "int8", 1))
+    cache = store.namespace(f"{NAMESPACE}-blocks", Layout(1, 1, 1, "int8", 1), tenant=tenant)
     key, block, out = os.urandom(32), os.urandom(BLOCK_BYTES), bytearray(BLOCK_BYTES)
     try:
         stored = cache.blocks.put([key], [block], write="through") == [True]
@@ -200,7 +201,7 @@ def _move_block(store: Store) -> bool:
             cache.clear()
 
 
-def _move_prompt(store: Store) -> bool:
+def _move_prompt(store: Store, tenant: str) -> bool:
     import numpy as np
 
     from kvstore.core.layout import Layout
@@ -208,7 +209,7 @@ def _move_prompt(store: Store) -> bool:
     layout = Layout(layers=2, kv_heads=4, head_dim=64, dtype="float16", chunk_tokens=64)
     tokens = np.frombuffer(os.urandom(4 * BLOCK_BYTES // (layout.chunk_bytes // 64)), np.uint32)
     kv = np.frombuffer(os.urandom(BLOCK_BYTES), np.float16).reshape(layout.shape(len(tokens)))
-    cache = store.namespace(f"{NAMESPACE}-prompts", layout)
+    cache = store.namespace(f"{NAMESPACE}-prompts", layout, tenant=tenant)
     try:
         stored = cache.put(tokens, kv, write="through").tokens_present
         count, found = cache.get(tokens)
