@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from kvstore.census.selection import Selection
 from kvstore.cli.options import argument, option, takes
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 def local_path(url: str) -> str | None:
     """The absolute path of a root that is a folder; None for any other URL."""
-    path = url.removeprefix("file://") if url.startswith("file://") else url
+    path = unquote(url.removeprefix("file://").removeprefix("localhost")) if url.startswith("file://") else url
     return None if "://" in path else os.path.abspath(os.path.expanduser(path))
 
 

@@ -53,6 +53,7 @@ COUNTED_LOOK_S = 0.1
 WATCH_S = 0.5
 WORKER_STOP_S = 30.0
 """How long a worker may take after its drain. After 25 s it ends itself and logs why."""
+BESIDE_AGAIN_S = 5.0
 ETCD_AGAIN_S = 5.0
 """Time between two attempts to start an etcd that ended."""
 SHORT_LIFE_S = 10.0
@@ -414,9 +415,12 @@ class Supervisor:
             if server is not None and not server.running:
                 self._start_etcd(server)
             for program in self._others:
-                if not program.running:
+                if not program.running and time.monotonic() >= program.started_s + BESIDE_AGAIN_S:
                     log.error("up.%s_ended exit_code=%s: starting it again", program.name, program.exit_code)
-                    program.start()
+                    try:
+                        program.start()
+                    except Unavailable as error:  # the workers serve without it
+                        log.error("up.%s_failed %s; trying again in %g s", program.name, error, BESIDE_AGAIN_S)
             for number, worker in enumerate(self._workers):
                 if not worker.program.running and not worker.is_drained:
                     self._again(number, worker)
