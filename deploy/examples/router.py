@@ -3,11 +3,11 @@
     python deploy/examples/router.py --listen 127.0.0.1:8000 \
         --engine http://127.0.0.1:8001=tcp://127.0.0.1:5557,tcp://127.0.0.1:5558 \
         --engine http://127.0.0.1:8002=tcp://127.0.0.1:5559,tcp://127.0.0.1:5560 \
-        --store tcp://127.0.0.1:5561,tcp://127.0.0.1:5562
+        --store tcp://127.0.0.1:5561,tcp://127.0.0.1:5562,kv@kvstore@MODEL
 
 Each engine is its URL, and the endpoint and the replay endpoint of its KV events (``--kv-events-config``). They count
-for that engine alone. Those of the store are published by ``kvstore events`` (docs/events.md). They count for all
-engines, because all can load those blocks.
+for that engine alone. Those of the store are published by ``kvstore events`` (docs/events.md), under a topic for each
+model. They count for all engines, because all can load those blocks.
 Needs pyzmq and msgspec. An example to read: it has no TLS, no health checks and no retries.
 """
 
@@ -112,12 +112,15 @@ class Scorer:
         return own + STORED_WORTH * pool - REQUEST_COST * self._busy[engine]
 
 
-def follow(scorer: Scorer, engine: str, publish: str, replay: str) -> None:
-    """Feeds an engine's events to the scorer, for ever. What was missed is asked for, as vLLM's example does."""
+def follow(scorer: Scorer, engine: str, publish: str, replay: str, topic: str = "") -> None:
+    """Feeds an engine's events to the scorer, for ever. What was missed is asked for, as vLLM's example does.
+
+    Each topic has numbers of its own, so follow one.
+    """
     context: zmq.Context[Any] = zmq.Context.instance()
     subscriber = context.socket(zmq.SUB)
     subscriber.connect(publish)
-    subscriber.subscribe(b"")
+    subscriber.subscribe(topic.encode())
     heard = 0
     while True:
         _, number, payload = subscriber.recv_multipart()
@@ -125,19 +128,19 @@ def follow(scorer: Scorer, engine: str, publish: str, replay: str) -> None:
         if seq < heard:  # the engine was started again
             scorer.apply(engine, [{"type": "AllBlocksCleared"}])
             heard = 0
-        missed = replayed(context, replay, heard) if seq > heard else []
+        missed = replayed(context, replay, heard, topic) if seq > heard else []
         for batch in [payload] if not missed else [body for at, body in missed if at <= seq]:
             scorer.apply(engine, msgspec.msgpack.decode(batch)[1])
         heard = seq + 1
 
 
-def replayed(context: zmq.Context[Any], endpoint: str, first: int) -> list[tuple[int, bytes]]:
+def replayed(context: zmq.Context[Any], endpoint: str, first: int, topic: str) -> list[tuple[int, bytes]]:
     """Returns the batches from ``first`` on that the engine still has, with their numbers."""
     found: list[tuple[int, bytes]] = []
     with context.socket(zmq.DEALER) as asking:
         asking.linger = 0
         asking.connect(endpoint)
-        asking.send_multipart([b"", first.to_bytes(8, "big")])
+        asking.send_multipart([b"", first.to_bytes(8, "big"), *([topic.encode()] if topic else [])])
         while asking.poll(TIMEOUT_MS):
             number, payload = asking.recv_multipart()[-2:]
             if (at := int.from_bytes(number, "big")) == END:
@@ -193,12 +196,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Route requests to vLLM servers by their KV events.")
     parser.add_argument("--listen", default="127.0.0.1:8000")
     parser.add_argument("--engine", action="append", required=True, metavar="URL=EVENTS,REPLAY")
-    parser.add_argument("--store", required=True, metavar="EVENTS,REPLAY")
+    parser.add_argument("--store", required=True, metavar="EVENTS,REPLAY[,TOPIC]")
     given = parser.parse_args()
     engines = {url: ends.split(",") for url, _, ends in (each.rpartition("=") for each in given.engine)}
     scorer = Scorer(engines)
-    for url, (publish, replay) in {**engines, STORE: given.store.split(",")}.items():
-        threading.Thread(target=follow, args=(scorer, url, publish, replay), daemon=True).start()
+    for url, ends in {**engines, STORE: given.store.split(",")}.items():
+        threading.Thread(target=follow, args=(scorer, url, *ends), daemon=True).start()
     host, _, port = given.listen.rpartition(":")
     with server(scorer, host, int(port)) as serving:
         sys.stdout.write(f"ready http={host}:{serving.server_address[1]}\n")
