@@ -121,17 +121,21 @@ def follow(scorer: Scorer, engine: str, publish: str, replay: str, topic: str = 
     subscriber = context.socket(zmq.SUB)
     subscriber.connect(publish)
     subscriber.subscribe(topic.encode())
-    heard = 0
+    heard, before = 0, -1
     while True:
-        _, number, payload = subscriber.recv_multipart()
+        name, number, payload = subscriber.recv_multipart()
+        if topic and name != topic.encode():
+            continue  # a subscription takes all topics that begin with it
         seq = int.from_bytes(number, "big")
-        if seq < heard:  # the engine was started again
+        if seq <= before:  # the engine was started again
             scorer.apply(engine, [{"type": "AllBlocksCleared"}])
             heard = 0
+        before = seq
         missed = replayed(context, replay, heard, topic) if seq > heard else []
-        for batch in [payload] if not missed else [body for at, body in missed if at <= seq]:
+        # A snapshot counts as a whole, with what was published on its way: that comes here too, and is passed over.
+        for at, batch in missed or ([(seq, payload)] if seq >= heard else []):
             scorer.apply(engine, msgspec.msgpack.decode(batch)[1])
-        heard = seq + 1
+            heard = at + 1
 
 
 def replayed(context: zmq.Context[Any], endpoint: str, first: int, topic: str) -> list[tuple[int, bytes]]:
@@ -196,7 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Route requests to vLLM servers by their KV events.")
     parser.add_argument("--listen", default="127.0.0.1:8000")
     parser.add_argument("--engine", action="append", required=True, metavar="URL=EVENTS,REPLAY")
-    parser.add_argument("--store", required=True, metavar="EVENTS,REPLAY[,TOPIC]")
+    parser.add_argument("--store", required=True, metavar="EVENTS,REPLAY,TOPIC")
     given = parser.parse_args()
     engines = {url: ends.split(",") for url, _, ends in (each.rpartition("=") for each in given.engine)}
     scorer = Scorer(engines)

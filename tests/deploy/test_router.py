@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import threading
 import urllib.request
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from kvstore.events.stream import EventBatch, Sockets, encoded, ended
 from tests.deploy.examples import answering
-from tests.engines.events.publisher import Publisher
+from tests.engines.events.publisher import CLEARED, Publisher
 from tests.kit.patience import PATIENCE_S, eventually
 from tests.kit.programs import load_program
 
@@ -111,3 +113,17 @@ def test_requests_go_to_the_engine_whose_events_it_heard_and_lost_ones_are_asked
                 with urllib.request.urlopen(router.post(f"{url}/v1/completions", asked), timeout=PATIENCE_S) as answer:
                     assert (answer.headers["X-Engine"], answer.read()) == (two, asked)
     assert not +scorer._busy
+
+
+def test_one_topic_is_followed_and_a_whole_snapshot_counts() -> None:
+    topic, seq = "kv@kvstore@m", 0
+    first, second = stored(list(range(3 * BLOCK)), "STORAGE"), stored([7] * 2 * BLOCK, "STORAGE")
+    with closing(Sockets("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")) as sockets:
+        scorer, ends = router.Scorer(ENGINES), (sockets.publish, sockets.replay, topic)
+        threading.Thread(target=router.follow, args=(scorer, router.STORE, *ends), daemon=True).start()
+        while not (asked := [each for each in sockets.requests(0.05) if each.topic == topic]):
+            sockets.send(topic, EventBatch(seq := seq + 1, encoded([], 0)))
+        sockets.reply(asked[0].client, [EventBatch(1001, encoded([CLEARED, first], 0)), ended()])
+        for name, number, events in ((f"{topic}2", 1, [CLEARED]), (topic, 1001, []), (topic, 1002, [second])):
+            sockets.send(name, EventBatch(number, encoded(events, 0)))
+        eventually(lambda: len(scorer.indexes[router.STORE].held) == 5)
