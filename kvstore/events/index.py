@@ -23,7 +23,16 @@ from kvstore.errors import InvalidRequest, KVStoreError, RootMismatch
 from kvstore.events.inventory import Difference, EventBlock, IndexEntry, NamespaceIndex
 from kvstore.events.limits import EventLimits
 from kvstore.format import places
-from kvstore.format.header import FIXED_BYTES, PAGE_BYTES, Damaged, Descent, IdentityKind, decode_any
+from kvstore.format.header import (
+    FIXED_BYTES,
+    PAGE_BYTES,
+    Damage,
+    Damaged,
+    Descent,
+    IdentityKind,
+    decode_any,
+    is_encrypted,
+)
 from kvstore.meta.keys import Keys, part_of
 from kvstore.meta.store import KeyValue, MetadataStore, Watch, WatchLost
 from kvstore.meta.sweeps import Condemned
@@ -247,13 +256,10 @@ class DescentExtra(msgspec.Struct):
 
 
 def claimed(namespace: Namespace, address: Address, prefix: bytes) -> EventBlock | None:
-    """Returns what a file that begins with ``prefix`` says; None if it is not this block, or cannot be published."""
-    try:
-        header = decode_any(prefix)
-    except Damaged:
-        return None
+    """Returns what a file that begins with ``prefix`` says; None if it cannot be published. Raises Damaged."""
+    header = decode_any(prefix)
     if header.kind is not IdentityKind.BLOCK or (header.address, header.namespace) != (address, namespace.digest):
-        return None
+        raise Damaged(Damage.IDENTITY)
     descent, key = Descent.unpack(header.descent), header.identity
     if descent is None or not key or block_address(namespace, key) != address or descent.hash_bytes > len(key):
         return None
@@ -292,23 +298,25 @@ FILES_MAX = 512
 
 
 def read_block(root: Root, shard_bits: int, namespace: Namespace, address: Address) -> EventBlock | None:
-    """Returns what the file of a chunk says; None if it is gone, does not match its name, or cannot be published.
+    """Returns what the file of a chunk says; None if it cannot be published: it is encrypted, or has no descent.
 
-    Encrypted and corrupt files cannot, nor blocks without a descent. Raises the root's errors.
+    Raises Damaged if it is gone or does not match its name, and the root's errors.
     """
     size = max(FIXED_BYTES + 4 * namespace.layout.chunk_tokens, 2 * PAGE_BYTES)
     seen = root.look(places.chunk(address, namespace.id, shard_bits), size)
     fixed = None if seen is None else read_fixed(seen.prefix)
     if seen is None or fixed is None:
+        raise Damaged(Damage.MAGIC)
+    if is_encrypted(seen.prefix):
         return None
     if fixed.kind is IdentityKind.BLOCK:
         return claimed(namespace, address, seen.prefix)
     tokens = seen.prefix[FIXED_BYTES : FIXED_BYTES + 4 * namespace.layout.chunk_tokens]
     if len(tokens) != 4 * namespace.layout.chunk_tokens:
-        return None
+        raise Damaged(Damage.SIZE)
     is_first = fixed.parent == NO_PARENT
     if chunk_address(namespace.digest, fixed.parent, tokens) != address or is_first != (fixed.depth == 0):
-        return None
+        raise Damaged(Damage.IDENTITY)
     parent_hash = None if is_first else _number(fixed.parent)
     return EventBlock(address, fixed.parent, fixed.depth, tokens, _number(address), parent_hash)
 
@@ -331,7 +339,7 @@ class Model:
     unknown: deque[IndexEntry] = field(default_factory=deque)
     """Entries whose files are still to be read."""
     failed: list[IndexEntry] = field(default_factory=list)
-    """Entries whose files could not be read; they are tried again at ``retry_s``."""
+    """Entries whose files were gone, damaged or could not be read; they are tried again at ``retry_s``."""
     retry_s: float = NEVER_S
 
 
@@ -501,13 +509,17 @@ class RootIndex:
                 model.inventory.retry(model.failed)
                 model.failed = []
             model.unknown += model.inventory.unknown()
-        read = list[tuple[IndexEntry, EventBlock | None]]()
+        read = list[tuple[IndexEntry, EventBlock]]()
         for _ in range(min(FILES_MAX, len(model.unknown))):
             entry = model.unknown.popleft()
+            if not entry.is_present:
+                continue
             try:
-                read.append((entry, read_block(self._root, self._shard_bits, model.namespace, entry.address)))
-            except KVStoreError as error:
-                self._error = self._error or error
+                block = read_block(self._root, self._shard_bits, model.namespace, entry.address)
+                read += [] if block is None else [(entry, block)]
+            except (KVStoreError, Damaged) as error:
+                if not isinstance(error, Damaged):  # another file may take its name before the next listing
+                    self._error = self._error or error
                 if not model.failed:
                     model.retry_s = now_s + self._limits.retry_s
                 model.failed.append(entry)
@@ -515,7 +527,4 @@ class RootIndex:
                     break
         with self.lock:
             for entry, block in read:
-                if block is None:
-                    entry.is_odd = True
-                else:
-                    model.inventory.learn(entry, block)
+                model.inventory.learn(entry, block)

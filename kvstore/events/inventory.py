@@ -42,9 +42,7 @@ class EventBlock:
 class IndexEntry:
     """The state of one address: a file of the root, or the parent of some."""
 
-    __slots__ = (
-        *("address", "block", "children", "is_condemned", "is_odd", "is_present", "is_published", "parent", "path"),
-    )
+    __slots__ = ("address", "block", "children", "is_condemned", "is_present", "is_published", "parent", "path")
 
     def __init__(self, address: Address) -> None:
         self.address = address
@@ -55,8 +53,6 @@ class IndexEntry:
         self.path: Address | None = None
         """The address that a chunk with its tokens behind the same prefix has, by which prompts find it."""
         self.is_present = self.is_condemned = self.is_published = False
-        self.is_odd = False
-        """True if its file does not match its name, or says nothing that can be published."""
 
     @property
     def is_readable(self) -> bool:
@@ -103,7 +99,7 @@ class NamespaceIndex:
         there = set(addresses)
         for entry in self._shards.get(shard, {}).values():
             if entry.is_present and entry.address not in there:
-                entry.is_present = entry.is_odd = False
+                entry.is_present = False
                 self._touched[entry] = None
             if entry.is_condemned:
                 entry.is_condemned = False
@@ -124,7 +120,7 @@ class NamespaceIndex:
     def unknown(self) -> list[IndexEntry]:
         """Returns entries whose files have to be read; each is returned once."""
         unknown, self._unknown = self._unknown, []
-        return [each for each in unknown if each.is_present and each.block is None and not each.is_odd]
+        return [each for each in unknown if each.is_present and each.block is None]
 
     def learn(self, entry: IndexEntry, block: EventBlock) -> None:
         """Notes what a file says. It holds for as long as the file is there."""

@@ -491,6 +491,11 @@ def is_encoded(prefix: ReadBuffer) -> bool:
     return bytes(prefix[:10]) == MAGIC + VERSION_2.to_bytes(2, "little")
 
 
+def is_encrypted(prefix: ReadBuffer) -> bool:
+    """True if a file that begins with ``prefix``, of at least 128 bytes, says that it is encrypted."""
+    return is_encoded(prefix) and bool(_FIXED.unpack_from(prefix)[5] & Encoding.ENCRYPTED)
+
+
 def encoded_header_bytes(identity_bytes: int, section_count: int) -> int:
     """Returns the size of a header of version 2."""
     used = _table_at(identity_bytes, section_count) + _ENTRY_BYTES * section_count + _SUM.size

@@ -136,6 +136,13 @@ def test_a_damaged_chunk_is_taken_back_once_its_folder_was_listed(clustered: Clu
     put(node, chain)
     following.catch_up()
     assert following.heard == addresses(chain.addresses)
+    _damage(clustered, chain.addresses[1], 0)
+    late = Following(clustered)
+    late.catch_up()
+    assert late.heard == addresses(chain.addresses[:1])
+    clustered.root.remove(clustered.name(chain.addresses[1])), put(node, chain)
+    late.catch_up()
+    assert late.heard == addresses(chain.addresses), "no listing found its folder without it"
 
 
 def test_only_wanted_namespaces_are_told(clustered: Cluster) -> None:
@@ -234,14 +241,14 @@ def _readable(node: ClusterMember, chain: ChunkKeys) -> int:
     return Store(LocalTransport(node)).namespace(SPACE.name, TINY).get(chain.tokens)[0] // TINY.chunk_tokens
 
 
-def _damage(made: Cluster, address: Address) -> None:
+def _damage(made: Cluster, address: Address, at: int = -1) -> None:
     root, name = made.root, made.name(address)
     seen = root.look(name, 1 << 20)
     assert seen is not None
     root.remove(name)
     staged = places.staged(bytes(16), 1)
     content = bytearray(seen.prefix)
-    content[-1] ^= 1
+    content[at] ^= 1
     root.stage(staged, [memoryview(content)], stamp_ns=seen.stat.mtime_ns, durable=False)
     root.publish(staged, name, durable=False)
 
