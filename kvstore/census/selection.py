@@ -83,7 +83,7 @@ class ClearOrder:
 
     @property
     def name(self) -> str:
-        """The same for no two orders: nobody issues two at one moment."""
+        """A digest of the order. No two orders have the same: none are issued at the same moment."""
         return blake2b(self.to_json(), digest_size=16).hexdigest()
 
     def means(self, namespace: NamespaceDigest | NamespaceId) -> bool:

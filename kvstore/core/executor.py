@@ -105,7 +105,7 @@ class IndexedWork:
                 self._runners -= 1
                 if not self._runners and (self._stopped or self._next >= self._count):
                     # The work refers to the caller's memory, and often to us: no such reference may outlive the call.
-                    self._work = bool
+                    self._work = lambda _: False
                     self.ended.set()
 
     def _take(self) -> int | None:

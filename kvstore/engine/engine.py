@@ -380,8 +380,8 @@ class Engine:
         self.known.clear()
 
     def obey(self, new: Sequence[ClearOrder], orders: Sequence[ClearOrder]) -> bool:
-        """Drops from memory and disk what ``new`` orders to clear name, and lets nothing back in that any of ``orders``
-        does (rule P5); what is known to be present is forgotten. False where that is not done yet: call again.
+        """Drops what ``new`` orders to clear name from memory and disk, and keeps out what any of ``orders`` names
+        (rule P5); what is known to be present is forgotten. False where that is not done yet: call again.
         """
         self.known.clear()
         is_done = self.tiers is None or self.tiers.drop_ordered(new, ClearOrder.of_all(orders))

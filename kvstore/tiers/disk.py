@@ -48,7 +48,7 @@ FORMAT_NAME = "kvstore-disk"
 """The name in ``FORMAT``. It keeps this folder from being opened as a root, and this module refuses other names."""
 VERSION = 1
 RECORD = "record"
-"""Says of which root the files are, and which orders to clear left none: what it does not cover is not taken in."""
+"""Names the root of the files and the clears that were carried out here. Without it no file is taken in."""
 SHARD_BITS = 8
 LOCK = "lock"
 

@@ -23,7 +23,7 @@ CACHE = SOURCE / ".cache" / "guide"
 TOOLS = ("debootstrap", "systemd-nspawn", "nsenter", "ip")
 PACKAGES = "systemd,systemd-sysv,dbus,python3,python3-venv,gcc,libc6-dev,openssl,curl,etcd-server,etcd-client,iproute2"
 NETWORK = "10.77.0"
-BOOT_S = 300.0
+BOOT_S = 60.0
 STOP_S = 20.0
 _MARK = "block-ended"
 

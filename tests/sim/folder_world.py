@@ -276,8 +276,8 @@ class FolderWorld:
     def _kill(self) -> None:
         victim = self.kernel.source.choice(self.programs)
         self._excused |= victim.putting
-        # Its files may be linked and not counted yet, or their reservation given back and still in its table.
-        self._slack_bytes += max(map(len, self.chains)) * FILE_BYTES if victim.putting else 0
+        # Each of its threads may have linked a file that it did not count yet.
+        self._slack_bytes += self.limits.io_threads * FILE_BYTES if victim.putting else 0
         self._killed(victim.process)
         self.programs.remove(victim)
         self.programs.append(self._program())
