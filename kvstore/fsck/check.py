@@ -211,7 +211,7 @@ def fsck(
     )
     repairer = Repairer(root, identity.shard_bits, inspector, RandomIds().fresh())
     report = FsckReport(options.findings_max)
-    walk = _Walk(report, root, options, inspector, repairer, clock.now_s(), found, progress)
+    walk = _Walk(report, root, options, inspector, repairer, clock, clock.now_s(), found, progress)
     walk.top()
     walk.namespaces()
     walk.chunks()
@@ -230,7 +230,8 @@ class _Walk:
     options: Options
     inspector: Inspector
     repairer: Repairer
-    now_s: float
+    clock: Clock
+    began_s: float
     found: Callable[[Finding], object]
     progress: Callable[[int], object]
     recorded: set[NamespaceId] = field(default_factory=set)
@@ -282,7 +283,7 @@ class _Walk:
 
     def staging(self) -> None:
         """Finds what dead sessions left: staged files, and their folders."""
-        live, now_s = self.options.live_sessions, self.now_s
+        live = self.options.live_sessions
         for folder in self._entries(places.STAGING):
             name = Name(f"{places.STAGING}/{folder.name}")
             session = parse_id(folder.name)
@@ -300,8 +301,8 @@ class _Walk:
                     continue
                 detail = f"{entry.stat.size_bytes} bytes"
                 mtime_ns = entry.stat.mtime_ns
-                is_old = now_s - mtime_ns / NS_PER_S >= wanted_age_s or was_never_stamped(mtime_ns, now_s)
-                if is_old:
+                is_old = self.began_s - mtime_ns / NS_PER_S >= wanted_age_s
+                if is_old or was_never_stamped(mtime_ns, self.clock.now_s()):  # a check may take days
                     self._add(FindingKind.ORPHAN_STAGING, file, detail, partial(self.repairer.remove, file))
                 else:
                     young = True  # perhaps a put in progress
