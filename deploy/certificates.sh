@@ -69,8 +69,9 @@ issue() {
     key "$folder/$2/tls.key.new"
     openssl req -new -key "$folder/$2/tls.key.new" -subj "/CN=$2" |
         openssl x509 -req -CA "$folder/$1.crt" -CAkey "$folder/$1.key" -set_serial "0x$(openssl rand -hex 16)" \
-            -days "$days" -extfile "$extensions" -out "$folder/$2/tls.crt.new" 2>/dev/null
-    rm -f "$extensions"
+            -days "$days" -extfile "$extensions" -out "$folder/$2/tls.crt.new" 2>"$extensions.said" ||
+        { cat "$extensions.said" >&2; rm -f "$extensions" "$extensions.said"; exit 1; }
+    rm -f "$extensions" "$extensions.said"
     cp "$folder/$1.crt" "$folder/$2/ca.crt"
     mv "$folder/$2/tls.key.new" "$folder/$2/tls.key"
     mv "$folder/$2/tls.crt.new" "$folder/$2/tls.crt"
