@@ -109,9 +109,8 @@ class ClearOrder:
 
     @classmethod
     def of_all(cls, orders: Collection[ClearOrder]) -> ClearOrder:
-        """One order for several."""
-        namespaces = frozenset[NamespaceId]().union(*(each.namespaces for each in orders))
-        return cls(namespaces, max((each.issued_s for each in orders), default=0.0))
+        """What several mean together."""
+        return cls(frozenset[NamespaceId]().union(*(each.namespaces for each in orders)))
 
 
 def checked_selection(value: object) -> Selection:

@@ -60,7 +60,7 @@ class Prefetcher:
                 if found < stop - at:
                     # If room is scarce, later chunks may have taken it: try once more, one after the other.
                     found += self._bring(chain, at + found, stop, 1, operation)
-                if not found and memory.is_coming(chain, at):
+                if not found and memory.is_taken(chain, at):
                     operation.pause(PAUSE_S)
                 elif not found:
                     break  # there is no room for more, or the root lost it

@@ -350,6 +350,10 @@ class DiskTier:
         self._refused: set[NamespaceId] = set()
         """Until then: files of these namespaces are not taken in."""
         self._refuses_all = False
+        self._unread: set[NamespaceId] = set()
+        """Those of files that could be neither taken in nor removed."""
+        self._known: set[str] | None = None
+        """The orders that were carried out here before the start; None: unknown."""
         self._obeyed: set[str] = set()
         """The names of the orders to clear that were carried out here."""
         self._unsettled = 0
@@ -365,6 +369,7 @@ class DiskTier:
         self._root = self._folder.open()
         with suppress(OSError):
             self._room.block_bytes = os.statvfs(self._folder.path).f_frsize
+        self._known = self._recorded()  # now: a clear removes the record while it removes files
         self._is_open = True
 
     def refill(self, cleared: Sequence[ClearOrder] = ()) -> None:
@@ -431,8 +436,7 @@ class DiskTier:
     def retire(self, wanted: KeySet, count: int) -> None:
         """Makes those of the first ``count`` chunks that are here the first to go, until they are read again."""
         with self._changed:
-            entries = [self._inventory.find(address) for address in wanted.addresses[:count]]
-            self._inventory.retire(entry for entry in entries if entry is not None)
+            self._inventory.retire(wanted.addresses[:count])
 
     def drop(self, address: Address) -> bool:
         with self._inside() as is_open:
@@ -461,9 +465,8 @@ class DiskTier:
             if not self._is_whole:
                 self._refused |= meant.namespaces  # before the entries are listed: the refill checks each file
             entries = self._inventory.entries()
-            self._unsettled += 1
+            self._unsettled += 1 + bool(meant.namespaces & self._unread)
             self._users_count += 1
-        self._keep_record()
         dropped: list[TierEntry] = []
         for start in range(0, len(entries), DROP_COUNT):
             with self._changed:
@@ -473,12 +476,16 @@ class DiskTier:
                             self._inventory.refer(entry)
                             dropped.append(entry)
                         self._inventory.drop(entry)
-        names = {order.name for order in orders}
-        threading.Thread(target=self._remove_all, args=(dropped, names), name="kvstore-disk-clear", daemon=True).start()
+        remove = partial(self._remove_all, dropped, {order.name for order in orders})
+        try:
+            threading.Thread(target=remove, name="kvstore-disk-clear", daemon=True).start()
+        except RuntimeError:  # no more threads
+            remove()
 
     def _remove_all(self, dropped: Sequence[TierEntry], names: set[str]) -> None:
         """Removes the files of cleared chunks, until the tier is closed."""
         try:
+            self._keep_record()
             left_count = sum(not self._is_open or not self._remove_files(entry, name_of(entry)) for entry in dropped)
             if not left_count:
                 with self._changed:
@@ -519,7 +526,7 @@ class DiskTier:
 
         An error of a listing ends it: then nothing is written until the next start.
         """
-        known, names, is_certain = self._recorded(), {order.name for order in cleared}, True
+        known, names, is_certain = self._known, {order.name for order in cleared}, True
         with self._changed:
             self._refuses_all = known is None
             for order in cleared:
@@ -552,7 +559,7 @@ class DiskTier:
         return [entry.name for entry in self._root.list(folder)] if self._is_open else []
 
     def _take(self, inspector: Inspector, name: Name, file_name: str, stat: Stat) -> bool:
-        """Takes in a file, or removes it; False if it could do neither."""
+        """Takes in a file, or removes it; False if it has to go, and stays."""
         chunk = places.parse_chunk(file_name)
         try:
             if chunk is not None and places.chunk(*chunk, SHARD_BITS) == name:
@@ -563,10 +570,12 @@ class DiskTier:
                         return True
             self._root.remove(name)
         except KVStoreError as error:
+            self._failed(self._reads, error)
             with self._changed:
                 self._room.held_bytes += self._room.charge(stat.size_bytes)
-            self._failed(self._reads, error)
-            return False
+                if chunk is not None:
+                    self._unread.add(chunk[1])
+                    return not self._refuses_all and chunk[1] not in self._refused
         return True
 
     def _admit(self, found: DiskFile, header: Header) -> bool:
@@ -689,7 +698,7 @@ class DiskTier:
 
     def _add(self, place: ChunkIdentity, image: memoryview, hints: Hints) -> bool:
         header = _header_of(place, image)
-        if header is None or self._standing.means(header.namespace):
+        if header is None:
             return False
         pieces = self._encodings.pieces_of_image(header, image)
         if pieces is None:
@@ -702,8 +711,9 @@ class DiskTier:
             return False
         with self._changed:
             # Without room for it, never evict: no file would be removed.
-            has_room = self._room.charge(size_bytes) <= self._room.free_bytes
-            claimed = self._inventory.claim(place, size_bytes, self._clock.now_s(), hints) if has_room else None
+            may_come = self._room.charge(size_bytes) <= self._room.free_bytes
+            may_come = may_come and not self._standing.means(header.namespace)  # an order may have come meanwhile
+            claimed = self._inventory.claim(place, size_bytes, self._clock.now_s(), hints) if may_come else None
         if claimed is None:
             return False
         staged = places.staged(self._session, next(self._numbers))

@@ -468,10 +468,10 @@ class TierInventory:
             if is_worth_more or entry.ticket:
                 self._queues.moved(entry)
 
-    def retire(self, entries: Iterable[TierEntry]) -> None:
+    def retire(self, addresses: Iterable[Address]) -> None:
         """Makes these the first to go when room is needed, until they are used again. Drops nothing."""
-        for entry in entries:
-            if not (entry.is_gone or entry.is_retired):
+        for entry in map(self.find, addresses):
+            if entry is not None and not entry.is_retired:
                 entry.is_retired = True
                 self._queues.moved(entry)
 

@@ -294,13 +294,7 @@ class MemoryTier:
     def retire(self, wanted: KeySet, count: int) -> None:
         """Makes those of the first ``count`` chunks that are here the first to go, until they are used again."""
         with self._lock:
-            entries = [self._inventory.find(address) for address in wanted.addresses[:count]]
-            self._inventory.retire(entry for entry in entries if entry is not None)
-
-    def is_coming(self, wanted: KeySet, index: int) -> bool:
-        """True if a thread is bringing a chunk here at this moment."""
-        with self._lock:
-            return wanted.addresses[index] in self._filling
+            self._inventory.retire(wanted.addresses[:count])
 
     def is_taken(self, wanted: KeySet, index: int) -> bool:
         """True if a chunk of this size is here or being brought: a claim of it fails then, even if there is room."""

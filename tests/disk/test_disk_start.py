@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.census.selection import ClearOrder
 from kvstore.core.clock import RandomIds, SystemClock
 from kvstore.core.metrics import Counters
 from kvstore.core.recency import Hints
@@ -115,13 +116,31 @@ def test_what_a_clear_could_not_remove_is_not_taken_in(folder: Path) -> None:
         assert not disk.tier.leading(chain_of(0), 0) and not files_under(folder)
 
 
-def test_what_is_written_during_a_clear_does_not_stay(folder: Path) -> None:
+def test_a_file_that_cannot_be_read_at_a_start_costs_no_other_its_place(folder: Path) -> None:
+    bad, other = chain_of(0, 1), chain_of(1, 3)
+    with disk_on(folder) as disk:
+        disk.add(bad, 0)
+        disk.add(other, 0, 1, 2)
+    rule = Rule("open", EIO, lambda name: bad.addresses[0].hex() in name)
+    with disk_on(folder, rules=[rule]) as disk:
+        assert not disk.tier.leading(bad, 0) and disk.tier.leading(other, 0) == 3
+    with disk_on(folder, rules=[rule]) as disk:
+        assert not disk.tier.leading(bad, 0) and disk.tier.leading(other, 0) == 3
+        disk.clear()
+        eventually(lambda: len(files_under(folder)) == 1)
+    with disk_on(folder) as disk:
+        assert not disk.tier.leading(bad, 0) and not files_under(folder), "it was cleared"
+
+
+@pytest.mark.parametrize("operation", ["stat", "publish"])
+def test_what_is_written_during_a_clear_does_not_stay(folder: Path, operation: str) -> None:
     hang = Hang()
     with disk_on(folder) as disk:
-        disk.rules(Rule("publish", hang))
+        disk.rules(Rule(operation, hang))
         with ThreadPoolExecutor() as pool:
             adding = pool.submit(disk.add, chain_of(0), 0)
             assert hang.reached.wait(PATIENCE_S)
+            disk.tier.forbid(ClearOrder(frozenset({NAMESPACE.id})))
             disk.clear()
             hang.release.set()
         assert adding.result() == [False] and not disk.tier.leading(chain_of(0), 0) and not files_under(folder)

@@ -33,12 +33,12 @@ def test_retired_entry_is_evicted_first_until_used_again() -> None:
     inventory = lru(Bytes(100))
     old = fill(inventory, chain(3, seed=1), now_s=0.0)
     new = fill(inventory, chain(3, seed=2), now_s=100.0)
-    inventory.retire(new)
+    inventory.retire([entry.address for entry in new])
     assert inventory.victims(1_000) == [*new[::-1], *old[::-1]]
     inventory.used(new[:2], 101.0)
     assert inventory.victims(1_000)[:2] == [new[2], old[2]]
     inventory.drop(new[2])
-    inventory.retire([new[2]])
+    inventory.retire([new[2].address])
     assert inventory.leading([entry.address for entry in new]) == 2, "nothing else is lost"
 
 

@@ -142,8 +142,7 @@ class Model:
         self.inventory.used([entry for entry in found if entry is not None], self.now_s, hints)
 
     def do_retire(self) -> None:
-        found = [self.inventory.find(place.address) for place in self.choose.sample(self.places, 5)]
-        self.inventory.retire(entry for entry in found if entry is not None)
+        self.inventory.retire(place.address for place in self.choose.sample(self.places, 5))
 
     def do_victims(self) -> None:
         evictable = self.evictable()
