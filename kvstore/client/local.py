@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread  # noqa: F401 - ends after what is registered below, because it is imported before
-import math
 import os
 import sys
 import threading
@@ -50,8 +49,8 @@ _open: WeakSet[WriteBehind] = WeakSet()
 """The queues of chunks put behind, one of each open store of this process."""
 _process = 0
 FLUSH_S = 10.0
-_ended_s = math.inf
-"""When the interpreter began to end."""
+_waited_s = 0.0
+"""How much of that has passed."""
 
 
 def flush_at_exit(behind: WriteBehind) -> None:
@@ -72,7 +71,7 @@ def flush_at_exit(behind: WriteBehind) -> None:
 def _flush_all() -> None:
     if _process != os.getpid():
         return
-    began_s = min(_ended_s, time.monotonic())
+    began_s = time.monotonic() - _waited_s
     for behind in list(_open):
         # All of them write concurrently, so together they have the time of one.
         behind.close(time.monotonic() - began_s)
@@ -80,10 +79,11 @@ def _flush_all() -> None:
 
 def _flush_early() -> None:
     """Writes what waits while the libraries of object stores can still connect: they need threads for that."""
-    global _ended_s
-    _ended_s = time.monotonic()
+    global _waited_s
+    began_s = time.monotonic()
     for behind in list(_open) if _process == os.getpid() else ():
-        behind.flush(max(0.0, _ended_s + FLUSH_S - time.monotonic()))  # no close: other threads may still put
+        behind.flush(max(0.0, began_s + FLUSH_S - time.monotonic()))  # no close: other threads may still put
+    _waited_s = time.monotonic() - began_s
 
 
 with suppress(AttributeError, RuntimeError):  # no public name; what is registered last is called first
