@@ -866,7 +866,13 @@ class Cache:
     def clear(self) -> Cleared:
         """Deletes the stored chunks of this namespace, except those pinned in this store's metadata.
 
-        Readers in progress get a miss. A store opened without etcd knows only its own pins.
+        Readers in progress get a miss; without etcd, what they hold is waited for, 5 s at most. A store opened without
+        etcd knows only its own pins.
+
+        Raises
+        ------
+        Unavailable
+            If chunks stay, because they are in use or the root refuses: clear again.
 
         Examples
         --------

@@ -41,7 +41,7 @@ class Cleared:
     pinned: int = 0
     """Chunks that stayed because they are pinned."""
     failed: int = 0
-    """Chunks, or whole shards, that the root refused to list or delete: clear again."""
+    """Chunks that stayed in use, and chunks or whole shards that the root refused to delete or list: clear again."""
     unconfirmed: tuple[str, ...] = ()
     """Live sessions that did not confirm in time that their memory has dropped the chunks."""
 

@@ -342,7 +342,9 @@ class ClusterMember:
         cleared = clearing.clear(order, within)
         self.node.forget()  # what was read until it was deleted is known as present
         if cleared.failed:
-            raise Unavailable(f"the root refused {cleared.failed} deletions or listings: clear again")
+            raise Unavailable(
+                f"{cleared.failed} chunks or shards stay, because they are in use or the root refused: clear again"
+            )
         return cleared
 
     def _clearing(self, pinned: Callable[[], Container[Address]]) -> NamespaceClear:
