@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvstore.core.clock import Clock, SystemClock
-from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.meta.keys import SessionId
 from kvstore.meta.session import live_sessions
 from kvstore.meta.store import Absent, KeyValue, LeaseGone, LeaseId, ModifiedAt, Put, Watch, WatchLost
@@ -420,7 +420,7 @@ class Pressure:
                     self._take(event.key, event.kv)
                     self._revision = max(self._revision, event.revision)
                 wait_s = 0.0
-        except (WatchLost, PermissionDenied):  # it has ended, also if only its token has expired
+        except WatchLost:
             self._watch.close()
             self._watch = None
             self._read()
@@ -458,8 +458,6 @@ class Pressure:
             return
         if self._published_by != me[1]:
             self._published, self._published_at = None, 0  # a record under an older lease ends with it
-            if self._published_by is not None:
-                self.accounts.forget()
         if self._published is not None and now_s - self._published_s < PUBLISH_S_PER_NODE * self._nodes_count:
             return
         if now_s - self._counted_s >= COUNT_S:

@@ -177,12 +177,13 @@ class Cycle:
     def _read(self, summary: Summary, ranking: Ranking) -> None:
         """Lists the root. From then on the level is known."""
         self._pressure.before_listing()
-        began_s, level = self._clock.monotonic_s(), self._pressure.level
+        began_s = self._clock.monotonic_s()
         summary.other_files = other_files(self._root)
         ranking.read(self._root, range(summary.shards_count), each=self._site.each, listed=self._listed)
         listed_bytes = ranking.total.bytes + summary.other_files.bytes
-        least_bytes = 0 if level is None or ranking.is_whole else level.used_bytes
-        self._pressure.after_listing(max(listed_bytes, least_bytes))
+        level = self._pressure.level
+        if level is None or ranking.is_whole or listed_bytes > level.used_bytes:
+            self._pressure.after_listing(listed_bytes)
         self._listing_s = max(LISTING_S_MIN, self._clock.monotonic_s() - began_s)
 
     def _warn(self, goals: Goals) -> None:

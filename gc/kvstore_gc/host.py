@@ -252,27 +252,38 @@ class HostCollector:
         return done
 
     def _leftovers(self) -> int:
-        """Removes obsolete files other than chunks; returns the bytes of what stays. Raises the root's errors."""
+        """Removes obsolete files other than chunks; returns the bytes of what stays. Raises the root's errors if it
+        cannot list them: what cannot be removed must not keep it from making room.
+        """
         sessions = {table.session for table in live_tables(self._root.path, self._shared)}
         left = 0
         for folder in [entry.name for entry in self._root.list(places.STAGING) if entry.stat is None]:
             if folder in sessions:
                 continue
-            path, is_empty = Name(f"{places.STAGING}/{folder}"), True
-            for entry in list(self._root.list(path)):
-                if self._age_s(f"{path}/{entry.name}") >= STAGED_S:
-                    self._root.remove(Name(f"{path}/{entry.name}"))
-                else:
-                    is_empty = False
-            if is_empty:
-                self._root.remove_folder(path)
+            path = Name(f"{places.STAGING}/{folder}")
+            try:
+                files = [Name(f"{path}/{entry.name}") for entry in self._root.list(path)]
+                old = [name for name in files if self._age_s(name) >= STAGED_S]
+                if all(self._removed(name) for name in old) and len(old) == len(files):
+                    self._root.remove_folder(path)
+            except KVStoreError as error:
+                log.warning("collector.not_removed %s", error)
         for entry in list(self._root.list(places.QUARANTINE)):
             name = Name(f"{places.QUARANTINE}/{entry.name}")
             size_bytes = entry.stat.size_bytes if entry.stat is not None else 0
             fits = left + size_bytes <= QUARANTINE_SHARE * (self._shared[Number.LIMIT] or math.inf)
-            if (fits and self._age_s(name) < QUARANTINE_S) or not self._root.remove(name):
+            stays = not places.is_quarantined(entry.name) or (fits and self._age_s(name) < QUARANTINE_S)
+            if stays or not self._removed(name):
                 left += size_bytes
         return left
+
+    def _removed(self, name: Name) -> bool:
+        try:
+            self._root.remove(name)
+        except KVStoreError as error:
+            log.warning("collector.not_removed %s", error)
+            return False
+        return True
 
     def _age_s(self, name: str) -> float:
         try:

@@ -7,7 +7,7 @@ from collections import Counter
 
 from kvstore.core.namespace import NamespaceId
 from kvstore.core.recency import NS_PER_S
-from kvstore.errors import Overloaded, PermissionDenied, RootMismatch, Unavailable
+from kvstore.errors import KVStoreError, Overloaded, PermissionDenied, RootMismatch, Unavailable
 from kvstore.format import places
 from kvstore.format.header import Damage, Header
 from kvstore.format.places import Name
@@ -217,5 +217,10 @@ def other_files(root: Root) -> CountAndBytes:
 
 
 def _files(root: Root, folder: Name) -> CountAndBytes:
-    sizes = [entry.stat.size_bytes for entry in root.list(folder) if entry.stat is not None]
+    """What cannot be listed counts as nothing: eviction must not end over what another account left."""
+    try:
+        sizes = [entry.stat.size_bytes for entry in root.list(folder) if entry.stat is not None]
+    except KVStoreError as error:
+        log.warning("leftovers.not_counted %s", error)
+        return CountAndBytes(0, 0)
     return CountAndBytes(len(sizes), sum(sizes))

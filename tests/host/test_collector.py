@@ -9,9 +9,11 @@ from dataclasses import replace
 
 import pytest
 
+from kvstore.core.address import Address
 from kvstore.core.recency import NS_PER_S, QUANTUM_S
 from kvstore.engine.host import Collecting
 from kvstore.errors import KVStoreError
+from kvstore.format import places
 from kvstore.host.tables import Number, Own, Shared
 from kvstore.root.posix import PosixRoot
 from kvstore_gc.config import Config, QuotaRule
@@ -161,8 +163,9 @@ def test_leftovers_of_a_killed_writer_are_removed_after_a_while(parts: Parts, mo
     mine = parts.folder / "staging" / (b"s" * 16).hex()
     mine.mkdir(parents=True)
     (mine / "0.part").write_bytes(b"half")
-    damaged = parts.folder / "quarantine" / "file"
-    damaged.parent.mkdir(exist_ok=True)
+    damaged = parts.folder / places.quarantined(Address(bytes(16)), b"s" * 16, 0)
+    obstacle = damaged.with_name("kept")
+    obstacle.mkdir(parents=True)  # of a person: it stays, and keeps nothing else
     damaged.write_bytes(bytes(100))
     monkeypatch.setattr(HostCollector, "_age_s", lambda self, name: 100.0)
     collector = parts.collector()
@@ -175,7 +178,7 @@ def test_leftovers_of_a_killed_writer_are_removed_after_a_while(parts: Parts, mo
     assert (mine / "0.part").exists(), "its last put may be about to end"
     monkeypatch.setattr(HostCollector, "_age_s", lambda self, name: 1e9)
     collector.list()
-    assert not mine.exists() and not damaged.exists()
+    assert not mine.exists() and not damaged.exists() and obstacle.exists()
     collector.list()
     assert counted(parts) == 0
 
