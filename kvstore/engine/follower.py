@@ -204,7 +204,7 @@ class GcFollower:
         """Steps for one session; does nothing once another session is followed."""
         try:
             events = following.watch.next(wait_s)
-        except (WatchLost, PermissionDenied) as lost:
+        except WatchLost as lost:
             if self._following is not following or not following.session.alive:
                 return  # closed by ``end``, or with the metadata
             self._reread(following, str(lost))

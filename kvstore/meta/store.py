@@ -146,7 +146,7 @@ class Watch(Protocol):
         """Returns the next batch of events (never splits a revision), or None if none came within ``timeout_s``.
 
         Reconnects by itself from the last revision handed out. Raises WatchLost if the stream cannot continue from
-        there; read the prefix afresh (rule V3). Raises PermissionDenied if the store refuses to watch the prefix.
+        there, or the store refuses to watch the prefix; read the prefix afresh (rule V3).
         """
         ...
 

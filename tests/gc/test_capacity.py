@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.core.clock import RandomIds
-from kvstore.errors import PermissionDenied
 from kvstore.meta.keys import Keys, SessionId
 from kvstore.meta.memory import MemoryMetadata, MemoryStore
 from kvstore.meta.session import Session
+from kvstore.meta.store import WatchLost
 from kvstore.meta.usage import Capacity, UsageReport
 from kvstore.root.interface import StorageSpace
 from kvstore.root.memory import MemoryRoot
@@ -244,7 +244,7 @@ def test_a_watch_that_was_refused_is_opened_again() -> None:
     def reopen() -> None:
         meta.fetched = nothing
 
-    meta.fetched, meta.opening = Mock(side_effect=PermissionDenied("the token has expired")), reopen
+    meta.fetched, meta.opening = Mock(side_effect=WatchLost("the token has expired")), reopen
     revision = cluster.report(node, 400)
     cluster.later(publisher)
     assert cluster.record == Capacity(revision, 400, 1000, 25)

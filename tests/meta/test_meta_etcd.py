@@ -133,7 +133,7 @@ def test_user_and_password(server: EmbeddedEtcd, client: Callable[..., EtcdMetad
         meta.get("/other")
     with pytest.raises(PermissionDenied):
         meta.txn((), (Put("/other", b""),))
-    with pytest.raises(PermissionDenied):
+    with pytest.raises(WatchLost, match="role covers"):
         meta.watch("/other", 1).next(PATIENCE_S)
     with pytest.raises(PermissionDenied, match="check user and password"):
         client(server.endpoints, user=EtcdUser("ann", "wrong")).get("/kv/a")

@@ -13,7 +13,7 @@ import pytest
 from kvstore.client.local import LocalTransport
 from kvstore.client.store import Store
 from kvstore.engine.coordination import ClusterMember
-from kvstore.errors import HoldBroken, Overloaded, PermissionDenied, SessionLost, Unavailable
+from kvstore.errors import HoldBroken, Overloaded, SessionLost, Unavailable
 from kvstore.format import places
 from kvstore.format.header import Generation
 from kvstore.format.keyset import ChunkKeys, KeySet
@@ -114,7 +114,7 @@ def test_v3_a_watch_that_is_refused_is_lost_and_read_afresh(alone: Alone) -> Non
 
     def refuse() -> None:
         alone.meta.fetched = nothing
-        raise PermissionDenied("the token has expired")
+        raise WatchLost("the token has expired")
 
     alone.meta.fetched = refuse
     alone.follower.step(0.0)

@@ -19,7 +19,7 @@ from kvstore.core.clock import Ids, RandomIds
 from kvstore.core.executor import CLOSE_S, within
 from kvstore.core.grpc_channels import open_channel
 from kvstore.core.validate import brief, is_unicode, kind_of
-from kvstore.errors import InvalidRequest, PermissionDenied, Unavailable
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.meta.etcd.messages import (
     Effect,
     Fault,
@@ -391,7 +391,7 @@ class EtcdWatch:
         self._reconnect_s = reconnect_s
         self._changed = threading.Condition()
         self._batches: deque[tuple[Event, ...]] = deque()
-        self._end: WatchLost | PermissionDenied | None = None
+        self._end: WatchLost | None = None
         self._closed = False
         self._stream: Message = None
         self._thread = threading.Thread(target=self._run, name=f"etcd-watch {prefix}", daemon=True)
@@ -444,11 +444,11 @@ class EtcdWatch:
                 self._changed.wait_for(lambda: self._closed, timeout=backoff_s)
             backoff_s = min(2 * backoff_s, BACKOFF_S_MAX)
 
-    def _end_of(self, fault: Fault, down_s: float) -> WatchLost | PermissionDenied | None:
+    def _end_of(self, fault: Fault, down_s: float) -> WatchLost | None:
         """Returns why the watch ends with ``fault``; None if the stream should be opened again."""
         what = f"watch of {self._prefix!r} from revision {self._from_revision}"
         if fault.effect in (Effect.TOKEN, Effect.DENIED):
-            return PermissionDenied(f"etcd: {what}: {fault.text}: {fault.advice}")
+            return WatchLost(f"etcd: {what}: {fault.text}: {fault.advice}")
         if fault.effect in (Effect.COMPACTED, Effect.TOO_LARGE):
             return WatchLost(f"etcd: {what}: {fault.text}: read the prefix afresh")
         if down_s >= self._reconnect_s:
@@ -489,7 +489,7 @@ class EtcdWatch:
             self._from_revision = batch[-1].revision + 1
             self._changed.notify_all()
 
-    def _finish(self, end: WatchLost | PermissionDenied) -> None:
+    def _finish(self, end: WatchLost) -> None:
         with self._changed:
             self._end = end
             self._changed.notify_all()
