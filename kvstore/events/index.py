@@ -393,7 +393,7 @@ class RootIndex:
         while not self._is_late(began_s) and (due := self._folders.due(self._clock.monotonic_s())) is not None:
             self._attempt(self._list, due)
         for model in list(self.models.values()):
-            self._identify(model)
+            self._identify(model, began_s)
         if self._error:
             raise self._error
 
@@ -501,12 +501,12 @@ class RootIndex:
         if failed:
             self._error = self._error or failed[0]
 
-    def _identify(self, model: Model) -> None:
-        """Reads the files of some chunks that came."""
+    def _identify(self, model: Model, began_s: float) -> None:
+        """Reads the files of some chunks that came: one at least, and no more once the step has taken its time."""
         now_s = self._clock.monotonic_s()
         with self.lock:
             if model.failed and now_s >= model.retry_s:
-                model.inventory.retry(model.failed)
+                model.unknown += model.failed
                 model.failed = []
             model.unknown += model.inventory.unknown()
         read = list[tuple[IndexEntry, EventBlock]]()
@@ -523,8 +523,8 @@ class RootIndex:
                 if not model.failed:
                     model.retry_s = now_s + self._limits.retry_s
                 model.failed.append(entry)
-                if self._is_late(now_s):
-                    break
+            if self._is_late(began_s):
+                break
         with self.lock:
             for entry, block in read:
                 model.inventory.learn(entry, block)

@@ -132,10 +132,6 @@ class NamespaceIndex:
             entry.parent.children.add(entry)
         self._touched[entry] = None
 
-    def retry(self, entries: Iterable[IndexEntry]) -> None:
-        """Has ``unknown`` return these again."""
-        self._unknown += entries
-
     def present(self, shard: int | None = None) -> list[IndexEntry]:
         """Returns the entries that are there, of one shard or of all."""
         shards = self._shards.values() if shard is None else [self._shards.get(shard, {})]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,8 +92,14 @@ def cleared() -> Event:
 def removed(blocks: Sequence[EventBlock], medium: str, blocks_max: int) -> Iterator[list[Event]]:
     """Yields the events of batches that say that blocks are gone."""
     for start in range(0, len(blocks), blocks_max):
-        gone = [each.hash for each in blocks[start : start + blocks_max]]
-        yield [{"type": "BlockRemoved", "block_hashes": gone, "medium": medium}]
+        gone = defaultdict[int | None, list[object]](list)
+        for each in blocks[start : start + blocks_max]:
+            gone[each.group].append(each.hash)
+        yield [
+            {"type": "BlockRemoved", "block_hashes": hashes, "medium": medium}
+            | ({} if group is None else {"group_idx": group})
+            for group, hashes in gone.items()
+        ]
 
 
 def stored(blocks: Iterable[EventBlock], medium: str, blocks_max: int) -> Iterator[list[Event]]:

@@ -643,6 +643,6 @@ def list_names(root: Root, folder: Name) -> list[str]:
     try:
         return os.listdir(path)
     except (FileNotFoundError, NotADirectoryError):
-        return []
+        return [entry.name for entry in root.list(folder)]  # raises if the root is not mounted
     except OSError as cause:
         raise error_of("list", path, cause) from cause
