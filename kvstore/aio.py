@@ -261,8 +261,14 @@ class Taken(Twin[runs.LeasedGroup]):
     """As ``kvstore.batch.LeasedGroup``."""
 
     group = Attribute[runs.LeasedGroup, Group](lambda twin: twin.group)
-    done = awaited(runs.LeasedGroup.done)
-    give_back = awaited(runs.LeasedGroup.give_back)
+
+    async def done(self) -> None:
+        """As the synchronous one; also if the task is cancelled before that began."""
+        await self._threads.finish(self._twin.done)
+
+    async def give_back(self) -> None:
+        """As the synchronous one; also if the task is cancelled before that began."""
+        await self._threads.finish(self._twin.give_back)
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         await (self.done() if kind is None else self.give_back())
@@ -278,12 +284,14 @@ class Run(Twin[runs.Run]):
         """Takes the next group, for this task; None once all groups are done. Use it with ``async with``."""
         task = asyncio.current_task()
         assert task is not None, "a coroutine runs in a task"
+        pause_s = STEP_S / 64
         while not self._twin.is_over:
-            # In steps: a thread of the store waits for each.
-            taking = partial(self._twin.try_take, runs.LOOK_S, lambda: not task.done())
+            taking = partial(self._twin.try_take, 0.0, lambda: not task.done())
             taken = await self._threads.run(taking, _given_back)
             if taken is not None:
                 return Taken(taken, self._threads)
+            await asyncio.sleep(pause_s)  # a thread that waited would be missing for other calls
+            pause_s = min(2 * pause_s, runs.LOOK_S)
         return None
 
     async def __aiter__(self) -> AsyncIterator[Group]:
@@ -292,7 +300,9 @@ class Run(Twin[runs.Run]):
             async with taken:
                 yield taken.group
 
-    close = awaited(runs.Run.close)
+    async def close(self) -> None:
+        """As the synchronous one; also if the task is cancelled before that began."""
+        await self._threads.finish(self._twin.close)
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
