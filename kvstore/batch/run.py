@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
@@ -97,20 +96,8 @@ class TokenStorage(Storage):
 # Groups go out in the plan's order; one that was given back goes first again.
 
 
-class State(Enum):
-    """The state of a group."""
-
-    WAITING = "waiting"
-    TAKEN = "taken"
-    DONE = "done"
-    FAILED = "failed"
-
-
-ENDS = (State.DONE, State.FAILED)
-
-
 class GroupStates:
-    """The states of all groups, by index in the plan. Not thread-safe.
+    """Which groups wait, are taken or have ended, by index in the plan. Not thread-safe.
 
     The prefixes of taken or prefetched groups never sum to more than ``memory_tokens``, except for a single group whose
     prefix is longer.
@@ -120,22 +107,19 @@ class GroupStates:
         self._groups = groups
         self._memory_tokens = memory_tokens
         self._attempts_max = attempts_max
-        self._states = [State.WAITING] * len(groups)
+        self._taken: set[int] = set()
         self._attempts = [0] * len(groups)
         self._returned: list[int] = []
         self._next = 0
         self._tokens_taken = 0
         self._ended = 0
+        self.failed: list[int] = []
+        """The groups that were given back too often."""
 
     @property
     def is_over(self) -> bool:
         """True once every group is done or has failed."""
         return self._ended == len(self._groups)
-
-    @property
-    def failed(self) -> list[int]:
-        """The groups that were given back too often."""
-        return [index for index, state in enumerate(self._states) if state is State.FAILED]
 
     def take(self) -> int | None:
         """Takes the next group; None if none is waiting, or memory is full of what others run."""
@@ -149,21 +133,23 @@ class GroupStates:
             heappop(self._returned)
         else:
             self._next += 1
-        self._states[index] = State.TAKEN
+        self._taken.add(index)
         self._attempts[index] += 1
         self._tokens_taken += prefix
         return index
 
     def done(self, index: int) -> None:
         """All members of a taken group were run."""
-        self._leave(index, State.DONE)
+        self._leave(index)
+        self._ended += 1
 
     def give_back(self, index: int) -> None:
         """A taken group was not finished: it goes out again, unless it did so too often."""
         if self._attempts[index] >= self._attempts_max:
-            self._leave(index, State.FAILED)
+            self.done(index)
+            self.failed.append(index)
         else:
-            self._leave(index, State.WAITING)
+            self._leave(index)
             heappush(self._returned, index)
 
     def ahead(self, count: int) -> list[int]:
@@ -178,11 +164,9 @@ class GroupStates:
             found.append(index)
         return found
 
-    def _leave(self, index: int, state: State) -> None:
-        assert self._states[index] is State.TAKEN, f"group {index} is {self._states[index].value}, and not taken"
-        self._states[index] = state
+    def _leave(self, index: int) -> None:
+        self._taken.remove(index)
         self._tokens_taken -= self._groups[index].prefix_tokens
-        self._ended += state in ENDS
 
 
 LOOK_S = 0.2

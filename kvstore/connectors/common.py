@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import logging
 import os
 import re
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -32,6 +29,7 @@ from kvstore.core.namespace import Namespace
 from kvstore.core.validate import parse_size, size
 from kvstore.engine.settings import AskedBound, Limits, TierSettings
 from kvstore.errors import InvalidRequest, KVStoreError, Overloaded, Unavailable
+from kvstore.host.tables import locked
 from kvstore.security.tls import ClientTls
 from kvstore.transport.limits import BLOCKS_MAX
 
@@ -190,7 +188,7 @@ def _digest(file: Path) -> str:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvstore" / "weights"
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / blake2b(facts.encode(), digest_size=16).hexdigest(), "a+") as remembered:
-            if _is_locked(remembered.fileno()):
+            if locked(remembered.fileno(), wait_s=WAIT_S_MAX):
                 remembered.seek(0)
                 digest = remembered.read()
                 if len(digest) != DIGEST_CHARS:
@@ -204,20 +202,6 @@ def _digest(file: Path) -> str:
 def _hash(file: Path) -> str:
     with open(file, "rb", buffering=0) as source:
         return hashlib.file_digest(source, xxhash.xxh3_128).hexdigest()
-
-
-def _is_locked(fd: int) -> bool:
-    """Locks a file until it is closed; False if the file system has no locks, or a stopped process holds this one."""
-    ends_s = time.monotonic() + WAIT_S_MAX
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as cause:
-            if cause.errno != errno.EWOULDBLOCK or time.monotonic() >= ends_s:
-                return False
-            time.sleep(0.05)
-        else:
-            return True
 
 
 # Fingerprints of the models that an engine names: taken from its settings, or computed in the background.

@@ -41,7 +41,6 @@ SWEEP_ID_BYTES = 16
 RUN_ID_BYTES = 8
 SESSION_ID_BYTES = 16
 PIN_ID_BYTES = 16
-SESSION_BYTES = 16
 NUMBER_DIGITS_MAX = 18
 OWNER_CHARACTERS_MAX = 128
 """Limit on a folder's name. A longer owner gets a digest, since no file system has room for what etcd allows."""

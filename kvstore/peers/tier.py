@@ -393,7 +393,7 @@ class Peers:
 
 
 def join_peers(tiers: TierStack, digests: Digests, presence: SessionManager, credentials: Credentials = PLAIN) -> Peers:
-    """Adds a tier of peers to the tiers of a node, and returns it. The node MUST call ``tell_cleared`` from then on.
+    """Adds a tier of peers to the tiers of a node, and returns it.
 
     Call ``start`` with the address that others reach it at, once it is served, and ``close`` before that ends.
     """

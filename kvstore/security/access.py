@@ -28,59 +28,52 @@ class Role(enum.IntEnum):
     ADMIN = 3
 
 
-class Scope(enum.Enum):
-    """The tenants in which the role is needed."""
-
-    TENANT = "tenant"
-    """The tenant of the namespace, pin, hold or operation that the call is about; all tenants if it is about all."""
-    ANY = "any"
-    """At least one tenant; the answer is filtered by what the caller may read."""
-    EVERY = "every"
-    """Every tenant: the call is about the worker itself."""
-
-
 @dataclass(frozen=True, slots=True)
 class Permission:
-    """The role that a method needs, and whether each call of it is written to the audit log."""
+    """The role that a method needs in the tenant that the call is about, and in all if it is about all.
+
+    An answer about several tenants is filtered by what the caller may read.
+    """
 
     role: Role
-    scope: Scope
     audited: bool = False
+    """True if each call is written to the audit log."""
+    of_worker: bool = False
+    """True if the call is about the worker itself: then the role is needed in every tenant."""
 
 
-_READ = Permission(Role.READ, Scope.TENANT)
-_WRITE = Permission(Role.WRITE, Scope.TENANT)
-_STEER = Permission(Role.ADMIN, Scope.TENANT, audited=True)
-_LIST = Permission(Role.READ, Scope.ANY)
+_READ = Permission(Role.READ)
+_WRITE = Permission(Role.WRITE)
+_STEER = Permission(Role.ADMIN, audited=True)
 
 PERMISSIONS: dict[str, Permission] = {
     # Opening a namespace that does not exist needs WRITE, because it is made (``Call.allow(..., role=)``).
     "OpenNamespace": _READ,
-    "ListNamespaces": _LIST,
+    "ListNamespaces": _READ,
     "Match": _READ,
     "Put": _WRITE,
     "Get": _READ,
     "Hold": _READ,
     "Renew": _READ,
     "Release": _READ,
-    "Pin": Permission(Role.WRITE, Scope.TENANT, audited=True),
-    "Unpin": Permission(Role.WRITE, Scope.TENANT, audited=True),
-    "ListPins": _LIST,
+    "Pin": Permission(Role.WRITE, audited=True),
+    "Unpin": Permission(Role.WRITE, audited=True),
+    "ListPins": _READ,
     "CountRefs": _READ,
     "MatchBlocks": _READ,
     "Clear": _STEER,
-    "Stats": _LIST,
-    "OpenBulk": _LIST,
+    "Stats": _READ,
+    "OpenBulk": _READ,
     # All tenants' chunks lie in that memory, so only callers that may read them all may map it.
-    "MapMemory": Permission(Role.READ, Scope.EVERY),
-    "Reflection": _LIST,
-    "Control.Prefetch": Permission(Role.WRITE, Scope.TENANT, audited=True),
+    "MapMemory": Permission(Role.READ, of_worker=True),
+    "Reflection": _READ,
+    "Control.Prefetch": Permission(Role.WRITE, audited=True),
     "Control.EvictFirst": _WRITE,
     "Control.ClearSelected": _STEER,
-    "Control.ListOperations": _LIST,
+    "Control.ListOperations": _READ,
     "Control.GetOperation": _READ,
     # A clear needs ADMIN, as to begin it (``Call.allow(..., role=)``).
-    "Control.CancelOperation": Permission(Role.WRITE, Scope.TENANT, audited=True),
+    "Control.CancelOperation": Permission(Role.WRITE, audited=True),
 }
 """Permissions by the name given to ``Calls.serving``. A method that is not here is denied to every caller (rule X4)."""
 

@@ -28,7 +28,6 @@ from kvstore.security.access import (
     Permission,
     Presented,
     Role,
-    Scope,
     TenantQuota,
     TenantUsage,
     quota_of,
@@ -113,7 +112,7 @@ class AccessGuard:
         if self._authenticator is not None:
             if permission is None:
                 visit.deny(DenialReason.METHOD, f"method {method!r} is not open to any caller")
-            if permission.scope is Scope.EVERY:
+            if permission.of_worker:
                 visit.allow_every()
             elif max(identity.roles.values(), default=0) < permission.role:
                 visit.deny(
@@ -269,7 +268,7 @@ class Visit:
 
 
 _ALL = {EVERY: Role.ADMIN}
-_NEVER = Permission(Role.ADMIN, Scope.EVERY)
+_NEVER = Permission(Role.ADMIN, of_worker=True)
 
 
 # The security settings of one worker: TLS, the access file, the audit log.
