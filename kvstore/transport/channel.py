@@ -255,7 +255,8 @@ def dial_tcp(host: str, port: int, timeout_s: float) -> socket.socket:
 
     def resolve(flags: int = 0) -> None:
         with suppress(OSError):
-            found.extend(str(each[4][0]) for each in socket.getaddrinfo(host, port, 0, socket.SOCK_STREAM, 0, flags))
+            for each in socket.getaddrinfo(host, port, 0, socket.SOCK_STREAM, 0, flags):
+                found.append(socket.getnameinfo(each[4], socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0])
 
     resolve(socket.AI_NUMERICHOST)
     if not found:
