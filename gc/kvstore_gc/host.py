@@ -133,10 +133,10 @@ class HostCollector:
     def list(self, ttl_s: float | None = None, listed: Callable[[], object] = lambda: None) -> Ranking:
         """Lists the root, corrects the count of used bytes, and removes leftovers. Raises the root's errors."""
         shared, began_s = self._shared, time.monotonic()
-        begun, reserved = shared[Number.BEGUN], self._reserved_bytes()
-        written, deleted, used = shared[Number.WRITTEN], shared[Number.DELETED], shared[Number.USED]
-        # A put that began since the look at the tables may count in the sum, even if it has ended.
-        reserved += shared[Number.BEGUN] - begun
+        begun, written, reserved = shared[Number.BEGUN], shared[Number.WRITTEN], self._reserved_bytes()
+        deleted, used = shared[Number.DELETED], shared[Number.USED]
+        # A put that began since the look at the tables, or ended, may count in the sum and not in them.
+        reserved += shared[Number.BEGUN] - begun + shared[Number.WRITTEN] - written
         failed: list[KVStoreError] = []
         namespaces = read_namespaces(self._root, failed) if self._config.shares else ()
         for each in failed:

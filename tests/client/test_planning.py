@@ -257,8 +257,7 @@ def test_a_task_that_is_cancelled_takes_nothing_and_ends_what_it_took(tmp_path: 
                 waits = [asyncio.create_task(run._threads.run(gate.wait)) for _ in range(kvstore.aio.THREADS)]
                 ends = [asyncio.create_task(each.done()) for each in taken if each is not None]
                 await asyncio.sleep(0.01)  # all threads wait, so that none has begun
-                for each in ends:
-                    each.cancel()
+                assert all(each.cancel() for each in ends)
                 gate.set()
                 await asyncio.gather(*waits, *ends, return_exceptions=True)
                 assert run.is_over and not run.failed, "a group that is done is done, whoever was cancelled"

@@ -34,9 +34,7 @@ def test_a_batch_has_the_bytes_that_vllm_sends() -> None:
 
 
 def test_a_removed_block_is_told_with_its_group() -> None:
-    blocks = [
-        EventBlock(Address(bytes([at]) * 16), Address(bytes(16)), at, bytes(4), at, None, group=group)
-        for at, group in enumerate([None, 0, 1, 0])
-    ]
+    zero, groups = Address(bytes(16)), (None, 0, 1, 0)
+    blocks = [EventBlock(zero, zero, at, bytes(4), at, None, group) for at, group in enumerate(groups)]
     told = next(stream.removed(blocks, MEDIUM, 9))
     assert [(event.get("group_idx"), event["block_hashes"]) for event in told] == [(None, [0]), (0, [1, 3]), (1, [2])]

@@ -135,6 +135,24 @@ def test_a_put_that_comes_and_goes_while_a_listing_begins_is_not_subtracted(part
     assert counted(parts) == CHUNKS * FILE_BYTES
 
 
+def test_a_put_that_is_settled_while_a_listing_begins_is_not_subtracted(parts: Parts) -> None:
+    parts.chain(1)
+    room = parts.room()
+    parts.shared.add(Number.USED, -2 * FILE_BYTES)
+    long, short = room.reserve(3 * FILE_BYTES), room.reserve(FILE_BYTES)
+    room.wrote(2 * FILE_BYTES)  # two of the files are those of the long put
+
+    class Busy(Shared):
+        def __getitem__(self, place: int) -> int:
+            if place == Number.USED:
+                short.release()
+            return super().__getitem__(place)
+
+    HostCollector(parts.root, SHARD_BITS, Busy(str(parts.folder)), Config()).list()
+    long.release()
+    assert counted(parts) == CHUNKS * FILE_BYTES
+
+
 def test_deletions_during_a_listing_are_subtracted_once(parts: Parts) -> None:
     chains = [parts.chain(prompt) for prompt in range(4)]
     collector, left = parts.collector(), chains.copy()
