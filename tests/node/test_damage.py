@@ -125,7 +125,8 @@ def test_damage_in_a_layer_ends_the_layers_there(store: Store, tmp_root: Path, r
                 assert same(k, kv[layer, 0]) and same(v, kv[layer, 1])
                 seen.append(layer)
         size = 1 if reads == "one by one" else BAND_MAX
-        assert seen == list(range(section // 2 // size * size))
+        # Bands are read ahead: the damaged one may be found, and its file set aside, before others are read.
+        assert seen in [list(range(layers)) for layers in range(0, section // 2 + 1, size)]
         assert broken.value.tokens_valid == 0
         assert cache.put(tokens, kv).chunks_written == 1
 
