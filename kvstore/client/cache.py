@@ -958,7 +958,8 @@ class Hold(BaseHold[PortHold, Cache]):
         They are not copied if a worker on this host has them in memory, or if this process has the root mounted as a
         file system. kvstore never changes or truncates a chunk file. If another program changes one, an array mapped in
         this process shows the change after verification. If it truncates one, a process that touches the missing part
-        is killed (SIGBUS). ``get`` has no such risk.
+        is killed (SIGBUS). ``get`` has no such risk. In a forked child the arrays are not kept: other chunks may take
+        their memory.
 
         Examples
         --------

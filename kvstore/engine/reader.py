@@ -534,15 +534,20 @@ class Reader:
         """Returns payloads in memory, as many as may be leased (rule L1); each keeps its chunk there."""
         memory = tiers.memory
         leased: list[tuple[int, Slots]] = []
-        for index in range(len(chain)):
-            slots = memory.refer(chain, index, 1)
-            if slots.entries[0] is not None and memory.lease(slots):
-                leased.append((index, slots))
-            else:
+        try:
+            for index in range(len(chain)):
+                slots = memory.refer(chain, index, 1)
+                if slots.entries[0] is not None and memory.lease(slots):
+                    leased.append((index, slots))
+                else:
+                    slots.release()
+            indexes = [index for index, _ in leased]
+            images = [slots.image(index) for index, slots in leased]
+            right = verified(chain, indexes, images, tiers.copiers, deadline)
+        except BaseException:  # Ctrl-C: the process may go on
+            for _, slots in leased:
                 slots.release()
-        indexes = [index for index, _ in leased]
-        images = [slots.image(index) for index, slots in leased]
-        right = verified(chain, indexes, images, tiers.copiers, deadline)
+            raise
         self._counters.add(NodeCount.MEMORY_HITS, sum(right))
         self._counters.add(NodeCount.MEMORY_BYTES, sum(right) * chain.namespace.layout.chunk_bytes)
         found: dict[int, npt.NDArray[np.uint8]] = {}

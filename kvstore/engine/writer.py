@@ -670,8 +670,10 @@ class RootWrite:
         except BaseException:
             self.abandon()
             raise
-        self._renew_parents(deadline)
-        self._end()
+        try:
+            self._renew_parents(deadline)
+        finally:
+            self._end()
         return self.there()
 
     def abandon(self, wait_s: float = DISCARD_S) -> None:

@@ -96,11 +96,6 @@ class TierEntry:
         """The chunk's identity; also when the entry is gone."""
         return ChunkIdentity(self.namespace, self.address, self.parent)
 
-    @property
-    def priority(self) -> int:
-        """0 to 100, from its writers' hints."""
-        return self.hints.priority
-
 
 # The order of eviction is that of the root (gc/kvstore_gc/policy.py): least recently used, with ages weighted by hints.
 #
@@ -127,7 +122,7 @@ RETIRED = Worth(octaves=-math.inf)
 def _worth(entry: TierEntry) -> Worth:
     if entry.is_retired:
         return RETIRED
-    steps = round((entry.priority - PRIORITY_DEFAULT) / PRIORITY_STEP)
+    steps = round((entry.hints.priority - PRIORITY_DEFAULT) / PRIORITY_STEP)
     octaves = steps * PRIORITY_STEP * OCTAVES_PER_PRIORITY
     return Worth(octaves - entry.is_replica * REPLICA_OCTAVES, entry.hints.ttl_s)
 
@@ -259,8 +254,6 @@ class Queues:
             heapify(queue.turns)
         self._turns_count = sum(len(queue.turns) for queue in self._queues.values())
 
-
-__all__ = ["ChunkIdentity", "TierEntry", "TierInventory", "TierSpace"]
 
 EVICTED_TIMES_MAX = 8
 """If free room is fragmented, a claim gives up after evicting this multiple of the bytes asked for. With one block in

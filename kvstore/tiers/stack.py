@@ -550,19 +550,24 @@ class TierStack:
         sizes = keys.image_sizes([first + at for at in missing])
         room_count = self.behind.reserve(sizes) if dirty else len(missing)
         unused_bytes = sum(sizes[:room_count]) if dirty else 0
-        for number, (at, size_bytes) in enumerate(zip(missing, sizes, strict=True)):
-            has_room = number < room_count
-            slot = self.memory.claim(keys, first + at, hints=hints, dirty=dirty) if has_room else None
-            if slot is not None:
-                there[at] = True
-                slots.append((first + at, slot))
-                own[slot.entry.address] = size_bytes
-                unused_bytes -= size_bytes if dirty else 0
-            elif keys.prefix_ordered:
-                there[at:] = [False] * (len(there) - at)
-                break
-            else:
-                there[at] = own.get(keys.addresses[first + at]) == size_bytes
+        try:
+            for number, (at, size_bytes) in enumerate(zip(missing, sizes, strict=True)):
+                has_room = number < room_count
+                slot = self.memory.claim(keys, first + at, hints=hints, dirty=dirty) if has_room else None
+                if slot is not None:
+                    there[at] = True
+                    slots.append((first + at, slot))
+                    own[slot.entry.address] = size_bytes
+                    unused_bytes -= size_bytes if dirty else 0
+                elif keys.prefix_ordered:
+                    there[at:] = [False] * (len(there) - at)
+                    break
+                else:
+                    there[at] = own.get(keys.addresses[first + at]) == size_bytes
+        except BaseException:  # Ctrl-C: the process may go on
+            self.memory.drop([slot for _, slot in slots])
+            self.behind.give_back(sum(sizes[:room_count]) if dirty else 0)
+            raise
         self.behind.give_back(unused_bytes)  # soon: no put waits for the room of a chunk that another put is bringing
         is_behind_hole = keys.prefix_ordered and len(slots) < room_count
         return slots, missing[room_count] if room_count < len(missing) and not is_behind_hole else None

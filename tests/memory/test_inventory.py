@@ -125,7 +125,7 @@ def test_eviction_order_of_memory_is_that_of_the_root() -> None:
         last_use_s=np.array([int(entry.used_s) for entry in entries]),
         depth=np.zeros(300, np.int64),
         uses=np.array([min(entry.uses, 3) for entry in entries]),
-        priority=np.array([entry.priority for entry in entries]),
+        priority=np.array([entry.hints.priority for entry in entries]),
         ttl_s=np.full(300, 1 << 40),
     )
     rank = dict(zip(entries, ranks(told, np.zeros(300, np.int64), now_s, EvictionOrder.LRU) >> 39, strict=True))

@@ -127,7 +127,7 @@ def test_demotion_keeps_memory_free_and_takes_what_was_used_twice(node: Acting) 
     disk = node.tiers.disk
     assert disk is not None
     entry = disk._refer(node.chain(1, 20).addresses[19])
-    assert entry is not None and entry.priority == 30, "hints live on"
+    assert entry is not None and entry.hints.priority == 30, "hints live on"
     disk._unrefer(entry, used=False)
 
 
