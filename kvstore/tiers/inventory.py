@@ -255,6 +255,8 @@ class Queues:
         self._turns_count = sum(len(queue.turns) for queue in self._queues.values())
 
 
+__all__ = ["ChunkIdentity", "TierEntry", "TierInventory", "TierSpace"]
+
 EVICTED_TIMES_MAX = 8
 """If free room is fragmented, a claim gives up after evicting this multiple of the bytes asked for. With one block in
 six of the size asked for, and the others small, 4 was not always enough.
