@@ -5,9 +5,8 @@ The judge knows the files, and what programs have told their callers:
 * I1: a chunk that a live program holds has its file, and is read whole.
 * I2: so has a chunk that a pin names.
 * I4: bytes read are those that were written.
-* O1: no chunk is without its parent, unless its writer was killed, or stopped right before it renewed the parent. A
-  hold may promise what lies behind such a hole.
-* S1: the files never take more than the limit, and what killed puts brought.
+* O1: no chunk is without its parent, unless its writer was killed.
+* S1: the files never take more than the limit, and puts never count more.
 * At the end: the count is that of the files, a match is what can be read, and a clear leaves nothing.
 """
 
@@ -19,8 +18,7 @@ import shutil
 import struct
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -183,15 +181,6 @@ class FolderWorld:
         """True if there is a file of that name."""
         return name in self._sizes
 
-    def has_orphan(self, names: Iterable[str]) -> bool:
-        """True if O1 excuses one of these for the lack of its parent: a match may have looked behind the hole."""
-        parents = self._parents
-        return any(
-            name in self._excused and self.exists(name) and not self.exists(parents[name])
-            for name in names
-            if name in parents
-        )
-
     # The judge.
 
     def claim(self, rule: str, names: Sequence[str], is_live: Callable[[], bool]) -> Claim:
@@ -286,9 +275,9 @@ class FolderWorld:
 
     def _kill(self) -> None:
         victim = self.kernel.source.choice(self.programs)
-        self._excused |= set(victim.putting)
-        # What it linked may not count yet, and what it gave back may be given back once more.
-        self._slack_bytes += victim.putting.total() * FILE_BYTES
+        self._excused |= victim.putting
+        # Each of its threads may have linked a file that it did not count yet.
+        self._slack_bytes += self.limits.io_threads * FILE_BYTES if victim.putting else 0
         self._killed(victim.process)
         self.programs.remove(victim)
         self.programs.append(self._program())
@@ -353,7 +342,7 @@ class Program:
         self.kernel = world.kernel
         self.process = Process(world.kernel, name)
         self.member: ClusterMember | None = None
-        self.putting: Counter[str] = Counter()
+        self.putting: set[str] = set()
         """The chunks of puts under way."""
         self.busy: list[str] = []
         self.is_leaving = False
@@ -411,21 +400,16 @@ class Program:
 
     def _put(self) -> None:
         chain, world = self._chain(), self.world
-        with self._putting(world.name(chain, index) for index in range(len(chain))):
+        names = {world.name(chain, index) for index in range(len(chain))}
+        self.putting |= names
+        try:
             self._member.node.put(
                 chain,
                 0,
                 lambda index: world.payload(chain.addresses[index], LAYOUT.section_bytes, LAYOUT.section_count),
             )
-
-    @contextmanager
-    def _putting(self, names: Iterable[str]) -> Iterator[None]:
-        put = Counter(names)
-        self.putting += put
-        try:
-            yield
         finally:
-            self.putting -= put
+            self.putting -= names
 
     def _match(self) -> None:
         self._member.node.match(self._chain())
@@ -434,9 +418,6 @@ class Program:
         world, node, kernel = self.world, self._member.node, self.kernel
         hold, is_held = node.hold(self._chain()), [True]
         names = [world.name(hold.chain, index) for index in range(hold.count)]
-        if world.has_orphan(names):
-            node.holds.release(hold)
-            return
         world.claim("I1", names, lambda: is_held[0] and self.process.alive)
         kernel.sleep(kernel.random() * kernel.source.choice((0.01, 0.5, 3.0)))
         excuses = self._excuses()
@@ -465,8 +446,7 @@ class Program:
     def _put_blocks(self) -> None:
         namespace, keys = self._blocks()
         payloads = [self.world.payload(block_address(namespace, key), BLOCK_BYTES, 1)[0] for key in keys]
-        with self._putting(self.world.block_name(namespace, key) for key in keys):
-            self._member.node.put_blocks(namespace, keys, payloads)
+        self._member.node.put_blocks(namespace, keys, payloads)
 
     def _hold_blocks(self) -> None:
         world, node, kernel = self.world, self._member.node, self.kernel
