@@ -50,7 +50,7 @@ _open: WeakSet[WriteBehind] = WeakSet()
 _process = 0
 FLUSH_S = 10.0
 _waited_s = 0.0
-"""How much of that has passed."""
+"""How long the end of the main thread has waited for the queues."""
 
 
 def flush_at_exit(behind: WriteBehind) -> None:
